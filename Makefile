@@ -1,0 +1,39 @@
+# Everything starts here: `make demo` sets up and runs the main job, `make test` sets up and passes the tests.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup demo test lint types bench clean
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Transect needs Python 3.11 or newer: set PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(PIP) torch numpy
+	@$(PIP) -e '.[test,lint]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/transect demo
+
+test: setup
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff check src tests benchmarks
+	@$(BIN)/ruff format --check src tests benchmarks
+	@$(BIN)/lint-imports
+
+types: setup
+	@$(BIN)/mypy
+
+bench: setup
+	@$(PIP) -e '.[bench]'
+	@$(BIN)/python benchmarks/cpu_vs_llamacpp.py
+	@$(BIN)/python benchmarks/batching.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

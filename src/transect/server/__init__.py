@@ -1,0 +1,1 @@
+"""(map of this folder)"""
