@@ -1,0 +1,31 @@
+"""Transect: one readable codebase straight through the LLM stack, measured at every level against the hardware's floor.
+
+The levels, lowest first, are the folders: hardware, formats, ops, models, text, parallel, engine, train, explain, plan,
+server, cluster, cli. Importing ``transect`` loads none of them; the names below arrive when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine.async_engine import AsyncEngine
+    from .engine.llm import LLM
+    from .engine.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "transect.engine.llm",
+    "AsyncEngine": "transect.engine.async_engine",
+    "SamplingParams": "transect.engine.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'transect' has no attribute {name!r}")
