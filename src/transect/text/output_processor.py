@@ -1,0 +1,332 @@
+"""From the engine's token ids to what a user sees: text, log-probabilities, and one clean end for every choice.
+
+The engine knows token ids only. Here they become text; stop strings, which only text can show, are found; and each
+choice gets exactly one terminal event, whatever the engine still sends for it afterwards (with async scheduling it may
+be a step ahead when a stop string turns up). The server and ``LLM`` share this class, so both cut the same text.
+
+Rules:
+
+* A token that the engine says ended the choice (finish_reason "stop": end of sequence or a stop token) is the last of
+  ``token_ids`` and is charged for, but leaves no text unless ``include_stop`` is set.
+* A stop string ends the choice at the token that completes it. That token is charged for and keeps its logprobs; later
+  tokens of the same step are dropped with theirs. ``Update.aborts`` tells the engine to end the choice.
+* The text of the first ``min_tokens`` tokens is not searched for stop strings.
+* Text that may still turn out to begin a stop string, and bytes that are not yet a character, are held back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from .detokenizer import IncrementalDetokenizer, TokenTable
+from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
+from .stop import StopMatcher
+
+
+class TokenTexts(TokenTable, Protocol):
+    """What the processor needs of a tokenizer."""
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+class TokenLogprobsLike(Protocol):
+    """The token taken at a position, and the likeliest ones, likeliest first, as (token id, logprob)."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def top(self) -> Sequence[tuple[int, float]]: ...
+
+
+class EngineOutputLike(Protocol):
+    """What one engine step brought for one choice (the fields of the engine's EngineOutput)."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def new_token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobsLike] | None: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobsLike] | None: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def stop_reason(self) -> int | str | None: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new for one choice.
+
+    ``text``, ``token_ids`` and ``logprobs`` (None when not asked for) are deltas; ``text`` may be empty while tokens
+    are not, and the other way round. ``finish_reason`` is set once for each choice: in its terminal event. ``aborts``
+    names the (request id, choice) pairs that the engine must now end. ``final`` is the whole request, set in the event
+    that ends its last choice; from then on the processor has forgotten it.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    aborts: list[tuple[str, int]] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    final: RequestOutput | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class _Choice:
+    """The running state of one choice."""
+
+    __slots__ = ("detokenizer", "matcher", "output", "pieces")
+
+    def __init__(self, index: int, detokenizer: IncrementalDetokenizer, matcher: StopMatcher) -> None:
+        self.output = CompletionOutput(index)
+        self.pieces: list[str] = []
+        self.detokenizer = detokenizer
+        self.matcher = matcher
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: str | None
+    prompt_token_ids: list[int]
+    choices: list[_Choice]
+    min_tokens: int
+    include_stop: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class OutputProcessor:
+    """Holds the text side of every running request.
+
+    Args:
+        tokenizer: gives the text and bytes of tokens.
+        clock: seconds, for ``RequestMetrics``.
+    """
+
+    def __init__(self, tokenizer: TokenTexts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that still run, oldest first."""
+        return list(self._requests)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        *,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Make ready for a request that is about to be given to the engine.
+
+        Raises:
+            ValueError: the id is already running, n is below 1, or a stop string is empty.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        choices = [
+            _Choice(
+                index,
+                IncrementalDetokenizer(self._tokenizer, skip_special_tokens, continues_text=bool(prompt_token_ids)),
+                StopMatcher(stop, include_stop),
+            )
+            for index in range(n)
+        ]
+        arrival = self._clock() if arrival_time is None else arrival_time
+        self._requests[request_id] = _Request(
+            prompt, list(prompt_token_ids), choices, min_tokens, include_stop, RequestMetrics(arrival)
+        )
+
+    def process(self, output: EngineOutputLike) -> Update | None:
+        """Take what one engine step brought for one choice.
+
+        Returns:
+            What is new; None when the request or the choice has already ended (such output comes late and is dropped).
+        """
+        request = self._requests.get(output.request_id)
+        if request is None or not 0 <= output.index < len(request.choices):
+            return None
+        choice = request.choices[output.index]
+        if choice.output.finished:
+            return None
+        request.num_cached_tokens = max(request.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            if request.prompt_logprobs is None:
+                request.prompt_logprobs = [None]
+            request.prompt_logprobs.extend(self._position(entry) for entry in output.prompt_logprobs)
+        update = Update(output.request_id, output.index, num_cached_tokens=request.num_cached_tokens)
+        stopped = self._take_tokens(request, choice, output, update)
+        if stopped is not None:
+            if output.finish_reason is None:
+                update.aborts.append((output.request_id, output.index))
+            self._end(request, choice, update, "stop", stopped, None)
+        elif output.finish_reason is not None:
+            self._end(request, choice, update, output.finish_reason, output.stop_reason, output.error)
+        return update
+
+    def finish(self, request_id: str, reason: str = "abort", error: str | None = None) -> list[Update]:
+        """End every running choice of a request from outside the engine, e.g. because its client or the engine is gone.
+
+        Returns:
+            One terminal update for each choice that was running, with its held-back text; [] for an unknown request.
+            Each names itself in ``aborts``, because the engine may still be working on it.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        updates = []
+        for choice in request.choices:
+            if not choice.output.finished:
+                index = choice.output.index
+                update = Update(request_id, index, num_cached_tokens=request.num_cached_tokens)
+                update.aborts.append((request_id, index))
+                self._end(request, choice, update, reason, None, error)
+                updates.append(update)
+        return updates
+
+    def snapshot(self, request_id: str) -> RequestOutput:
+        """The request as it stands now; a copy that later updates do not change.
+
+        Raises:
+            ValueError: no such request is running.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            raise ValueError(f"request {request_id!r} is not running: it has ended or was never added")
+        return self._request_output(request_id, request)
+
+    def _take_tokens(self, request: _Request, choice: _Choice, output: EngineOutputLike, update: Update) -> str | None:
+        """Append the step's tokens and their text up to the one that completes a stop string; return that string."""
+        tokens = output.new_token_ids
+        if not tokens:
+            return None
+        now = self._clock()
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        request.metrics.last_token_time = now
+        ended_by_last = output.finish_reason == "stop" and not request.include_stop
+        stopped: str | None = None
+        for position, token in enumerate(tokens):
+            update.token_ids.append(token)
+            choice.output.token_ids.append(token)
+            if ended_by_last and position == len(tokens) - 1:
+                break
+            text = choice.detokenizer.push((token,))
+            stopped = self._take_text(request, choice, update, text)
+            if stopped is not None:
+                break
+        if output.logprobs is not None:
+            taken = output.logprobs[: len(update.token_ids)]
+            update.logprobs = [self._position(entry) for entry in taken]
+            if choice.output.logprobs is None:
+                choice.output.logprobs, choice.output.cumulative_logprob = [], 0.0
+            choice.output.logprobs.extend(update.logprobs)
+            choice.output.cumulative_logprob = (choice.output.cumulative_logprob or 0.0) + sum(
+                entry.logprob for entry in taken
+            )
+        return stopped
+
+    @staticmethod
+    def _take_text(request: _Request, choice: _Choice, update: Update, text: str) -> str | None:
+        stopped: str | None = None
+        if len(choice.output.token_ids) > request.min_tokens:
+            text, stopped = choice.matcher.push(text)
+        if text:
+            update.text += text
+            choice.pieces.append(text)
+        return stopped
+
+    def _end(
+        self,
+        request: _Request,
+        choice: _Choice,
+        update: Update,
+        reason: str,
+        stop_reason: int | str | None,
+        error: str | None,
+    ) -> None:
+        """The terminal event of a choice: release what is held back, and close the request with its last choice."""
+        if choice.matcher.stopped is None:
+            stopped = self._take_text(request, choice, update, choice.detokenizer.flush())
+            if stopped is not None and reason in ("stop", "length"):
+                reason, stop_reason = "stop", stopped
+            tail = choice.matcher.flush()
+            if tail:
+                update.text += tail
+                choice.pieces.append(tail)
+        for target in (update, choice.output):
+            target.finish_reason, target.stop_reason, target.error = reason, stop_reason, error
+        if all(each.output.finished for each in request.choices):
+            request.metrics.finished_time = self._clock()
+            del self._requests[update.request_id]
+            update.final = self._request_output(update.request_id, request)
+
+    def _position(self, entry: TokenLogprobsLike) -> PositionLogprobs:
+        """vLLM's form of one position: the token taken, then the likeliest ones."""
+        text = self._tokenizer.token_text
+        position = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+        for rank, (token, logprob) in enumerate(entry.top, start=1):
+            if token not in position:
+                position[token] = Logprob(logprob, rank, text(token))
+        return position
+
+    @staticmethod
+    def _request_output(request_id: str, request: _Request) -> RequestOutput:
+        outputs = []
+        for choice in request.choices:
+            output = choice.output
+            logprobs = None if output.logprobs is None else list(output.logprobs)
+            outputs.append(
+                replace(output, text="".join(choice.pieces), token_ids=list(output.token_ids), logprobs=logprobs)
+            )
+        return RequestOutput(
+            request_id=request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_logprobs=None if request.prompt_logprobs is None else list(request.prompt_logprobs),
+            outputs=outputs,
+            finished=all(output.finished for output in outputs),
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=replace(request.metrics),
+        )
