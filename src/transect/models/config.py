@@ -1,0 +1,210 @@
+"""What a model is: one frozen description that every architecture of the decoder family fits.
+
+``ModelConfig`` decides everything about ``Decoder``: the code has no class per architecture. It is plain Python (no
+torch), so that planning and scheduling can lean on it. Translations from and to the files people have live beside it:
+``config_hf.py`` (a Hugging Face ``config.json``) and ``config_gguf.py`` (GGUF metadata).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``."""
+
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "factors"]
+
+
+def unsupported_architecture(name: object) -> ValueError:
+    """The error for a model that no configuration here describes."""
+    return ValueError(
+        f"architecture {name!r} is not supported; supported are: {', '.join(ARCHITECTURES)} "
+        "(llama includes Llama 2/3/3.1 and SmolLM2, qwen2 includes Qwen2.5)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """The frequencies of rotary position embedding.
+
+    Pair i of a head of size d turns by ``theta ** (-2i / d)`` radians per position before scaling. Scaling stretches a
+    model to longer contexts: ``linear`` divides every frequency by ``factor``; ``llama3`` only the low ones (as Llama
+    3.1 does); ``yarn`` ramps between the two and multiplies cos and sin by ``attention_factor`` (Peng et al. 2023,
+    arXiv:2309.00071); ``factors`` divides pair i by ``frequency_factors[i]`` (a GGUF ``rope_freqs`` tensor).
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    original_max_position: int = 0
+    """Context length of the model before it was stretched (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    """yarn: round the borders of the ramp to whole pairs."""
+    frequency_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.scaling not in ("none", "linear", "llama3", "yarn", "factors"):
+            raise ValueError(
+                f"rope scaling {self.scaling!r} is not supported; supported are: none, linear, llama3, yarn, factors"
+            )
+        for name in ("theta", "factor", "attention_factor", "beta_fast", "beta_slow"):
+            _check_positive(f"rope {name}", getattr(self, name))
+        if self.scaling in ("llama3", "yarn") and self.original_max_position <= 0:
+            raise ValueError(f"rope scaling {self.scaling!r} needs original_max_position_embeddings greater than 0")
+        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "rope scaling 'llama3' needs 0 < low_freq_factor < high_freq_factor, "
+                f"not {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if self.scaling == "yarn" and self.theta == 1.0:
+            raise ValueError("rope scaling 'yarn' needs a rope theta other than 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer. Sizes are counts of elements; ``ValueError`` for any combination that cannot run."""
+
+    architecture: str
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    max_position: int
+    """Longest sequence, prompt and output together, in tokens."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-6
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated_mlp: bool = True
+    """``down(silu(gate(x)) * up(x))`` if true, else ``down(activation(up(x)))``."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k, before rotary (Qwen3)."""
+    tied_embeddings: bool = False
+    position: Literal["rope", "learned"] = "rope"
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    sliding_window: int | None = None
+    """A query sees itself and the ``sliding_window - 1`` tokens before it."""
+    full_attention_layers: tuple[int, ...] = ()
+    """With a sliding window: the layers that do not use it."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise unsupported_architecture(self.architecture)
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_position"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ValueError(f"{name} must be a whole number greater than 0, not {value!r}")
+        _check_positive("norm_eps", self.norm_eps)
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
+        for name, value, allowed in (
+            ("norm", self.norm, ("rmsnorm", "layernorm")),
+            ("activation", self.activation, ("silu", "gelu", "gelu_tanh")),
+            ("position", self.position, ("rope", "learned")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} {value!r} is not supported; supported are: {', '.join(allowed)}")
+        if self.gated_mlp != (self.activation == "silu"):
+            raise ValueError(
+                f"a {'gated' if self.gated_mlp else 'plain'} MLP with activation {self.activation!r} is not supported: "
+                "gated MLPs use silu, plain ones gelu or gelu_tanh"
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
+        if self.rope.scaling == "factors" and len(self.rope.frequency_factors) != self.head_dim // 2:
+            raise ValueError(
+                f"rope_freqs has {len(self.rope.frequency_factors)} numbers; head_dim {self.head_dim} needs "
+                f"{self.head_dim // 2}"
+            )
+        if self.sliding_window is not None and self.sliding_window <= 0:
+            raise ValueError(f"sliding_window must be greater than 0 (or null for none), not {self.sliding_window}")
+
+    @property
+    def q_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all key heads (and of all value heads) together."""
+        return self.n_kv_heads * self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    def layer_window(self, layer: int) -> int | None:
+        """The sliding window of a layer in tokens, or None where the layer sees the whole past."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Read a Hugging Face ``config.json`` (old and new spelling of rope parameters).
+
+        ``generation`` is ``generation_config.json`` if there is one: end-of-sequence tokens that only it lists count
+        too. ``ValueError`` for an unsupported architecture or setting, or a key that is missing or of the wrong type.
+        """
+        from .config_hf import from_hf
+
+        return from_hf(config, generation)
+
+    @classmethod
+    def from_hf_directory(cls, directory: str | Path) -> ModelConfig:
+        """Read ``config.json`` and, if it is there, ``generation_config.json`` of a model directory."""
+        directory = Path(directory)
+        config = _read_json(directory / "config.json")
+        path = directory / "generation_config.json"
+        return cls.from_hf(config, _read_json(path) if path.exists() else None)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` that transformers, vLLM and ``from_hf`` read back as this model.
+
+        ``ValueError`` if its architecture cannot express it (say, a Llama with biases on q, k and v alone).
+        """
+        from .config_hf import to_hf
+
+        return to_hf(self)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelConfig:
+        """Read GGUF metadata; ``tensors`` (name to an object with ``.shape`` in torch order and ``.dequantize()``)
+        tells what metadata does not say: biases, QK-norm, tied embeddings, the vocabulary, llama3 frequency factors.
+        """
+        from .config_gguf import from_gguf
+
+        return from_gguf(metadata, tensors)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a number greater than 0, not {value!r}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}: give a directory in Hugging Face layout") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}); download the model again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object; download the model again")
+    return value

@@ -1,0 +1,133 @@
+"""``ModelConfig`` from GGUF metadata.
+
+Keys are ``{architecture}.{what}`` as in the GGUF specification (ggml/docs/gguf.md). Three things differ from
+``config.json``: biases, QK-norm and tied embeddings show only in which tensors there are; Llama 3.1's frequency scaling
+is a tensor of divisors (``rope_freqs.weight``) and not four numbers; Mistral is stored as ``llama``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .config import ModelConfig, RopeConfig, unsupported_architecture
+
+_GGUF_ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelConfig:
+    """See ``ModelConfig.from_gguf``."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in _GGUF_ARCHITECTURES:
+        raise unsupported_architecture(architecture)
+
+    def number(key: str, default: float | None = None) -> float:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise ValueError(f"the GGUF metadata has no '{architecture}.{key}': the file is incomplete, fetch it again")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"'{architecture}.{key}' in the GGUF metadata must be one number, not {value!r}")
+        return value
+
+    def integer(key: str, default: int | None = None) -> int:
+        value = number(key, default)
+        if value != int(value):
+            raise ValueError(f"'{architecture}.{key}' in the GGUF metadata must be a whole number, not {value!r}")
+        return int(value)
+
+    if integer("expert_count", 0):
+        raise ValueError("the GGUF file holds a mixture-of-experts model, which is not supported yet")
+    dim, heads = integer("embedding_length"), integer("attention.head_count")
+    if "token_embd.weight" not in tensors:
+        raise ValueError("the GGUF file has no tensor 'token_embd.weight': it is not a whole model, fetch it again")
+    default_head_dim = 128 if architecture == "qwen3" else dim // max(heads, 1)
+    head_dim = integer("attention.key_length", default_head_dim)
+    if integer("attention.value_length", head_dim) != head_dim:
+        raise ValueError("GGUF models whose key and value heads differ in size are not supported")
+    gpt2 = architecture == "gpt2"
+    if not gpt2 and integer("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(f"GGUF models that rotate only part of a head ({head_dim}) are not supported")
+    max_position = integer("context_length")
+    rope = RopeConfig() if gpt2 else _rope(metadata, tensors, number, architecture, max_position)
+    # Converters write Qwen's window even where the model does not use it, and not the layers it would start at; every
+    # released Qwen2 and Qwen3 has it off. Mistral's (stored as llama) is for all layers.
+    window = integer("attention.sliding_window", 0) if architecture == "llama" else 0
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
+    layernorm = "attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon"
+    return ModelConfig(
+        architecture="mistral" if window else architecture,
+        vocab_size=int(tensors["token_embd.weight"].shape[0]),
+        dim=dim,
+        n_layers=integer("block_count"),
+        n_heads=heads,
+        n_kv_heads=integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        ffn_dim=integer("feed_forward_length"),
+        max_position=max_position,
+        norm="layernorm" if gpt2 else "rmsnorm",
+        norm_eps=_short_float(number(layernorm)),
+        activation="gelu_tanh" if gpt2 else "silu",
+        gated_mlp=not gpt2,
+        qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        tied_embeddings="output.weight" not in tensors,
+        position="learned" if gpt2 else "rope",
+        rope=rope,
+        sliding_window=window or None,
+        bos_token_id=None if bos is None else int(bos),
+        eos_token_ids=tuple(dict.fromkeys(int(token) for token in ends if token is not None)),
+    )
+
+
+def _rope(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Any], number: Any, architecture: str, max_position: int
+) -> RopeConfig:
+    theta = number("rope.freq_base", 10000.0)
+    if "rope_freqs.weight" in tensors:
+        factors = tuple(float(value) for value in tensors["rope_freqs.weight"].dequantize().reshape(-1))
+        return _llama3_from_factors(theta, factors) or RopeConfig(
+            theta=theta, scaling="factors", frequency_factors=factors
+        )
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if kind == "none":
+        factor = number("rope.scale_linear", 1.0)  # how old files spell linear scaling
+        return RopeConfig(theta=theta) if factor in (0, 1) else RopeConfig(theta, "linear", factor)
+    if kind == "linear":
+        return RopeConfig(theta=theta, scaling="linear", factor=number("rope.scaling.factor"))
+    if kind == "yarn":
+        factor = number("rope.scaling.factor")
+        return RopeConfig(
+            theta=theta,
+            scaling="yarn",
+            factor=factor,
+            original_max_position=int(number("rope.scaling.original_context_length", max_position)),
+            beta_fast=number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=number("rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=number("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(max(factor, 1.0))),
+        )
+    raise ValueError(f"rope scaling {kind!r} of the GGUF file is not supported; supported are: none, linear, yarn")
+
+
+def _llama3_from_factors(theta: float, factors: tuple[float, ...]) -> RopeConfig | None:
+    """The four llama3 numbers behind a table of divisors, or None if it is not one of the Llama 3.1 to 3.3 releases.
+
+    They all use low 1, high 4 and an original context of 8192; the largest divisor is ``factor``.
+    """
+    rope = RopeConfig(theta, "llama3", factor=round(max(factors), 4), original_max_position=8192)
+    for pair, divisor in enumerate(factors):
+        wavelength = 2 * math.pi * theta ** (pair / len(factors))
+        blend = (8192 / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = min(max(blend, 0.0), 1.0)
+        if not math.isclose(divisor, 1 / ((1 - blend) / rope.factor + blend), rel_tol=1e-5):
+            return None
+    return rope
+
+
+def _short_float(value: float) -> float:
+    """The shortest decimal that is this float32 number: 1e-05 where the file's float32 reads 9.999999747378752e-06."""
+    return float(f"{value:.7g}")

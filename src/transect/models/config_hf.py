@@ -1,0 +1,339 @@
+"""``ModelConfig`` from and to a Hugging Face ``config.json``.
+
+Missing keys take the defaults that transformers gives them for the architecture, since real files leave them out.
+Rope parameters are read in the old spelling (``rope_theta`` beside ``rope_scaling``) and in that of transformers 5
+(``rope_parameters``), and are written in the old one, which both generations read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from .config import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+class _Reader:
+    """Typed access to the keys of a config; errors name the key."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ValueError(f"{self.where} has no {key!r}: it must be a whole number")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{key!r} in {self.where} must be a whole number, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ValueError(f"{self.where} has no {key!r}: it must be a number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{key!r} in {self.where} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ValueError(f"{key!r} in {self.where} must be true or false, not {value!r}")
+        return value
+
+
+def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """See ``ModelConfig.from_hf``."""
+    architecture = config.get("model_type")
+    if architecture not in ARCHITECTURES:
+        raise unsupported_architecture(architecture)
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            "config.json has a quantization_config; such checkpoints are not supported, use the unquantized model or a "
+            "GGUF file"
+        )
+    read = _Reader(config)
+    parts = _gpt2(read) if architecture == "gpt2" else _llama_like(architecture, read)
+    bos = _token_ids(config.get("bos_token_id"), "bos_token_id")
+    eos = _token_ids(config.get("eos_token_id"), "eos_token_id")
+    more = _token_ids((generation or {}).get("eos_token_id"), "eos_token_id of generation_config.json")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=read.integer("vocab_size"),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(eos + more)),
+        **parts,
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """See ``ModelConfig.to_hf``."""
+    values = _write(config)
+    read = from_hf(values)
+    if read != config:
+        lost = [f.name for f in fields(config) if getattr(read, f.name) != getattr(config, f.name)]
+        raise ValueError(
+            f"config.json of architecture {config.architecture!r} cannot express this model's {', '.join(lost)}; "
+            "save it as another architecture or keep its original files"
+        )
+    return values
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    eos: int | list[int] | None = list(config.eos_token_ids) or None
+    if len(config.eos_token_ids) == 1:
+        eos = config.eos_token_ids[0]
+    common: dict[str, Any] = {
+        "model_type": config.architecture,
+        "architectures": [_CLASSES[config.architecture]],
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos,
+    }
+    if config.architecture == "gpt2":
+        return common | {
+            "n_embd": config.dim,
+            "n_layer": config.n_layers,
+            "n_head": config.n_heads,
+            "n_inner": config.ffn_dim,
+            "n_positions": config.max_position,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation],
+        }
+    values = common | {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling_to_hf(config.rope),
+    }
+    if config.architecture in ("llama", "qwen3"):
+        values["attention_bias"] = config.qkv_bias
+    if config.architecture == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    if config.architecture == "mistral":
+        values["sliding_window"] = config.sliding_window
+    if config.architecture in ("qwen2", "qwen3"):
+        values["use_sliding_window"] = config.sliding_window is not None
+        values["sliding_window"] = config.sliding_window
+        values["layer_types"] = [
+            "full_attention" if config.layer_window(layer) is None else "sliding_attention"
+            for layer in range(config.n_layers)
+        ]
+    return values
+
+
+def _gpt2(read: _Reader) -> dict[str, Any]:
+    if not read.flag("scale_attn_weights", True) or read.flag("scale_attn_by_inverse_layer_idx", False):
+        raise ValueError("GPT-2 with scale_attn_weights=false or scale_attn_by_inverse_layer_idx=true is not supported")
+    if read.flag("add_cross_attention", False):
+        raise ValueError("GPT-2 with add_cross_attention=true is not supported: it is not a decoder-only model")
+    dim, heads = read.integer("n_embd", 768), read.integer("n_head", 12)
+    return {
+        "dim": dim,
+        "n_layers": read.integer("n_layer", 12),
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "head_dim": _split(dim, heads),
+        "ffn_dim": read.integer("n_inner", 4 * dim),
+        "max_position": read.integer("n_positions", 1024),
+        "norm": "layernorm",
+        "norm_eps": read.number("layer_norm_epsilon", 1e-5),
+        "activation": _activation(read, "activation_function", "gelu_new"),
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "tied_embeddings": read.flag("tie_word_embeddings", True),
+        "position": "learned",
+    }
+
+
+def _llama_like(architecture: str, read: _Reader) -> dict[str, Any]:
+    dim, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    layers = read.integer("num_hidden_layers")
+    default_heads = {"mistral": 8}.get(architecture, heads)
+    default_head_dim = 128 if architecture == "qwen3" else None
+    head_dim = read.integer("head_dim", default_head_dim or _split(dim, heads))
+    # Qwen2 has biases on q, k and v alone, always; Llama and Qwen3 on all four projections or on none.
+    all_bias = architecture in ("llama", "qwen3") and read.flag("attention_bias", False)
+    max_position = read.integer("max_position_embeddings", {"mistral": 131072, "llama": 2048}.get(architecture, 32768))
+    rope = _rope_from_hf(read, max_position)
+    if rope.scaling == "yarn":
+        # Files of stretched models often keep the length before stretching here.
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    window, full_layers = _window(architecture, read, layers)
+    return {
+        "dim": dim,
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_kv_heads": read.integer("num_key_value_heads", default_heads),
+        "head_dim": head_dim,
+        "ffn_dim": read.integer("intermediate_size"),
+        "max_position": max_position,
+        "norm_eps": read.number("rms_norm_eps", 1e-6),
+        "activation": _activation(read, "hidden_act", "silu"),
+        "qkv_bias": architecture == "qwen2" or all_bias,
+        "o_bias": all_bias,
+        "mlp_bias": architecture == "llama" and read.flag("mlp_bias", False),
+        "qk_norm": architecture == "qwen3",
+        "tied_embeddings": read.flag("tie_word_embeddings", False),
+        "rope": rope,
+        "sliding_window": window,
+        "full_attention_layers": full_layers,
+    }
+
+
+def _split(dim: int, heads: int) -> int:
+    if heads <= 0 or dim % heads:
+        raise ValueError(f"config.json: the width {dim} does not divide into {heads} heads; give head_dim")
+    return dim // heads
+
+
+def _activation(read: _Reader, key: str, default: str) -> str:
+    name = read.values.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"{key} {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _window(architecture: str, read: _Reader, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window and the layers that do without it."""
+    if architecture == "llama":
+        return None, ()
+    if architecture == "mistral":
+        # A file without the key means 4096, one with null means none.
+        value = read.values.get("sliding_window", 4096)
+        return (None if value is None else read.integer("sliding_window", 4096)), ()
+    if not read.flag("use_sliding_window", False) or (
+        "sliding_window" in read.values and not read.values["sliding_window"]
+    ):
+        return None, ()
+    window = read.integer("sliding_window", 4096)
+    kinds = read.values.get("layer_types")
+    if kinds is None:
+        first = read.integer("max_window_layers", 28)
+        return window, tuple(range(min(first, layers)))
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"layer_types in config.json must list full_attention or sliding_attention for each of the {layers} layers"
+        )
+    return window, tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+
+
+def _rope_from_hf(read: _Reader, max_position: int) -> RopeConfig:
+    new = read.values.get("rope_parameters")
+    old = read.values.get("rope_scaling")
+    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{key!r} in config.json must be an object or null, not {value!r}")
+    values = {**(new or {}), **(old or {})}
+    rope = _Reader(values, "the rope parameters of config.json")
+    theta = rope.number("rope_theta", read.number("rope_theta", 10000.0))
+    partial = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1 is")
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind in ("default", None):
+        return RopeConfig(theta=theta)
+    original = rope.integer("original_max_position_embeddings", max_position)
+    if kind == "linear":
+        return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            scaling="llama3",
+            factor=rope.number("factor"),
+            original_max_position=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    if kind == "yarn":
+        factor = rope.number("factor", max_position / original if original > 0 else None)
+        attention_factor = _yarn_attention_factor(rope, factor)
+        return RopeConfig(
+            theta=theta,
+            scaling="yarn",
+            factor=factor,
+            original_max_position=original,
+            beta_fast=rope.number("beta_fast", 0.0) or 32.0,
+            beta_slow=rope.number("beta_slow", 0.0) or 1.0,
+            attention_factor=attention_factor,
+            truncate=rope.flag("truncate", True),
+        )
+    raise ValueError(f"rope scaling {kind!r} is not supported; supported are: default, linear, llama3, yarn")
+
+
+def _yarn_attention_factor(rope: _Reader, factor: float) -> float:
+    """The multiplier of cos and sin: given, or 0.1 ln(factor) + 1, with two optional weights of the logarithm."""
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        return magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
+    return magnitude(1.0)
+
+
+def _rope_scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.scaling == "none":
+        return None
+    if rope.scaling == "linear":
+        return {"rope_type": "linear", "factor": rope.factor}
+    if rope.scaling == "llama3":
+        return {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
+    if rope.scaling == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "attention_factor": rope.attention_factor,
+            "truncate": rope.truncate,
+        }
+    raise ValueError("a model with GGUF frequency factors cannot be written as config.json; save it from its HF files")
+
+
+def _token_ids(value: Any, name: str) -> tuple[int, ...]:
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    for token in values:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"{name} must be a token id or a list of them, not {value!r}")
+    return tuple(values)
