@@ -1,0 +1,15 @@
+"""The CPU kernels: a small C++ library, compiled at first use for the machine it is on, and called on raw pointers.
+
+Read in this order:
+
+* ``simd.h``       one vector type for AVX-512, AVX2 and plain machines; number formats; exp
+* ``pool.h``       the team of threads, its barriers and its shared work lists
+* ``linear.h``     y = x W^T with W packed 4-bit, 8-bit, bf16 or float32
+* ``attention.h``  paged attention over a ragged batch
+* ``norm.h``       RMSNorm, LayerNorm, rotary embedding
+* ``stack.h``      all decoder layers in one call
+* ``native.cpp``   the C interface
+* ``build.py``     finds a compiler, builds, caches
+* ``library.py``   the same interface as Python functions on tensors
+* ``packing.py``   weights into the layout of ``linear.h``
+"""

@@ -1,0 +1,93 @@
+"""Compiles the CPU kernels for this machine once, and keeps the library in the user's cache.
+
+The cache key is a hash of the sources, the flags, the compiler and what the processor can do, so a library never meets
+a processor that lacks its instructions, and a changed source is compiled anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ..registry import Unavailable
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+COMPILERS = ("c++", "g++", "clang++")
+BUILD_TIMEOUT = 300
+
+
+def cache_directory() -> Path:
+    """Where compiled and packed files are kept: ``$TRANSECT_CACHE``, or ``transect`` in the user's cache directory."""
+    explicit = os.environ.get("TRANSECT_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transect"
+
+
+def library_path(march: str = "native") -> Path:
+    """The compiled library for this machine, built if it is not there yet.
+
+    Args:
+        march: the compiler's ``-march``: ``native`` in use; tests name older levels to try the other paths.
+
+    Raises:
+        Unavailable: no compiler, or it failed; the message says which and how to get one.
+    """
+    if os.environ.get("TRANSECT_NO_COMPILER"):
+        raise Unavailable("TRANSECT_NO_COMPILER is set, so the C++ kernels are not built")
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise Unavailable(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++ or clang++")
+    files = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    key = hashlib.sha256()
+    for part in (*FLAGS, march, _compiler_version(compiler), _processor(), sys.platform):
+        key.update(part.encode() + b"\0")
+    for file in files:
+        key.update(file.read_bytes())
+    target = cache_directory() / "native" / f"kernels-{march}-{key.hexdigest()[:16]}.so"
+    if not target.exists():
+        _compile(compiler, march, target)
+    return target
+
+
+def _compile(compiler: str, march: str, target: Path) -> None:
+    architecture = f"-march={march}" if platform.machine() in ("x86_64", "AMD64") else f"-mcpu={march}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            command = [compiler, *FLAGS, architecture, str(SOURCES / "native.cpp"), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
+            if done.returncode:
+                errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+                raise Unavailable(f"{compiler} could not compile the C++ kernels: {errors[0].strip()}")
+            os.replace(built, target)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{compiler} took over {BUILD_TIMEOUT} s to compile the C++ kernels") from None
+    except OSError as error:
+        raise Unavailable(f"the C++ kernels could not be built in {target.parent}: {error.strerror}") from None
+
+
+@functools.cache
+def _compiler_version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    return done.stdout.split("\n", 1)[0]
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.split(":", 1)[1].split()))
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,317 @@
+"""The C++ kernels as Python functions on tensors. Every argument is checked here; the C++ side trusts what it gets."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..registry import Unavailable
+from . import build
+
+GROUP_ROWS = 16
+"""Output rows that are packed together; a KV block and a head must be a multiple of it."""
+
+
+class Kind(IntEnum):
+    """How a packed weight is stored: bits of a code, then the format of scales and zeros (see ``linear.h``)."""
+
+    Q4_HALF = 0
+    Q4_FLOAT = 1
+    Q8_HALF = 2
+    Q8_FLOAT = 3
+    Q8_FLOAT_G16 = 4
+    BF16 = 5
+    F32 = 6
+
+
+class _Packed(Structure):
+    _fields_ = (("kind", c_int32), ("n", c_int32), ("k", c_int32), ("data", c_void_p), ("bias", c_void_p))
+
+
+class _StackConfig(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "block_size")),
+        *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv_bf16")),
+        *((name, c_float) for name in ("norm_eps", "scale")),
+        *((name, c_void_p) for name in ("cosine", "sine")),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((n, c_void_p) for n in ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias")),
+        *((n, c_void_p) for n in ("q_norm", "k_norm")),
+        *((n, POINTER(_Packed)) for n in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("window", c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight matrix [n, k] in the layout of ``linear.h``; ``data`` is uint8 and may be memory-mapped.
+
+    ``bias`` is float32 [n] or None. The tensors are kept alive here; the C++ side holds their addresses.
+    """
+
+    kind: Kind
+    n: int
+    k: int
+    data: Tensor
+    bias: Tensor | None = None
+
+    def c_struct(self) -> _Packed:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return _Packed(int(self.kind), self.n, self.k, self.data.data_ptr(), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayer:
+    """The weights of one decoder layer; norms are float32 vectors, ``gate`` is None for a plain MLP."""
+
+    attention_norm: Tensor
+    attention_norm_bias: Tensor | None
+    mlp_norm: Tensor
+    mlp_norm_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q: PackedWeight
+    k: PackedWeight
+    v: PackedWeight
+    o: PackedWeight
+    gate: PackedWeight | None
+    up: PackedWeight
+    down: PackedWeight
+    window: int
+    """Sliding window in tokens; 0 for none."""
+
+
+class Library:
+    """A loaded kernel library and its team of threads.
+
+    Args:
+        threads: size of the team, the calling thread included.
+        march: see ``build.library_path``.
+
+    Raises:
+        Unavailable: the library cannot be built or loaded here.
+        ValueError: ``threads`` is not positive.
+    """
+
+    def __init__(self, threads: int, march: str = "native") -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        path = build.library_path(march)
+        try:
+            self._c = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Unavailable(f"the C++ kernels could not be loaded: {error}") from None
+        self._declare()
+        self.threads = threads
+        self.isa: str = self._c.transect_isa().decode()
+        self._pool = self._c.transect_pool_new(threads)
+        weakref.finalize(self, self._c.transect_pool_free, self._pool)
+
+    def _declare(self) -> None:
+        c = self._c
+        packed = POINTER(_Packed)
+        batch = [c_int, c_void_p, c_void_p, c_void_p, c_int64]  # rows, query starts, lengths, block tables, stride
+        signatures: dict[str, tuple[Any, list[Any]]] = {
+            "isa": (c_char_p, []),
+            "pool_new": (c_void_p, [c_int]),
+            "pool_free": (None, [c_void_p]),
+            "packed_bytes": (c_int64, [c_int, c_int, c_int]),
+            "pack_affine": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p]),
+            "pack_dense": (None, [c_int, c_int, c_int, c_void_p, c_void_p]),
+            "linear": (None, [c_void_p, packed, c_void_p, c_int, c_void_p]),
+            "rows": (None, [packed, c_void_p, c_int, c_void_p]),
+            "paged_attention": (
+                None,
+                [c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p]
+                + [*batch, c_float, c_int],
+            ),
+            "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
+            "stack_free": (None, [c_void_p]),
+            "stack_run": (None, [c_void_p, c_void_p, c_int, c_void_p, *batch, c_void_p, c_void_p, c_int64]),
+        }
+        for name, (result, arguments) in signatures.items():
+            function = getattr(c, "transect_" + name)
+            function.restype, function.argtypes = result, arguments
+
+    def pack_affine(self, kind: Kind, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8."""
+        n, k = codes.shape
+        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
+        pointers = (codes.data_ptr(), scale.data_ptr(), zero.data_ptr(), out.data_ptr())
+        self._c.transect_pack_affine(kind, n, k, *pointers)
+        return out
+
+    def pack_dense(self, weight: Tensor) -> tuple[Kind, Tensor]:
+        """Pack a bf16 (even k) or float32 matrix [n, k] -> (kind, uint8 data). Other types become float32."""
+        n, k = weight.shape
+        if weight.dtype != torch.bfloat16 or k % 2:
+            weight = weight.to(torch.float32)
+        kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.F32
+        weight = weight.contiguous()
+        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        self._c.transect_pack_dense(kind, n, k, weight.data_ptr(), out.data_ptr())
+        return kind, out
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """x [rows, k] -> x W^T + bias, float32 [rows, n]. A row's result does not depend on the other rows."""
+        if x.dim() != 2 or x.shape[1] != weight.k:
+            raise ValueError(f"x must be [rows, {weight.k}], got {tuple(x.shape)}")
+        x = x.to(torch.float32).contiguous()
+        y = torch.empty(x.shape[0], weight.n, dtype=torch.float32)
+        if x.shape[0]:
+            self._c.transect_linear(self._pool, byref(weight.c_struct()), x.data_ptr(), x.shape[0], y.data_ptr())
+        return y
+
+    def rows(self, weight: PackedWeight, index: Tensor) -> Tensor:
+        """The rows of W with numbers ``index`` int64 [count] -> float32 [count, k]: an embedding look-up."""
+        index = index.contiguous()
+        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < weight.n):
+            raise ValueError(f"row numbers must be in 0..{weight.n - 1}, got {int(index.min())}..{int(index.max())}")
+        out = torch.empty(index.numel(), weight.k, dtype=torch.float32)
+        self._c.transect_rows(byref(weight.c_struct()), index.data_ptr(), index.numel(), out.data_ptr())
+        return out
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """q [T, heads, D] against one layer's caches [blocks, kv_heads, block_size, D] -> float32 [T, heads, D].
+
+        ``k_cache`` must be stored with positions innermost, as ``empty_cache`` makes it; both bf16 or float32.
+        """
+        _check_cache(k_cache, v_cache)
+        _, kv_heads, block_size, head_dim = v_cache.shape
+        q = q.to(torch.float32).contiguous()
+        out = torch.empty_like(q)
+        batch = _batch_arguments(block_tables, query_starts, seq_lens)
+        self._c.transect_paged_attention(
+            self._pool,
+            int(v_cache.dtype == torch.bfloat16),
+            *(q.data_ptr(), out.data_ptr(), q.shape[1], kv_heads, head_dim, block_size),
+            *(k_cache.data_ptr(), v_cache.data_ptr()),
+            *batch,
+            scale,
+            window or 0,
+        )
+        return out
+
+    def stack(self, layers: Sequence[StackLayer], **config: Any) -> LayerStack:
+        """All decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``."""
+        return LayerStack(self, layers, config)
+
+
+class LayerStack:
+    """The decoder layers in C++; holds the weights and the scratch memory. Not to be called from two threads at once."""
+
+    def __init__(self, library: Library, layers: Sequence[StackLayer], config: dict[str, Any]) -> None:
+        self.library = library
+        self._alive = (tuple(layers), config)
+        self._structs: list[_Packed] = []
+        self._dim = config["dim"]
+        pointers = {name: config[name].data_ptr() if config[name] is not None else None for name in ("cosine", "sine")}
+        c_config = _StackConfig(**{**config, **pointers, "layers": len(layers)})
+        c_layers = (_Layer * len(layers))(*(self._c_layer(layer) for layer in layers))
+        self._stack = library._c.transect_stack_new(byref(c_config), c_layers, library._pool)
+        weakref.finalize(self, library._c.transect_stack_free, self._stack)
+
+    def _c_layer(self, layer: StackLayer) -> _Layer:
+        def address(tensor: Tensor | None) -> int | None:
+            if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
+                raise ValueError("norm weights must be contiguous float32")
+            return None if tensor is None else tensor.data_ptr()
+
+        def packed(weight: PackedWeight | None) -> Any:
+            if weight is None:
+                return None
+            self._structs.append(weight.c_struct())
+            return ctypes.pointer(self._structs[-1])
+
+        norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
+        weights = ("q", "k", "v", "o", "gate", "up", "down")
+        fields: dict[str, Any] = {name: address(getattr(layer, name)) for name in norms}
+        fields |= {name: packed(getattr(layer, name)) for name in weights}
+        return _Layer(**fields, window=layer.window)
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+    ) -> None:
+        """Adds every layer's output to ``x`` [T, dim] float32 in place, and writes this step's K and V to the caches.
+
+        Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them.
+        """
+        if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[1] != self._dim:
+            raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
+        _check_cache(k_cache, v_cache)
+        positions = positions.to(torch.int64).contiguous()
+        self.library._c.transect_stack_run(
+            *(self._stack, x.data_ptr(), x.shape[0], positions.data_ptr()),
+            *_batch_arguments(block_tables, query_starts, seq_lens),
+            *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
+        )
+
+
+def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V caches of ``shape`` [..., block_size, head_dim], K stored with positions innermost.
+
+    Raises:
+        ValueError: block size or head size is not a multiple of 16, or the dtype is neither bf16 nor float32.
+    """
+    *outer, block_size, head_dim = shape
+    if block_size % GROUP_ROWS or head_dim % GROUP_ROWS:
+        raise ValueError(
+            f"the C++ kernels need a block size and a head size that are multiples of {GROUP_ROWS}, got {block_size} "
+            f"and {head_dim}; use block_size=16, or native=False to run on torch alone"
+        )
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the C++ kernels keep K and V as bfloat16 or float32, not {dtype}")
+    k = torch.zeros(*outer, head_dim, block_size, dtype=dtype).transpose(-1, -2)
+    return k, torch.zeros(*outer, block_size, head_dim, dtype=dtype)
+
+
+def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+    if not v_cache.is_contiguous() or not k_cache.transpose(-1, -2).is_contiguous():
+        raise ValueError(
+            "the KV cache must be stored as `empty_cache` makes it: V contiguous, K with positions innermost"
+        )
+
+
+def _batch_arguments(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> tuple[int, int, int, int, int]:
+    for name, tensor in (("block_tables", block_tables), ("query_starts", query_starts), ("seq_lens", seq_lens)):
+        if tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
+            raise ValueError(f"{name} must be int32 with its last dimension contiguous")
+    rows = seq_lens.shape[0]
+    return rows, query_starts.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
+
+
+@functools.lru_cache(maxsize=8)
+def load(threads: int, march: str = "native") -> Library:
+    """The library with a team of ``threads``; loaded and started once for each size."""
+    return Library(threads, march)

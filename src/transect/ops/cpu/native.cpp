@@ -1,0 +1,97 @@
+// The C interface of the CPU kernels: raw pointers and plain structs, so that any compiler builds it and ctypes calls it.
+#include "stack.h"
+
+using namespace transect;
+
+extern "C" {
+
+const char* transect_isa() { return TRANSECT_ISA; }
+
+Pool* transect_pool_new(int threads) { return new Pool(threads); }
+void transect_pool_free(Pool* pool) { delete pool; }
+
+int64_t transect_packed_bytes(int kind, int n, int k) { return group_bytes(kind, k) * ((n + GROUP_ROWS - 1) / GROUP_ROWS); }
+
+// codes [n][k] uint8, scale and zero [n][k / group] float32, into the layout of linear.h.
+void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const float* scale, const float* zero, uint8_t* out) {
+  with_kind(kind, [&]<class W>() {
+    if constexpr (W::PER_WORD > 2) {
+      constexpr int G = W::PANEL, BITS = 32 / W::PER_WORD;
+      const int panels = k / G, groups = (n + GROUP_ROWS - 1) / GROUP_ROWS;
+      for (int64_t panel = 0; panel < int64_t(groups) * panels; panel++) {
+        uint8_t* to = out + panel * W::PANEL_BYTES;
+        std::memset(to, 0, W::PANEL_BYTES);
+        const int64_t first = panel / panels * GROUP_ROWS, g = panel % panels;
+        for (int r = 0; r < GROUP_ROWS && first + r < n; r++) {
+          const uint8_t* from = codes + (first + r) * k + g * G;
+          for (int j = 0; j < G / W::PER_WORD; j++) {
+            uint32_t word = 0;
+            for (int i = 0; i < W::PER_WORD; i++) word |= uint32_t(from[j * W::PER_WORD + i]) << (BITS * i);
+            std::memcpy(to + 64 * j + 4 * r, &word, 4);
+          }
+          const float pair[2] = {scale[(first + r) * panels + g], zero[(first + r) * panels + g]};
+          for (int s = 0; s < 2; s++) {
+            uint8_t* at = to + G / W::PER_WORD * 64 + s * W::SCALE_BYTES;
+            if (W::SCALE_BYTES == 2 * GROUP_ROWS) {
+              const _Float16 half = _Float16(pair[s]);
+              std::memcpy(at + 2 * r, &half, 2);
+            } else {
+              std::memcpy(at + 4 * r, &pair[s], 4);
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
+// Dense rows [n][k], bf16 (k even) or float32, into the layout of linear.h.
+void transect_pack_dense(int kind, int n, int k, const uint8_t* rows, uint8_t* out) {
+  const int per_word = kind == BF16 ? 2 : 1, words = k / per_word, groups = (n + GROUP_ROWS - 1) / GROUP_ROWS;
+  std::memset(out, 0, size_t(groups) * words * 64);
+  for (int64_t row = 0; row < n; row++)
+    for (int64_t j = 0; j < words; j++)
+      std::memcpy(out + ((row / GROUP_ROWS * words + j) * GROUP_ROWS + row % GROUP_ROWS) * 4, rows + (row * words + j) * 4, 4);
+}
+
+// y [rows][n] = x [rows][k] W^T + bias
+void transect_linear(Pool* pool, const Packed* w, const float* x, int rows, float* y) {
+  std::vector<float> scratch(rows > FEW ? size_t(pool->threads()) * w->k * TILE_COLUMNS + 64 : 0);
+  const int chunk = chunk_groups(w->groups(), pool->threads());
+  pool->run([&](int thread) {
+    float* mine = scratch.data() + (rows > FEW ? size_t(thread) * w->k * TILE_COLUMNS : 0);
+    pool->share((w->groups() + chunk - 1) / chunk, [&](int item) {
+      linear_span(*w, item * chunk, std::min(chunk, w->groups() - item * chunk), x, w->k, y, w->n, rows, STORE, mine);
+    });
+  });
+}
+
+// out [count][k] = the rows of W with these numbers
+void transect_rows(const Packed* w, const int64_t* rows, int count, float* out) {
+  for (int i = 0; i < count; i++) decode_row(*w, int(rows[i]), out + int64_t(i) * w->k);
+}
+
+// out [T][heads][head_dim] = attention of q over K and V already in the cache (see attention.h)
+void transect_paged_attention(Pool* pool, int kv_bf16, const float* q, float* out, int heads, int kv_heads, int head_dim,
+                              int block_size, void* k, void* v, int rows, const int32_t* query_starts,
+                              const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, float scale,
+                              int window) {
+  const Batch batch{rows, query_starts, seq_lens, block_tables, table_stride};
+  int longest = 1;
+  for (int b = 0; b < rows; b++) longest = std::max(longest, seq_lens[b]);
+  std::vector<float> partials(Attention<float>::partial_floats(head_dim, heads, longest));
+  pool->run([&](int) {
+    if (kv_bf16) Attention<bf16>{batch, {(bf16*)k, (bf16*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
+    else Attention<float>{batch, {(float*)k, (float*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
+  });
+}
+
+Stack* transect_stack_new(const StackConfig* config, const Layer* layers, Pool* pool) { return new Stack(*config, layers, pool); }
+void transect_stack_free(Stack* stack) { delete stack; }
+void transect_stack_run(Stack* stack, float* x, int tokens, const int64_t* positions, int rows, const int32_t* query_starts,
+                        const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, void* k, void* v,
+                        int64_t blocks) {
+  stack->run(x, tokens, positions, Batch{rows, query_starts, seq_lens, block_tables, table_stride}, k, v, blocks);
+}
+
+}  // extern "C"

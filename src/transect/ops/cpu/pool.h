@@ -1,0 +1,107 @@
+// A few threads that run one function together, meet at barriers, and share out the work between two barriers.
+//
+// A decode step is some 150 phases of 10 to 100 microseconds; starting a thread team for each would cost as much as the
+// work. Here the team starts once per call, and a phase ends with a barrier that spins for a while before it yields.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+#include <sched.h>
+
+namespace transect {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+class Pool {
+ public:
+  explicit Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+    for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      epoch_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int threads() const { return threads_; }
+
+  // Runs `body(thread)` on every thread of the team; returns when all are done.
+  void run(const std::function<void(int)>& body) {
+    if (threads_ == 1) return body(0);
+    body_ = &body;
+    next_.store(0, std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      epoch_.fetch_add(1);
+    }
+    wake_.notify_all();
+    body(0);
+    barrier();
+  }
+
+  // The next item of this phase; items run out at the caller's count. Every phase ends with a barrier, which resets it.
+  int take() { return threads_ == 1 ? next_single_++ : next_.fetch_add(1, std::memory_order_relaxed); }
+
+  void barrier() {
+    next_single_ = 0;
+    if (threads_ == 1) return;
+    unsigned round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      next_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
+      if (spins < 4096) relax(); else sched_yield();
+    }
+  }
+
+  // Shares items 0 .. count-1 of a phase among the team, then meets.
+  template <class Body>
+  void share(int count, Body body) {
+    for (int i; (i = take()) < count;) body(i);
+    barrier();
+  }
+
+ private:
+  void work(int index) {
+    unsigned seen = 0;
+    while (true) {
+      for (int spins = 0; spins < 20000 && epoch_.load(std::memory_order_acquire) == seen; spins++) relax();
+      if (epoch_.load(std::memory_order_acquire) == seen) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return epoch_.load() != seen; });
+      }
+      seen = epoch_.load();
+      if (stopping_) return;
+      (*body_)(index);
+      barrier();
+    }
+  }
+
+  const int threads_;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<unsigned> epoch_{0};
+  const std::function<void(int)>* body_ = nullptr;
+  bool stopping_ = false;
+  int next_single_ = 0;
+  alignas(64) std::atomic<int> next_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> round_{0};
+};
+
+}  // namespace transect

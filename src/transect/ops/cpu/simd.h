@@ -1,0 +1,141 @@
+// One vector type for three instruction sets: AVX-512 (16 lanes), AVX2 with FMA (8) and plain x86-64 or any other
+// machine that GCC or Clang vectorises for (4). Everything above this file is written once, in terms of `vf`.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace transect {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int LANES = 16;
+#define TRANSECT_ISA "AVX-512"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+constexpr int LANES = 8;
+#define TRANSECT_ISA "AVX2"
+#else
+constexpr int LANES = 4;
+#define TRANSECT_ISA "plain"
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+
+inline vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
+inline vi load_words(const void* p) { vi v; std::memcpy(&v, p, sizeof v); return v; }
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline vf splat(float x) { return x - vf{}; }
+inline vf as_float(vi v) { return (vf)v; }
+
+// a * b + c, rounded once where the machine can.
+inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  if constexpr (LANES == 8) return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+  return a * b + c;
+}
+
+inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+inline vf max(vf a, vf b) { return select(a > b, a, b); }
+
+inline float sum(vf v) {  // a fixed tree, the same on every call
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) v[i] += v[i + half];
+  return v[0];
+}
+inline float max(vf v) {
+  float m = v[0];
+  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// ---- number formats -------------------------------------------------------------------------------------------------
+
+typedef uint16_t bf16;  // the upper half of a float32
+typedef uint16_t f16;   // IEEE half precision
+
+inline float from_bf16(bf16 h) { uint32_t u = uint32_t(h) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+inline bf16 to_bf16(float f) {  // round to nearest, ties to even; NaN stays NaN
+  uint32_t u; std::memcpy(&u, &f, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return bf16((u >> 16) | 0x40);
+  return bf16((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+inline vf load(const bf16* p) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  if constexpr (LANES == 8) return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#endif
+  vi v;
+  for (int i = 0; i < LANES; i++) v[i] = int32_t(uint32_t(p[i]) << 16);
+  return (vf)v;
+}
+
+inline float from_f16(f16 h) {
+#if defined(__F16C__)
+  return _cvtsh_ss(h);
+#else
+  uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, u;
+  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24 is exact in float32
+    float f = float(mantissa) * 5.9604644775390625e-8f;
+    return sign ? -f : f;
+  }
+  u = exponent == 31 ? sign | 0x7f800000u | (mantissa << 13) : sign | ((exponent + 112) << 23) | (mantissa << 13);
+  float f; std::memcpy(&f, &u, 4); return f;
+#endif
+}
+inline vf load_f16(const f16* p) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  if constexpr (LANES == 8) return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#endif
+  vf v;
+  for (int i = 0; i < LANES; i++) v[i] = from_f16(p[i]);
+  return v;
+}
+
+// ---- transcendental functions ---------------------------------------------------------------------------------------
+
+// e^x within 2 ulp: x = n ln2 + r with |r| <= ln2 / 2, then a degree-6 Taylor-like polynomial of e^r, then 2^n by the
+// exponent bits. -inf gives 0; above 88.7 it saturates near the largest float; NaN stays NaN.
+inline vf exp(vf x) {
+  const vf low = splat(-87.33654f), high = splat(88.72283f);
+  vf clamped = select(x < low, low, select(x > high, high, x));
+  vf shifted = fma(clamped, splat(1.44269504088896341f), splat(12582912.f));  // 1.5 * 2^23: rounds to an integer
+  vi n = (vi)shifted - (vi)splat(12582912.f);
+  vf rounded = shifted - splat(12582912.f);
+  vf r = fma(rounded, splat(-0.693359375f), clamped);
+  r = fma(rounded, splat(2.12194440e-4f), r);
+  vf p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.f);
+  vi half = n >> 1;  // in two steps, so that n = 128 does not overflow the exponent field
+  vf y = p * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
+  return select(x < low, vf{}, y);
+}
+
+inline vf sigmoid(vf x) { return splat(1.f) / (splat(1.f) + exp(-x)); }
+inline vf silu(vf x) { return x * sigmoid(x); }
+inline vf gelu_tanh(vf x) {  // x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+  vf u = x * fma(x * x, splat(0.044715f * 0.7978845608f), splat(0.7978845608f));
+  return x * sigmoid(u + u);
+}
+inline vf gelu_exact(vf x) {
+  vf y;
+  for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.f + std::erf(x[i] * 0.70710678118654752f));
+  return y;
+}
+
+}  // namespace transect

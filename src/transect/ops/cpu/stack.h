@@ -1,0 +1,163 @@
+// The whole stack of decoder layers in one call: x <- x + attention(norm(x)); x <- x + mlp(norm(x)), layer after layer,
+// for every token of a ragged batch. One team of threads runs all layers; see pool.h for why.
+#pragma once
+#include <memory>
+#include "attention.h"
+#include "linear.h"
+#include "norm.h"
+
+namespace transect {
+
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_EXACT = 2 };
+
+struct StackConfig {  // mirrored field by field in native.py
+  int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
+  int32_t layer_norm, gated, activation, rotary_half, kv_bf16;
+  float norm_eps, scale;
+  const float *cosine, *sine;  // [positions][rotary_half], or null where positions are learned
+};
+
+struct Layer {  // mirrored field by field in native.py
+  const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *q_norm, *k_norm;
+  const Packed *q, *k, *v, *o, *gate, *up, *down;
+  int64_t window;
+};
+
+class Stack {
+ public:
+  Stack(const StackConfig& config, const Layer* layers, Pool* pool)
+      : c_(config), layers_(layers, layers + config.layers), pool_(*pool) {
+    widest_ = std::max({c_.dim, c_.heads * c_.head_dim, c_.ffn});
+    scratch_.resize(size_t(pool_.threads()) * widest_ * TILE_COLUMNS + 64);
+  }
+
+  // x [tokens][dim] float32 in and out; caches [layers][blocks][kv_heads][head_dim x block_size].
+  void run(float* x, int tokens, const int64_t* positions, const Batch& batch, void* k_cache, void* v_cache, int64_t blocks) {
+    reserve(tokens, batch);
+    if (c_.kv_bf16) run_layers<bf16>(x, tokens, positions, batch, (bf16*)k_cache, (bf16*)v_cache, blocks);
+    else run_layers<float>(x, tokens, positions, batch, (float*)k_cache, (float*)v_cache, blocks);
+  }
+
+ private:
+  struct Part { const Packed* weight; float* y; };
+
+  void reserve(int tokens, const Batch& batch) {
+    int longest = 1;
+    for (int b = 0; b < batch.rows; b++) longest = std::max(longest, batch.seq_lens[b]);
+    auto grow = [](std::vector<float>& v, size_t n) { if (v.size() < n) v.resize(n); };
+    grow(normed_, size_t(tokens) * c_.dim);
+    grow(q_, size_t(tokens) * c_.heads * c_.head_dim);
+    grow(k_, size_t(tokens) * c_.kv_heads * c_.head_dim);
+    grow(v_, size_t(tokens) * c_.kv_heads * c_.head_dim);
+    grow(attended_, size_t(tokens) * c_.heads * c_.head_dim);
+    grow(hidden_, size_t(tokens) * c_.ffn);
+    if (c_.gated) grow(gate_, size_t(tokens) * c_.ffn);
+    grow(partials_, Attention<float>::partial_floats(c_.head_dim, c_.heads, longest));
+  }
+
+  template <class E>
+  void run_layers(float* x, int tokens, const int64_t* positions, const Batch& batch, E* k_cache, E* v_cache, int64_t blocks) {
+    const int64_t layer_size = blocks * c_.kv_heads * c_.head_dim * c_.block_size;
+    std::vector<int32_t> row_of(tokens);
+    for (int b = 0; b < batch.rows; b++)
+      for (int t = batch.query_starts[b]; t < batch.query_starts[b + 1]; t++) row_of[t] = b;
+    pool_.run([&](int thread) {
+      float* scratch = scratch_.data() + size_t(thread) * widest_ * TILE_COLUMNS;
+      for (int i = 0; i < c_.layers; i++) {
+        const Layer& layer = layers_[i];
+        const Cache<E> cache{k_cache + i * layer_size, v_cache + i * layer_size, c_.kv_heads, c_.head_dim, c_.block_size};
+        normalize(x, tokens, layer.attention_norm, layer.attention_norm_bias);
+        project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed_.data(), tokens, STORE, scratch);
+        pool_.share(tokens, [&](int t) { place(layer, t, positions[t], row_of[t], batch, cache); });
+        Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data()}.run(pool_);
+        project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch);
+        normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias);
+        feed_forward(layer, tokens, scratch);
+        project({{layer.down, x}}, hidden_.data(), tokens, ADD, scratch);
+      }
+    });
+  }
+
+  void normalize(const float* x, int tokens, const float* weight, const float* bias) {
+    pool_.share(tokens, [&](int t) {
+      const float* from = x + int64_t(t) * c_.dim;
+      float* to = normed_.data() + int64_t(t) * c_.dim;
+      if (c_.layer_norm) layer_norm(from, weight, bias, c_.norm_eps, c_.dim, to);
+      else rms_norm(from, weight, c_.norm_eps, c_.dim, to);
+    });
+  }
+
+  // Several products of the same rows, their row groups shared out as one list.
+  void project(std::initializer_list<Part> parts, const float* x, int tokens, Epilogue epilogue, float* scratch) {
+    int total = 0, items = 0;
+    for (const Part& part : parts) total += part.weight->groups();
+    const int chunk = chunk_groups(total, pool_.threads());
+    for (const Part& part : parts) items += (part.weight->groups() + chunk - 1) / chunk;
+    pool_.share(items, [&](int item) {
+      for (const Part& part : parts) {
+        const int here = (part.weight->groups() + chunk - 1) / chunk;
+        if (item < here) {
+          const Packed& w = *part.weight;
+          linear_span(w, item * chunk, std::min(chunk, w.groups() - item * chunk), x, w.k, part.y, w.n, tokens, epilogue, scratch);
+          return;
+        }
+        item -= here;
+      }
+    });
+  }
+
+  // Per-head norms, rotation, and this token's K and V into their slot.
+  template <class E>
+  void place(const Layer& layer, int t, int64_t position, int row, const Batch& batch, const Cache<E>& cache) {
+    const int D = c_.head_dim;
+    auto prepare = [&](float* head, const float* norm) {
+      if (norm) rms_norm(head, norm, c_.norm_eps, D, head);
+      if (c_.cosine) rotate(head, c_.cosine + position * c_.rotary_half, c_.sine + position * c_.rotary_half, c_.rotary_half);
+    };
+    for (int h = 0; h < c_.heads; h++) prepare(q_.data() + (int64_t(t) * c_.heads + h) * D, layer.q_norm);
+    const int64_t block = batch.block_tables[row * batch.table_stride + position / c_.block_size];
+    for (int h = 0; h < c_.kv_heads; h++) {
+      float* k = k_.data() + (int64_t(t) * c_.kv_heads + h) * D;
+      prepare(k, layer.k_norm);
+      write_kv(cache, block, int(position % c_.block_size), h, k, v_.data() + (int64_t(t) * c_.kv_heads + h) * D);
+    }
+  }
+
+  // hidden = act(gate) * up, or act(up): the same columns of gate and up go to the same thread, so no barrier between.
+  void feed_forward(const Layer& layer, int tokens, float* scratch) {
+    const Packed& up = *layer.up;
+    const int chunk = chunk_groups(up.groups(), pool_.threads());
+    pool_.share((up.groups() + chunk - 1) / chunk, [&](int item) {
+      const int first = item * chunk, count = std::min(chunk, up.groups() - first);
+      linear_span(up, first, count, normed_.data(), up.k, hidden_.data(), c_.ffn, tokens, STORE, scratch);
+      if (c_.gated)
+        linear_span(*layer.gate, first, count, normed_.data(), up.k, gate_.data(), c_.ffn, tokens, STORE, scratch);
+      const int begin = first * GROUP_ROWS, end = std::min(c_.ffn, (first + count) * GROUP_ROWS);
+      for (int t = 0; t < tokens; t++) {
+        float* h = hidden_.data() + int64_t(t) * c_.ffn;
+        const float* g = c_.gated ? gate_.data() + int64_t(t) * c_.ffn : h;
+        for (int n = begin; n < end; n += LANES) {
+          float in[LANES] = {}, other[LANES] = {};
+          const int lanes = std::min(LANES, end - n);
+          std::memcpy(in, g + n, 4 * lanes);
+          vf y = activate(load(in));
+          if (c_.gated) {
+            std::memcpy(other, h + n, 4 * lanes);
+            y = y * load(other);
+          }
+          std::memcpy(h + n, &y, 4 * lanes);
+        }
+      }
+    });
+  }
+
+  vf activate(vf x) const { return c_.activation == SILU ? silu(x) : c_.activation == GELU_TANH ? gelu_tanh(x) : gelu_exact(x); }
+
+  const StackConfig c_;
+  const std::vector<Layer> layers_;
+  Pool& pool_;
+  int widest_;
+  std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_;
+};
+
+}  // namespace transect
