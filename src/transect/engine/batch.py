@@ -1,7 +1,13 @@
 """What the scheduler hands to an executor, and what comes back: the one interface between bookkeeping and tensors.
 
-Plain Python, so that the shipping scheduler can be driven by a fake executor (fuzzing), by a cost model (planning) or by
-the real Runner. Times are seconds; token and block numbers are plain ints.
+Plain Python, so that the shipping scheduler can be driven by a fake executor (fuzzing), by a cost model (planning) or
+by the real Runner. Times are seconds; token and block numbers are plain ints.
+
+Rows and draws hold references to lists that the scheduler goes on using, so that a step costs the same however long the
+sequences are. An executor must treat them as read-only. What it may rely on until ``Handle.result`` has returned, even
+when it reads late or in another thread: ``output_token_ids`` only ever grows at its end, and the first ``num_blocks``
+entries of ``block_ids`` stay as they are (a list whose early entries must change is replaced by another list, so
+``row.block_ids is the_list_seen_before`` tells that a cached block table can be extended in place).
 """
 
 from __future__ import annotations
@@ -9,10 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from .sampling_params import SamplingParams
 
 PLACEHOLDER = -1
-"""Stands in ``ScheduledRow.token_ids`` for the token that a batch still in flight is about to sample for this sequence."""
+"""Stands in ``ScheduledRow.token_ids`` for the token that a batch still in flight is about to draw for the sequence."""
 
 
 class Clock(Protocol):
@@ -23,44 +31,79 @@ class Clock(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One token to sample from the last logits row of a scheduled row.
+class Draw(msgspec.Struct, frozen=True, gc=False):
+    """How tokens are drawn for one choice of a request. The same object serves every step of that choice.
 
-    ``position`` is the index that the drawn token will have in prompt + output; with the seed and ``choice`` it is the
-    key of the random draw. ``output_token_ids`` are the choice's tokens so far (penalties, min_tokens need them); with
-    async scheduling its last entry may be PLACEHOLDER.
+    The token that a row draws will stand at ``position = row.end`` in prompt + output; with ``seed`` and ``choice`` it
+    is the key of the random draw. ``position - len(prompt_token_ids)`` tokens of output precede it. ``output_token_ids``
+    is a live list of those known so far (penalties need them): one fewer while the step before is still in flight, and
+    it may already hold later ones when it is read late.
     """
 
     seq_id: int
     choice: int
-    position: int
     seed: int
+    """In [0, 2**64)."""
     params: SamplingParams
     prompt_token_ids: tuple[int, ...]
-    output_token_ids: tuple[int, ...]
-    masked_token_ids: tuple[int, ...] = ()
-    """Tokens that must not be drawn now: EOS and stop tokens while ``min_tokens`` is not reached."""
+    output_token_ids: list[int]
+    stop_ids: tuple[int, ...] = ()
+    """EOS (unless ignored) and stop tokens."""
+    min_position: int = 0
+    """Tokens at positions below this one must not be among ``stop_ids``: ``min_tokens`` is not reached."""
+
+    def masked_at(self, position: int) -> tuple[int, ...]:
+        """Token ids that must not be drawn at ``position``."""
+        return self.stop_ids if position < self.min_position else ()
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """A run of consecutive tokens of one sequence that this step computes.
+class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
+    """A run of ``num_tokens`` consecutive tokens of one sequence, from position ``start`` on, that this step computes.
 
-    Tokens ``token_ids`` stand at positions ``start .. start + len(token_ids) - 1``; the KV of positions before ``start``
-    is already in ``block_ids``, which covers every position up to the last of these tokens.
+    The KV of positions before ``start`` is already in ``block_ids``, which covers every position up to the last of
+    these tokens: position p lives in block ``block_ids[p // block_size]``, slot ``p % block_size``.
     """
 
     seq_id: int
-    token_ids: tuple[int, ...]
     start: int
-    block_ids: tuple[int, ...]
+    num_tokens: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: list[int]
+    """Live list, see the top of this file."""
+    block_ids: list[int]
+    """Live list; it may be longer than this row needs."""
     draws: tuple[Draw, ...] = ()
-    """Empty for a prefill chunk that is not the last; n draws when the prompt of a request with n choices completes."""
+    """Empty for a prefill chunk that is not the last; several when the prompt of a request with n > 1 completes: all of
+    them draw from the logits of the row's last token."""
     prompt_logprobs: int | None = None
-    """Number of alternatives wanted for each prompt token that these tokens predict; None for none."""
-    next_prompt_token_ids: tuple[int, ...] = ()
-    """With prompt_logprobs: the prompt tokens that rows 0.. of this chunk predict (may be one fewer than the chunk)."""
+    """Number of alternatives wanted for each of ``next_prompt_token_ids``; None for none."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token: the length of the sequence, and the position of the drawn token."""
+        return self.start + self.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ``num_tokens`` input tokens. PLACEHOLDER stands for one that the batch still in flight draws."""
+        prompt = len(self.prompt_token_ids)
+        first, last = self.start - prompt, self.end - prompt
+        if first >= 0:
+            tokens = self.output_token_ids[first:last]
+        else:
+            tokens = [*self.prompt_token_ids[self.start : self.end], *self.output_token_ids[: max(last, 0)]]
+        if len(tokens) < self.num_tokens:
+            tokens.extend([PLACEHOLDER] * (self.num_tokens - len(tokens)))
+        return tokens
+
+    @property
+    def next_prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt tokens that this row's tokens 0, 1, ... predict; may be fewer than ``num_tokens``."""
+        return self.prompt_token_ids[self.start + 1 : self.end + 1]
+
+    def num_blocks(self, block_size: int) -> int:
+        """How many of ``block_ids`` this row reads or writes."""
+        return -(-self.end // block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +113,12 @@ class ScheduledBatch:
     step: int
     rows: tuple[ScheduledRow, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
-    """(source block, destination block) pairs to copy before anything is written: copy-on-write of shared blocks."""
+    """(source block, destination block) pairs to copy before anything is written: copy-on-write of shared blocks. No
+    block is both a source and a destination."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum(row.num_tokens for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +138,9 @@ class TokenLogprobs:
 class StepResult:
     """What an executor returns for a batch.
 
-    ``tokens[seq_id]`` is the drawn token for every draw of the batch. ``errors[seq_id]`` is set instead where a draw
-    could not be made (logits not finite): that sequence ends with an error, the others go on.
+    ``tokens[draw.seq_id]`` is the drawn token for every draw of the batch. ``errors[draw.seq_id]`` is set instead where
+    a draw could not be made (logits not finite): that sequence ends with an error, the others go on. An error under the
+    ``seq_id`` of a row without draws ends every choice of that request.
     """
 
     tokens: dict[int, int]

@@ -1,0 +1,74 @@
+"""What leaves the engine: one ``EngineOutput`` per choice and step that has news, and the counters for metrics."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .batch import TokenLogprobs
+
+
+class RequestTimes(msgspec.Struct, frozen=True):
+    """Moments in the life of one choice, in seconds of the engine's clock; None where it did not come to that."""
+
+    arrival: float
+    first_scheduled: float | None
+    """When the request's first tokens were put into a batch; the wait before it is the time in the queue."""
+    first_token: float | None
+    """When this choice's first token was known; less ``arrival`` it is the TTFT as the engine sees it."""
+    finished: float | None = None
+
+
+class EngineOutput(msgspec.Struct, omit_defaults=True):
+    """News of one choice of one request. For every choice exactly one output has a ``finish_reason``, its last.
+
+    The choice's text is the concatenation of ``new_token_ids``. A stop token or EOS that ended the choice is its last
+    token. When a choice is aborted or fails the list is empty.
+    """
+
+    request_id: str
+    index: int
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry for each of ``new_token_ids``, where the request asked for logprobs."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Once for each request that asked, on the first output of any of its choices that carries a token: one entry per
+    prompt token, None for the first of them."""
+    finish_reason: str | None = None
+    """"stop", "length", "abort" or "error"; None while the choice goes on."""
+    stop_reason: int | str | None = None
+    """With "stop": the id out of ``stop_token_ids`` that ended it; None for EOS."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache when the request was first admitted."""
+    error: str | None = None
+    times: RequestTimes | None = None
+    """On the first output of a choice that carries a token, and on its last."""
+
+
+class SchedulerStats(msgspec.Struct):
+    """Gauges of this moment and counters since the scheduler was made. Blocks and tokens are counts."""
+
+    waiting: int
+    """Requests in the queue that never ran."""
+    preempted: int
+    """Sequences that wait to be recomputed."""
+    running: int
+    """Sequences that hold KV blocks (a request whose prompt is not complete counts as one)."""
+    kv_blocks_total: int
+    kv_blocks_used: int
+    """Blocks that a sequence or a step in flight refers to."""
+    kv_blocks_cached: int
+    """Unused blocks whose contents can still be found by the prefix cache; they are free to take."""
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    """Prompt tokens of admitted requests, cached ones included."""
+    generation_tokens: int
+    steps: int
+    finished: dict[str, int]
+    """Choices by finish reason."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool in use, 0 to 1."""
+        return self.kv_blocks_used / self.kv_blocks_total

@@ -1,0 +1,70 @@
+"""The numbers that steer the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["continuous", "static"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and policy of a ``Scheduler``.
+
+    Attributes:
+        num_blocks: KV blocks in the pool.
+        block_size: tokens per KV block.
+        max_num_seqs: sequences that hold KV at the same time; a request with n choices takes n places.
+        max_num_batched_tokens: tokens per step, prefill and decode together; at least ``max_num_seqs``, so that every
+            running sequence gets at least one token in every step.
+        max_model_len: context length: prompt and output tokens of one sequence.
+        enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
+        policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
+            with: admit in order of arrival (priorities are not looked at) up to ``max_num_seqs``, as far as the pool
+            surely holds them to their ends, run all of them to the end, then admit the next batch.
+        max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None: no bound.
+        max_prefill_chunk: prompt tokens of one sequence per step at the most, so that short prompts can run beside a
+            long one and steps stay short; None: as many as the token budget leaves.
+        watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that
+            run can grow for a while without preemption.
+        seed: requests without a seed of their own get one that depends on this number and on how many requests came
+            before, so that a run can be repeated; None takes a random number.
+
+    Raises:
+        ValueError: a number is out of its range; the message says which and what to change.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 2048
+    enable_prefix_caching: bool = True
+    policy: Policy = "continuous"
+    max_queue: int | None = None
+    max_prefill_chunk: int | None = None
+    watermark: float = 0.01
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_queue", "max_prefill_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, or None for no bound, got {value}")
+        if self.max_model_len < 2:
+            raise ValueError(
+                f"max_model_len must leave room for a prompt and an output token, got {self.max_model_len}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence needs a token of each step"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+        if self.policy not in ("continuous", "static"):
+            raise ValueError(f'policy must be "continuous" or "static", got {self.policy!r}')
