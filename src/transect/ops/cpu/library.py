@@ -135,8 +135,7 @@ class Library:
             "rows": (None, [packed, c_void_p, c_int, c_void_p]),
             "paged_attention": (
                 None,
-                [c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p]
-                + [*batch, c_float, c_int],
+                [c_void_p, c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_void_p, *batch, c_float, c_int],
             ),
             "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
             "stack_free": (None, [c_void_p]),
@@ -179,7 +178,7 @@ class Library:
     def rows(self, weight: PackedWeight, index: Tensor) -> Tensor:
         """The rows of W with numbers ``index`` int64 [count] -> float32 [count, k]: an embedding look-up."""
         index = index.contiguous()
-        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < weight.n):
+        if index.numel() and (int(index.min()) < 0 or int(index.max()) >= weight.n):
             raise ValueError(f"row numbers must be in 0..{weight.n - 1}, got {int(index.min())}..{int(index.max())}")
         out = torch.empty(index.numel(), weight.k, dtype=torch.float32)
         self._c.transect_rows(byref(weight.c_struct()), index.data_ptr(), index.numel(), out.data_ptr())
@@ -222,7 +221,7 @@ class Library:
 
 
 class LayerStack:
-    """The decoder layers in C++; holds the weights and the scratch memory. Not to be called from two threads at once."""
+    """The decoder layers in C++, with their weights and scratch memory. Not to be called from two threads at once."""
 
     def __init__(self, library: Library, layers: Sequence[StackLayer], config: dict[str, Any]) -> None:
         self.library = library
@@ -298,9 +297,7 @@ def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     if not v_cache.is_contiguous() or not k_cache.transpose(-1, -2).is_contiguous():
-        raise ValueError(
-            "the KV cache must be stored as `empty_cache` makes it: V contiguous, K with positions innermost"
-        )
+        raise ValueError("the KV cache must be as `empty_cache` makes it: V contiguous, K with positions innermost")
 
 
 def _batch_arguments(block_tables: Tensor, query_starts: Tensor, seq_lens: Tensor) -> tuple[int, int, int, int, int]:

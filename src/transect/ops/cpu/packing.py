@@ -50,7 +50,7 @@ def _kind(groups: AffineGroups) -> Kind:
 
 
 def write_packed(path: Path, weights: Mapping[str, PackedWeight]) -> None:
-    """Keep packed matrices in ``path``: written beside it, then moved into place, so that readers see all or nothing."""
+    """Keep packed matrices in ``path``: written beside it, then moved there, so that readers see all or nothing."""
     header: dict[str, dict[str, int]] = {}
     offset = 0
     for name, weight in weights.items():
@@ -66,7 +66,7 @@ def write_packed(path: Path, weights: Mapping[str, PackedWeight]) -> None:
             file.write(MAGIC + len(text).to_bytes(8, "little") + text)
             for name, weight in weights.items():
                 file.seek(start + header[name]["offset"])
-                file.write(memoryview(weight.data.numpy()))
+                file.write(weight.data.numpy().data)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
