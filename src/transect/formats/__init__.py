@@ -1,1 +1,9 @@
-"""(map of this folder)"""
+"""Number formats, plain and packed, and the files that hold them. NumPy only: no torch at this level.
+
+* ``affine``: ``AffineGroups``, the one form that every packed type here can be written in: ``scale * code + zero``,
+  with one scale and one zero for each group of columns.
+* ``ggml_blocks``: the block types of GGUF files (F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K) and
+  ``QuantizedTensor``: packed rows with ``dequantize``, ``affine`` and ``rows``.
+* ``ggml_quantize``: float32 to the simple ones of these types, rounding as ggml does.
+* ``gguf_file``: ``GGUFFile.open``: metadata and tensors of a GGUF file, memory-mapped and checked before use.
+"""

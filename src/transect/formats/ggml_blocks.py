@@ -1,0 +1,285 @@
+"""The block types of GGUF files: how their bytes are laid out, and how to read them with NumPy.
+
+A row of a matrix is cut into blocks of 32 (or, for the K types, 256) columns, each block a few bytes of scales followed
+by the packed codes. All are little-endian. Two families:
+
+* symmetric: ``value = scale * (code - offset)``: Q8_0 (offset 128 once the signed byte is made a code), Q4_0 (8),
+  Q5_0 (16), Q6_K (32; one signed 8-bit scale for 16 columns times one float16 for the block);
+* with a minimum: ``value = scale * code + minimum``: Q4_1, Q5_1, and Q4_K and Q5_K, whose 8 scales and 8 minima of a
+  block are 6-bit integers times two float16 numbers.
+
+Source of the layouts: ``ggml-common.h`` and ``ggml-quants.c`` of ggml; the tests compare with the ``gguf`` package.
+
+Shapes in this file: M rows, b blocks in a row, ``block`` columns in a block, g groups in a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .affine import AffineGroups
+
+Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""codes uint8 [M, b, block], scale float32 [M, b, g], minimum float32 [M, b, g] (None: symmetric)."""
+
+_CHUNK = 1 << 17
+"""Values dequantized at a time, so that the passes over them stay in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One tensor type of GGUF: ``block`` values in ``nbytes`` bytes, the rest as in ``AffineGroups``.
+
+    ``unpack`` is None for the plain types (F32, F16, BF16), whose block is one value. ``halves`` are the byte offsets
+    of the float16 numbers in a block.
+    """
+
+    name: str
+    ggml_id: int
+    block: int
+    nbytes: int
+    bits: int
+    group: int
+    offset: int
+    halves: tuple[int, ...]
+    unpack: Callable[[np.ndarray], Unpacked] | None
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of so many columns.
+
+        Raises:
+            ValueError: the columns do not fill whole blocks.
+        """
+        if columns % self.block:
+            raise ValueError(f"a row of {columns} values is not a whole number of {self.name} blocks of {self.block}")
+        return columns // self.block * self.nbytes
+
+
+def _half(x: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at byte ``at`` of each block, as float32 [M, b, 1]."""
+    return np.ascontiguousarray(x[..., at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(x: np.ndarray) -> np.ndarray:
+    """[..., n] bytes to [..., 2n] codes: all low halves first, then all high halves."""
+    return np.concatenate((x & 15, x >> 4), axis=-1)
+
+
+def _fifth_bits(x: np.ndarray) -> np.ndarray:
+    """Four bytes, bit j for value j, to [..., 32] values of 0 or 16."""
+    return np.unpackbits(x, axis=-1, bitorder="little") << 4
+
+
+def _q8_0(x: np.ndarray) -> Unpacked:
+    return x[..., 2:] ^ 0x80, _half(x, 0), None
+
+
+def _q4_0(x: np.ndarray) -> Unpacked:
+    return _nibbles(x[..., 2:]), _half(x, 0), None
+
+
+def _q4_1(x: np.ndarray) -> Unpacked:
+    return _nibbles(x[..., 4:]), _half(x, 0), _half(x, 2)
+
+
+def _q5_0(x: np.ndarray) -> Unpacked:
+    return _nibbles(x[..., 6:]) | _fifth_bits(x[..., 2:6]), _half(x, 0), None
+
+
+def _q5_1(x: np.ndarray) -> Unpacked:
+    return _nibbles(x[..., 8:]) | _fifth_bits(x[..., 4:8]), _half(x, 0), _half(x, 2)
+
+
+def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and minimum [M, b, 8] of a Q4_K or Q5_K block.
+
+    Bytes 0 and 2: float16 factors. Then 12 bytes hold 8 scales and 8 minima of 6 bits: those of the first four groups
+    are the low 6 bits of bytes 0-3 and 4-7; those of the last four have their low 4 bits in bytes 8-11 (scale below,
+    minimum above) and their upper 2 bits in the top of bytes 0-3 and 4-7.
+    """
+    first, second, third = x[..., 4:8], x[..., 8:12], x[..., 12:16]
+    scale = np.concatenate((first & 63, (third & 15) | (first >> 6 << 4)), axis=-1)
+    minimum = np.concatenate((second & 63, (third >> 4) | (second >> 6 << 4)), axis=-1)
+    return _half(x, 0) * scale, -(_half(x, 2) * minimum)
+
+
+def _k_nibbles(x: np.ndarray) -> np.ndarray:
+    """128 bytes to [..., 8, 32] codes: 32 bytes hold one group in their low halves, the next in their high ones."""
+    runs = x.reshape(*x.shape[:-1], 4, 32)
+    return np.stack((runs & 15, runs >> 4), axis=-2).reshape(*x.shape[:-1], 8, 32)
+
+
+def _q4_k(x: np.ndarray) -> Unpacked:
+    codes = _k_nibbles(x[..., 16:144])
+    return codes.reshape(*x.shape[:-1], 256), *_k_scales(x)
+
+
+def _q5_k(x: np.ndarray) -> Unpacked:
+    group_bit = np.arange(8, dtype=np.uint8)[:, None]
+    high = (x[..., None, 16:48] >> group_bit & 1) << 4
+    codes = _k_nibbles(x[..., 48:176]) | high
+    return codes.reshape(*x.shape[:-1], 256), *_k_scales(x)
+
+
+def _q6_k(x: np.ndarray) -> Unpacked:
+    """128 bytes of low 4 bits, 64 of upper 2 bits, 16 signed scales, a float16.
+
+    Each half block (64 + 32 bytes) is four runs of 32 values: the low halves of its first 32 bytes, those of its second
+    32, then their high halves.
+    """
+    low = x[..., :128].reshape(*x.shape[:-1], 2, 64)
+    shift = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = (x[..., 128:192].reshape(*x.shape[:-1], 2, 1, 32) >> shift & 3) << 4
+    codes = _nibbles(low).reshape(*x.shape[:-1], 2, 4, 32) | high
+    scale = _half(x, 208) * np.ascontiguousarray(x[..., 192:208]).view(np.int8)
+    return codes.reshape(*x.shape[:-1], 256), scale, None
+
+
+_PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+BLOCK_TYPES: dict[str, BlockType] = {
+    t.name: t
+    for t in (
+        #         name  id block bytes bits group offset halves unpack
+        BlockType("F32", 0, 1, 4, 32, 1, 0, (), None),
+        BlockType("F16", 1, 1, 2, 16, 1, 0, (), None),
+        BlockType("BF16", 30, 1, 2, 16, 1, 0, (), None),
+        BlockType("Q8_0", 8, 32, 34, 8, 32, 128, (0,), _q8_0),
+        BlockType("Q4_0", 2, 32, 18, 4, 32, 8, (0,), _q4_0),
+        BlockType("Q4_1", 3, 32, 20, 4, 32, 0, (0, 2), _q4_1),
+        BlockType("Q5_0", 6, 32, 22, 5, 32, 16, (0,), _q5_0),
+        BlockType("Q5_1", 7, 32, 24, 5, 32, 0, (0, 2), _q5_1),
+        BlockType("Q4_K", 12, 256, 144, 4, 32, 0, (0, 2), _q4_k),
+        BlockType("Q5_K", 13, 256, 176, 5, 32, 0, (0, 2), _q5_k),
+        BlockType("Q6_K", 14, 256, 210, 6, 16, 32, (208,), _q6_k),
+    )
+}
+
+
+def block_type(name: str) -> BlockType:
+    """The type called ``name``.
+
+    Raises:
+        ValueError: it is none of ``BLOCK_TYPES``.
+    """
+    if name not in BLOCK_TYPES:
+        raise ValueError(f"unsupported tensor type {name!r}; supported: {', '.join(BLOCK_TYPES)}")
+    return BLOCK_TYPES[name]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A tensor as a GGUF file packs it.
+
+    Attributes:
+        type_name: one of ``BLOCK_TYPES``; the plain types F32, F16 and BF16 are among them.
+        shape: row-major, as torch has it (GGUF files list the dimensions the other way round); (N, K) for a matrix.
+        blocks: uint8 [product of all but the last dimension, bytes of a row]; may be a read-only view of a mapped file.
+
+    Raises:
+        ValueError: unknown type, or blocks that do not fit the shape.
+    """
+
+    type_name: str
+    shape: tuple[int, ...]
+    blocks: np.ndarray
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            raise ValueError("a packed tensor has at least one dimension")
+        expected = (math.prod(self.shape[:-1]), block_type(self.type_name).row_bytes(self.shape[-1]))
+        if self.blocks.shape != expected or self.blocks.dtype != np.uint8:
+            raise ValueError(
+                f"{self.type_name} tensor of shape {list(self.shape)} needs uint8 blocks {list(expected)}, "
+                f"got {self.blocks.dtype} {list(self.blocks.shape)}"
+            )
+
+    @property
+    def block_type(self) -> BlockType:
+        return BLOCK_TYPES[self.type_name]
+
+    @property
+    def is_packed(self) -> bool:
+        """False for the plain types F32, F16 and BF16."""
+        return self.block_type.unpack is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed data."""
+        return self.blocks.nbytes
+
+    def rows(self, index: slice | np.ndarray) -> QuantizedTensor:
+        """Some rows of a matrix, in the order given, still packed; a slice makes a view, an integer array a copy.
+
+        Raises:
+            ValueError: the tensor is no matrix.
+        """
+        if len(self.shape) != 2:
+            raise ValueError(f"rows() needs a matrix, this tensor has shape {list(self.shape)}")
+        blocks = self.blocks[index]
+        return QuantizedTensor(self.type_name, (blocks.shape[0], self.shape[1]), blocks)
+
+    def dequantize(self) -> np.ndarray:
+        """The values as a fresh float32 array of this tensor's shape, to the bit those of ggml's reference code."""
+        out = np.empty(self.shape, np.float32)
+        rows = out.reshape(self.blocks.shape[0], self.shape[-1])
+        step = max(1, _CHUNK // max(1, self.shape[-1]))
+        for start in range(0, len(rows), step):
+            self._dequantize_into(self.blocks[start : start + step], rows[start : start + step])
+        return out
+
+    def _dequantize_into(self, packed: np.ndarray, out: np.ndarray) -> None:
+        kind = self.block_type
+        if kind.unpack is None:
+            plain = np.ascontiguousarray(packed).view(_PLAIN[kind.name])
+            if kind.name == "BF16":  # the upper half of a float32
+                np.left_shift(plain, 16, out=out.view(np.uint32), dtype=np.uint32)
+            else:
+                out[...] = plain
+            return
+        codes, scale, minimum = kind.unpack(packed.reshape(len(packed), -1, kind.nbytes))
+        out[...] = codes.reshape(out.shape)
+        if kind.offset:
+            out -= np.float32(kind.offset)
+        groups = out.reshape(*scale.shape, kind.group)
+        with np.errstate(invalid="ignore", over="ignore"):  # for the infinite scales of a corrupt file
+            groups *= scale[..., None]
+            if minimum is not None:
+                groups += minimum[..., None]
+
+    def affine(self) -> AffineGroups:
+        """A packed matrix as codes, scales and zeros: see ``AffineGroups`` for shapes and exactness.
+
+        Raises:
+            ValueError: a plain type, or not a matrix.
+        """
+        kind = self.block_type
+        if kind.unpack is None or len(self.shape) != 2:
+            raise ValueError(f"only a packed matrix has affine groups, not {kind.name} of shape {list(self.shape)}")
+        n, k = self.shape
+        codes = np.empty((n, k), np.uint8)
+        scale = np.empty((n, k // kind.group), np.float32)
+        zero = np.empty_like(scale)
+        step = max(1, _CHUNK // k)
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            packed = self.blocks[part]
+            c, s, m = kind.unpack(packed.reshape(len(packed), -1, kind.nbytes))
+            codes[part] = c.reshape(len(packed), k)
+            scale[part] = s.reshape(len(packed), -1)
+            zero[part] = scale[part] * np.float32(-kind.offset) if m is None else m.reshape(len(packed), -1)
+        return AffineGroups(codes, scale, zero, kind.group, kind.bits, half_exact=kind.block == 32)
+
+    def has_nonfinite_scale(self) -> bool:
+        """True where a float16 of a block (or, in a plain type, a value) is infinite or NaN: the file is corrupt."""
+        kind = self.block_type
+        if kind.unpack is None:
+            return not np.isfinite(self.dequantize()).all()
+        blocks = self.blocks.reshape(-1, kind.nbytes)
+        # the exponent of a float16 is bits 2 to 6 of its second byte; all ones means infinite or NaN
+        return any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in kind.halves)

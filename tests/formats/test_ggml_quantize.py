@@ -1,0 +1,63 @@
+"""Rounding to GGUF block types against the gguf package, and its error against the step of the block."""
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from transect.formats.ggml_quantize import WRITABLE, quantize
+
+MATRICES = arrays(
+    np.float32,
+    st.tuples(st.integers(1, 3), st.sampled_from([32, 96])),
+    elements=st.floats(-1000, 1000, width=32, allow_subnormal=False),
+    fill=st.just(0.25),
+)
+STEPS = {"Q8_0": 1 / 127, "Q4_0": 1 / 8, "Q4_1": 2 / 15, "Q5_0": 1 / 16, "Q5_1": 2 / 31, "F16": 2**-11, "BF16": 2**-8}
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+@pytest.mark.parametrize("seed", range(5))
+def test_packs_as_the_gguf_package_does(name, seed):
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((7, 128)) * rng.lognormal(0, 3, (7, 1))).astype(np.float32)
+    values[2, :32] = 0
+    expected = gguf.quantize(values, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(quantize(values, name).blocks, np.ascontiguousarray(expected).view(np.uint8))
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+@given(values=MATRICES)
+@settings(max_examples=40, deadline=None)
+def test_round_trip_stays_within_a_step_of_the_block(name, values):
+    tensor = quantize(values, name)
+    assert tensor.shape == values.shape and not tensor.has_nonfinite_scale()
+    error = np.abs(tensor.dequantize() - values).reshape(-1, 32)
+    peak = np.abs(values).reshape(-1, 32).max(axis=1, keepdims=True)
+    # one step of the codes, and the rounding of scale and minimum to float16 (which has no numbers below 6e-8)
+    assert (error <= peak * (STEPS.get(name, 0) + 2e-3 * (name != "F32")) + 1e-6 * (name != "F32")).all()
+
+
+@pytest.mark.parametrize("name", ["F32", "Q8_0"])
+def test_any_number_of_dimensions(name):
+    values = np.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 64)
+    np.testing.assert_allclose(quantize(values, name).dequantize(), values, atol=5e-3)
+    assert quantize(values[0, 0], name).blocks.shape[0] == 1
+
+
+def test_what_cannot_be_packed_is_refused():
+    ones = np.ones((1, 32), np.float32)
+    with pytest.raises(ValueError, match="cannot quantize to 'Q4_K'; choose one of"):
+        quantize(ones, "Q4_K")
+    with pytest.raises(ValueError, match="not a whole number of Q4_0 blocks"):
+        quantize(ones[:, :31], "Q4_0")
+    with pytest.raises(ValueError, match="scalar"):
+        quantize(np.float32(1), "F32")
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            quantize(ones * bad, "Q8_0")
+    for name in ("F16", "Q8_0", "Q4_0", "Q4_1"):
+        with pytest.raises(ValueError, match="beyond float16"):
+            quantize(np.linspace(-3e38, 3e38, 32, dtype=np.float32)[None], name)
