@@ -6,7 +6,7 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -137,6 +137,7 @@ class Library:
                 None,
                 [c_void_p, c_int, c_void_p, c_void_p, *[c_int] * 4, c_void_p, c_void_p, *batch, c_float, c_int],
             ),
+            "fma_probe": (c_double, [c_void_p, c_int64]),
             "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
             "stack_free": (None, [c_void_p]),
             "stack_run": (None, [c_void_p, c_void_p, c_int, c_void_p, *batch, c_void_p, c_void_p, c_int64]),
@@ -214,6 +215,10 @@ class Library:
             window or 0,
         )
         return out
+
+    def fma_probe(self, rounds: int) -> float:
+        """Runs multiply-adds on registers alone on every thread; returns the float operations done (the caller times)."""
+        return self._c.transect_fma_probe(self._pool, rounds)
 
     def stack(self, layers: Sequence[StackLayer], **config: Any) -> LayerStack:
         """All decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``."""

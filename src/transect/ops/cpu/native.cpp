@@ -86,6 +86,23 @@ void transect_paged_attention(Pool* pool, int kv_bf16, const float* q, float* ou
   });
 }
 
+// Multiply-adds on registers alone, on the whole team; returns how many float operations were done.
+double transect_fma_probe(Pool* pool, int64_t rounds) {
+  constexpr int CHAINS = 16;
+  std::atomic<float> keep{0};
+  pool->run([&](int thread) {
+    vf acc[CHAINS];
+    for (int i = 0; i < CHAINS; i++) acc[i] = splat(float(thread + i));
+    const vf a = splat(0.999f), b = splat(0.001f);
+    for (int64_t round = 0; round < rounds; round++)
+      for (int i = 0; i < CHAINS; i++) acc[i] = fma(acc[i], a, b);
+    float total = 0;
+    for (int i = 0; i < CHAINS; i++) total += sum(acc[i]);
+    keep.store(total);
+  });
+  return 2.0 * LANES * CHAINS * double(rounds) * pool->threads();
+}
+
 Stack* transect_stack_new(const StackConfig* config, const Layer* layers, Pool* pool) { return new Stack(*config, layers, pool); }
 void transect_stack_free(Stack* stack) { delete stack; }
 void transect_stack_run(Stack* stack, float* x, int tokens, const int64_t* positions, int rows, const int32_t* query_starts,
