@@ -217,7 +217,7 @@ class Library:
         return out
 
     def fma_probe(self, rounds: int) -> float:
-        """Runs multiply-adds on registers alone on every thread; returns the float operations done (the caller times)."""
+        """Multiply-adds on registers alone, on every thread; returns the float operations done (the caller times)."""
         return self._c.transect_fma_probe(self._pool, rounds)
 
     def stack(self, layers: Sequence[StackLayer], **config: Any) -> LayerStack:
