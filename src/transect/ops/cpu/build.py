@@ -41,8 +41,6 @@ def library_path(march: str = "native") -> Path:
     Raises:
         Unavailable: no compiler, or it failed; the message says which and how to get one.
     """
-    if os.environ.get("TRANSECT_NO_COMPILER"):
-        raise Unavailable("TRANSECT_NO_COMPILER is set, so the C++ kernels are not built")
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++ or clang++")
