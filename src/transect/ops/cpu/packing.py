@@ -80,11 +80,12 @@ def read_packed(path: Path, expected: Iterable[str]) -> dict[str, PackedWeight] 
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError):
         return None
-    length = int.from_bytes(mapped[len(MAGIC) : len(MAGIC) + 8], "little")
-    if mapped[: len(MAGIC)] != MAGIC or length > len(mapped):
+    begin = len(MAGIC) + 8
+    end = begin + int.from_bytes(mapped[len(MAGIC) : begin], "little")
+    if mapped[: len(MAGIC)] != MAGIC or end > len(mapped):
         return None
-    header = json.loads(mapped[len(MAGIC) + 8 : len(MAGIC) + 8 + length])
-    start = _aligned(len(MAGIC) + 8 + length)
+    header = json.loads(mapped[begin:end])
+    start = _aligned(end)
     if set(header) != set(expected) or any(start + e["offset"] + e["size"] > len(mapped) for e in header.values()):
         return None
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
