@@ -17,7 +17,8 @@
 namespace transect {
 
 constexpr int TILE = 128;
-constexpr int MAX_ROWS = 8;  // query rows (queries x heads of one kv head) that share a pass over K and V
+constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // query rows (queries x heads of one kv head) that share a pass over K and V
+constexpr int ACCUMULATORS = LANES == 16 ? 24 : 12;  // registers for sums; the rest hold keys, values and one query
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 // The ragged batch: row b has queries query_starts[b] .. query_starts[b+1]-1, the last positions of its seq_lens[b].
@@ -54,19 +55,28 @@ inline void merge(Partial into, Partial tile, int head_dim) {
   into.m() = m;
 }
 
-// scores[r][p] = q_r . k_p for the `count` positions of one block that start at scores[r]
-template <class E, int R>
-inline void block_scores(const float* q, int head_dim, const E* k, int block_size, float* scores) {
-  for (int p = 0; p < block_size; p += LANES) {
-    vf acc[R] = {};
-    for (int d = 0; d < head_dim; d++) {
-      const vf key = load(k + d * block_size + p);
-      for (int r = 0; r < R; r++) acc[r] = fma(key, splat(q[r * head_dim + d]), acc[r]);
-    }
-    for (int r = 0; r < R; r++) store(scores + r * TILE + p, acc[r]);
+// scores[r][p ...] = q_r . k for NP vectors of LANES positions; several vectors at once keep the multiply-adds busy
+template <class E, int R, int NP>
+inline void score_vectors(const float* q, int p, const int32_t* table, const Cache<E>& cache, int head, float* scores) {
+  const E* k[NP];
+  for (int n = 0; n < NP; n++) {
+    const int at = p + n * LANES;
+    k[n] = cache.k + cache.offset(table[at / cache.block_size], head) + at % cache.block_size;
   }
+  vf acc[NP][R] = {};
+  for (int d = 0; d < cache.head_dim; d++) {
+    vf key[NP];
+    for (int n = 0; n < NP; n++) key[n] = load(k[n] + d * cache.block_size);
+    for (int r = 0; r < R; r++) {
+      const vf query = splat(q[r * cache.head_dim + d]);
+      for (int n = 0; n < NP; n++) acc[n][r] = fma(key[n], query, acc[n][r]);
+    }
+  }
+  for (int n = 0; n < NP; n++)
+    for (int r = 0; r < R; r++) store(scores + r * TILE + p + n * LANES, acc[n][r]);
 }
 
+// out_r[d ...] = sum over positions first..last of p_r V, for NV vectors of head components
 template <class E, int R, int NV>
 inline void weigh_values(const float* p, int first, int last, const int32_t* table, const Cache<E>& cache, int head,
                          int d, Partial* out) {
@@ -95,9 +105,11 @@ void attend_tile(const float* q, const int* first, const int* last, const int32_
     low = std::min(low, std::max(first[r], 0));
     high = std::max(high, std::min(last[r], TILE - 1));
   }
-  const int begin = low / cache.block_size * cache.block_size;
-  for (int p = begin; p <= high; p += cache.block_size)
-    block_scores<E, R>(q, cache.head_dim, cache.k + cache.offset(table[p / cache.block_size], head), cache.block_size, scores + p);
+  constexpr int NP = std::min(4, ACCUMULATORS / R), NV = std::min(4, ACCUMULATORS / R);
+  const int begin = low / LANES * LANES;
+  int p = begin;
+  for (; p + (NP - 1) * LANES <= high; p += NP * LANES) score_vectors<E, R, NP>(q, p, table, cache, head, scores);
+  for (; p <= high; p += LANES) score_vectors<E, R, 1>(q, p, table, cache, head, scores);
   vi lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   for (int r = 0; r < R; r++) {
@@ -120,16 +132,27 @@ void attend_tile(const float* q, const int* first, const int* last, const int32_
     out[r].l() = sum(total);
   }
   int d = 0;
-  for (; d + 2 * LANES <= cache.head_dim; d += 2 * LANES) weigh_values<E, R, 2>(scores, low, high, table, cache, head, d, out);
+  for (; d + NV * LANES <= cache.head_dim; d += NV * LANES) weigh_values<E, R, NV>(scores, low, high, table, cache, head, d, out);
   for (; d < cache.head_dim; d += LANES) weigh_values<E, R, 1>(scores, low, high, table, cache, head, d, out);
 }
 
-template <class E, int R = MAX_ROWS>
+// Any number of rows, in passes of the sizes that are compiled.
+template <class E>
 void attend_rows(int rows, const float* q, const int* first, const int* last, const int32_t* table,
                  const Cache<E>& cache, int head, Partial* out) {
-  if constexpr (R == 1) attend_tile<E, 1>(q, first, last, table, cache, head, out);
-  else if (rows == R) attend_tile<E, R>(q, first, last, table, cache, head, out);
-  else attend_rows<E, R - 1>(rows, q, first, last, table, cache, head, out);
+  auto passes = [&]<int R>() {
+    for (; rows >= R; rows -= R, q += R * cache.head_dim, first += R, last += R, out += R)
+      attend_tile<E, R>(q, first, last, table, cache, head, out);
+  };
+  if constexpr (MAX_ROWS >= 12) {
+    passes.template operator()<12>();
+    passes.template operator()<8>();
+  }
+  passes.template operator()<6>();
+  passes.template operator()<4>();
+  passes.template operator()<3>();
+  passes.template operator()<2>();
+  passes.template operator()<1>();
 }
 
 // All of `out` [T][heads][head_dim] from `q` of the same shape, already rotated, after this step's K and V were written.
@@ -261,17 +284,17 @@ struct Attention {
   }
 };
 
+// One token's K and V of one head into their slot.
 template <class E>
 inline void write_kv(const Cache<E>& cache, int64_t block, int slot, int head, const float* k, const float* v) {
   const int64_t at = cache.offset(block, head);
-  for (int d = 0; d < cache.head_dim; d++) {
-    if constexpr (sizeof(E) == 2) {
-      cache.k[at + int64_t(d) * cache.block_size + slot] = to_bf16(k[d]);
-      cache.v[at + int64_t(slot) * cache.head_dim + d] = to_bf16(v[d]);
-    } else {
-      cache.k[at + int64_t(d) * cache.block_size + slot] = k[d];
-      cache.v[at + int64_t(slot) * cache.head_dim + d] = v[d];
-    }
+  E* key = cache.k + at + slot;
+  E* value = cache.v + at + int64_t(slot) * cache.head_dim;
+  for (int d = 0; d < cache.head_dim; d += LANES) {
+    alignas(64) E converted[LANES];
+    store(converted, load(k + d));
+    for (int i = 0; i < LANES; i++) key[int64_t(d + i) * cache.block_size] = converted[i];
+    store(value + d, load(v + d));
   }
 }
 

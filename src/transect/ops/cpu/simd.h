@@ -78,6 +78,16 @@ inline vf load(const bf16* p) {
   return (vf)v;
 }
 
+inline void store(bf16* p, vf v) {  // to_bf16 on every lane
+  typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+  typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+  const vu u = (vu)v;
+  const vu rounded = (u + 0x7fffu + ((u >> 16) & 1)) >> 16, nan = (u >> 16) | 0x40;
+  const vu is_nan = (vu)((u & 0x7fffffffu) > 0x7f800000u);
+  const vh h = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), vh);
+  std::memcpy(p, &h, sizeof h);
+}
+
 inline float from_f16(f16 h) {
 #if defined(__F16C__)
   return _cvtsh_ss(h);

@@ -135,18 +135,11 @@ class Stack {
       const int begin = first * GROUP_ROWS, end = std::min(c_.ffn, (first + count) * GROUP_ROWS);
       for (int t = 0; t < tokens; t++) {
         float* h = hidden_.data() + int64_t(t) * c_.ffn;
-        const float* g = c_.gated ? gate_.data() + int64_t(t) * c_.ffn : h;
-        for (int n = begin; n < end; n += LANES) {
-          float in[LANES] = {}, other[LANES] = {};
-          const int lanes = std::min(LANES, end - n);
-          std::memcpy(in, g + n, 4 * lanes);
-          vf y = activate(load(in));
-          if (c_.gated) {
-            std::memcpy(other, h + n, 4 * lanes);
-            y = y * load(other);
-          }
-          std::memcpy(h + n, &y, 4 * lanes);
-        }
+        const float* g = gate_.data() + int64_t(t) * c_.ffn;
+        int n = begin;
+        for (; n + LANES <= end; n += LANES)
+          store(h + n, c_.gated ? activate(load(g + n)) * load(h + n) : activate(load(h + n)));
+        for (; n < end; n++) h[n] = c_.gated ? activate(splat(g[n]))[0] * h[n] : activate(splat(h[n]))[0];
       }
     });
   }
