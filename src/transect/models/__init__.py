@@ -8,12 +8,12 @@ The model (flat, token-major: ``x_TD`` is tokens by model dim):
     decoder.py       ``Decoder``: embedding, stack of layers, final norm, head
     attention.py     ``Attention``: q, k, v, o projections around ``AttentionContext.attend``
     mlp.py           ``MLP``: gated (SwiGLU) or plain (GELU)
-    linear.py        ``Linear``: every weight matrix; quantization, tensor parallelism and LoRA replace it and nothing else
+    linear.py        ``Linear``: every weight matrix; quantization, tensor parallelism and LoRA replace only this
     embedding.py     ``Embedding``: tables that are gathered from
     norm.py          ``RMSNorm``, ``LayerNorm``
     rope.py          the frequencies of rotary embedding and their scalings
-    context.py       ``AttentionContext``: where keys and values are: ``VarlenContext`` (packed documents, differentiable)
-                     or ``PagedContext`` (block tables)
+    context.py       ``AttentionContext``: where keys and values are; ``VarlenContext`` (packed documents,
+                     differentiable) or ``PagedContext`` (block tables)
 
 Weights and names:
     resolve.py       a name to a ``ModelSource``; pull.py fetches the built-in model

@@ -6,8 +6,10 @@ operator by name. An implementation is resolved to a plain callable once, when a
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 
@@ -43,12 +45,64 @@ class Implementation:
     """One way to compute an operator.
 
     ``load`` returns the callable, or raises ``Unavailable`` with the reason; it may compile, so it is called once.
-    ``targets`` names what it runs on: ``cpu``, ``sm_80``, ``sm_90``, ``gfx942``.
+    ``targets`` names what it runs on: ``cpu``, ``sm_80``, ``sm_90``, ``gfx942``, or ``any``.
     """
 
     backend: str
     load: Callable[[], Callable[..., Any]]
     targets: tuple[str, ...]
+    batch_invariant: bool = False
+    """In float32, what a token (or sequence) gets is the same to the bit whatever else is in the batch."""
+    autograd: Callable[[], Callable[..., Any]] | None = None
+    """Loads the ``torch.library`` operator over this implementation: same arguments, gradients, ``torch.compile``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How one device function is compiled ahead of time, for ``transect inspect`` and the compile tests.
+
+    ``arguments`` gives the type of every run-time argument as Triton writes it (``*bf16``, ``i32``, ``fp32``), in the
+    function's order; ``constants`` the compile-time ones. Pointers and the integers named in ``divisible`` are taken to be
+    multiples of 16, as they are for real shapes.
+    """
+
+    name: str
+    function: Any
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any]
+    divisible: tuple[str, ...] = ()
+    warps: int = 4
+    stages: int = 3
+    targets: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One real shape to measure: a name for the table, and a function that makes the arguments on a device.
+
+    ``make(device, seed)`` returns random inputs as keyword arguments, different for every seed.
+    """
+
+    name: str
+    make: Callable[[Any, int], Mapping[str, Any]]
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What can be tuned in one launcher, declared beside it.
+
+    ``launch`` takes the arguments that ``prepare`` makes from a case's, and ``config``: one value for each name in
+    ``choices``. ``heuristic`` and ``bucket`` look at the row width (or the number of elements) that the launcher keys on.
+    """
+
+    name: str
+    choices: Mapping[str, tuple[int, ...]]
+    heuristic: Callable[[int], Mapping[str, int]]
+    launch: Callable[..., Any]
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    size: Callable[[Mapping[str, Any]], int]
+    """The size that the launcher keys its choice on, from a case's arguments."""
 
 
 class Unavailable(RuntimeError):
@@ -57,16 +111,38 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator: what it computes, how, at what cost, and how to try it."""
+    """An operator: what it computes, how, at what cost, and how to try it.
+
+    The reference, each implementation, each peer and ``cost`` take the same keyword arguments.
+    """
 
     name: str
     reference: Callable[..., Any]
     cost: Callable[..., Cost]
+    """Looks at shapes and dtypes only."""
     implementations: Mapping[str, Implementation] = field(default_factory=dict)
     examples: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
     """Small inputs as keyword arguments for ``reference`` and every implementation: odd shapes included."""
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Others' implementations to race (torch, cuBLAS, ...); never resolved to."""
+    differentiable: tuple[str, ...] = ()
+    """Arguments that the reference and every implementation with a gradient give one for."""
+    mutates: tuple[str, ...] = ()
+    """Arguments written in place; such an operator returns None."""
+    keeps_dtype: tuple[str, ...] = ()
+    """Floating-point arguments that stay float32 whatever dtype the operator is tried in."""
+    gradient_cost: Callable[..., Cost] | None = None
+    """The work of the backward pass, from the arguments of the forward pass."""
+    cases: Callable[[], Sequence[Case]] = lambda: ()
+    """Real shapes, from ``shapes.py``."""
+    kernels: Callable[[], Sequence[Kernel]] = lambda: ()
+    knobs: Sequence[Knobs] = ()
+    trace: Callable[[], str] | None = None
+    """Draws which program instance touches which tile, at a tiny size, from a run in the interpreter."""
+    error_ratio: float = 2.0
+    """The largest error allowed, as a multiple of what torch's own operator makes in the same dtype."""
+    error_note: str = ""
+    """Why ``error_ratio`` is not 2, where it is not."""
 
 
 _OPS: dict[str, Op] = {}
@@ -88,5 +164,9 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """Every entry, by name."""
+    """Every entry, by name; imports each file of this folder."""
+    folder = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(import_module(folder).__path__):
+        if not module.ispkg:
+            import_module(f"{folder}.{module.name}")
     return [_OPS[name] for name in sorted(_OPS)]

@@ -1,0 +1,77 @@
+r"""Linear: a matrix product, and a bias if there is one.
+
+    Y = X W^T + b
+
+Backward, with G = dL/dY:
+
+    dL/dX = G W        dL/dW = G^T X        dL/db = sum over rows of G
+
+Shapes: x ``[T, I]``, weight ``[O, I]``, bias ``[O]`` or None, result ``[T, O]``, all of one dtype.
+
+What bounds it depends on the rows: 2 T I O FLOPs against I O weights, so for few tokens (decode) T FLOPs per byte in
+bfloat16: bound by reading the weights; for many (prefill, training) by arithmetic. They cross at T = FLOP rate over
+bandwidth: about 300 on a data-centre GPU, a few tens on a CPU.
+
+``fixed_rows`` always multiplies blocks of 16 rows, padded with zeros: a library picks its kernel, and with that the
+order of its sums, by the number of rows, so a token alone and a token in a batch would otherwise differ in the last
+bits. It costs up to 4x for one row and 1.7x for 512 in float32 (576 x 1536, two cores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .numerics import sample
+from .registry import Cost, Implementation, Op, register
+
+ROWS = 16
+"""Block of ``fixed_rows``."""
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x ``[T, I]``, weight ``[O, I]``, bias ``[O]`` -> ``[T, O]``."""
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``reference``; a row's result does not depend on how many rows there are, nor on what they hold."""
+    blocks = F.pad(x, (0, 0, 0, -x.shape[0] % ROWS)).split(ROWS)
+    return torch.cat([F.linear(block, weight, bias) for block in blocks])[: x.shape[0]]
+
+
+def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
+    """A product and a sum for each weight and row; the bias is one sum for each output."""
+    tokens, outputs = x.shape[0], weight.shape[0]
+    flops = 2 * tokens * weight.numel() + (0 if bias is None else tokens * outputs)
+    read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
+    return Cost(flops, read, tokens * outputs * x.element_size())
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    return [
+        {"x": sample(1, 576), "weight": sample(192, 576, seed=1), "bias": None},
+        {"x": sample(17, 33), "weight": sample(5, 33, seed=1), "bias": sample(5, seed=2)},
+        {"x": sample(3, 1), "weight": sample(7, 1, seed=1), "bias": sample(7, seed=2)},
+    ]
+
+
+register(
+    Op(
+        name="linear",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "torch": Implementation("torch", lambda: F.linear, ("any",)),
+            "torch_fixed_rows": Implementation("torch", lambda: fixed_rows, ("any",), batch_invariant=True),
+        },
+        examples=_examples,
+        peers={"torch": F.linear},
+        differentiable=("x", "weight", "bias"),
+    )
+)

@@ -1,0 +1,105 @@
+"""Which implementation of every operator a model runs: chosen once, held as plain callables.
+
+A call through the model costs what the callable costs: no lookup, no dispatch on device, no global switch. Two models
+of one process may run different sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from . import (  # noqa: F401  (each import enters the operator into the registry)
+    attention,
+    gelu,
+    kv_cache_write,
+    layer_norm,
+    linear,
+    paged_attention,
+    rms_norm,
+    rotary,
+    swiglu,
+)
+from .registry import Implementation, Unavailable, get
+
+
+@dataclass(frozen=True, slots=True)
+class OpSet:
+    """The operators of a decoder; arguments are those of the ``reference`` in the operator's file."""
+
+    rms_norm: Callable[..., Any]
+    layer_norm: Callable[..., Any]
+    rotary: Callable[..., Any]
+    swiglu: Callable[..., Any]
+    gelu: Callable[..., Any]
+    linear: Callable[..., Any]
+    attention: Callable[..., Any]
+    kv_cache_write: Callable[..., Any]
+    paged_attention: Callable[..., Any]
+    chosen: tuple[tuple[str, str], ...] = ()
+    """(operator, implementation), for the start-up line."""
+    passed_over: tuple[tuple[str, str, str], ...] = ()
+    """(operator, implementation, reason): what was preferred but cannot run here."""
+
+
+OPERATORS = tuple(field.name for field in fields(OpSet) if field.name not in ("chosen", "passed_over"))
+
+
+def resolve_ops(
+    device: torch.device | str = "cpu", backends: Sequence[str] = ("torch",), *, batch_invariant: bool = False
+) -> OpSet:
+    """Pick for each operator the first implementation, in the order of ``backends``, that runs on ``device``.
+
+    ``batch_invariant`` admits only implementations that say so: slower, and a row's float32 result is the same to the
+    bit in any batch. ``ValueError`` names the operator for which nothing is left, and why.
+    """
+    target = _target(torch.device(device))
+    picked: dict[str, Callable[..., Any]] = {}
+    chosen: list[tuple[str, str]] = []
+    passed_over: list[tuple[str, str, str]] = []
+    for name in OPERATORS:
+        candidates = [
+            (label, implementation)
+            for backend in backends
+            for label, implementation in get(name).implementations.items()
+            if implementation.backend == backend
+        ]
+        for label, implementation in candidates:
+            reason = _unfit(implementation, target, batch_invariant)
+            if reason is None:
+                try:
+                    picked[name] = implementation.load()
+                except Unavailable as error:
+                    reason = str(error)
+            if reason is None:
+                chosen.append((name, label))
+                break
+            passed_over.append((name, label, reason))
+        if name not in picked:
+            reasons = "; ".join(f"{label}: {reason}" for op, label, reason in passed_over if op == name)
+            raise ValueError(
+                f"operator {name!r} has no implementation for {target} among the backends {', '.join(backends)} "
+                f"({reasons or 'none is registered'}); add 'torch' to the backends"
+            )
+    return OpSet(**picked, chosen=tuple(chosen), passed_over=tuple(passed_over))
+
+
+def _unfit(implementation: Implementation, target: str, batch_invariant: bool) -> str | None:
+    if target not in implementation.targets and "any" not in implementation.targets:
+        return f"does not run on {target}"
+    if batch_invariant and not implementation.batch_invariant:
+        return "is not batch-invariant"
+    return None
+
+
+def _target(device: torch.device) -> str:
+    """The registry's name of a device."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,124 @@
+"""The ragged batch of one engine step as paged operators see it: which tokens stand where in the KV cache.
+
+``kv_cache_write`` and ``paged_attention`` both take a ``PagedBatch``. What they derive from it (slots, tiles) is the
+same in every layer, so it is worked out once, on first use, and kept with the batch.
+
+Names: B sequences, T tokens of this step, N columns of the block table, W work items, Q queries of a work item.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WorkGroup:
+    """Work items that attend alike: up to Q consecutive queries of one sequence each, the furthest position first."""
+
+    tokens_WQ: Tensor
+    """Index into the step's tokens; an item with fewer than Q queries repeats its last one."""
+    positions_WQ: Tensor
+    blocks_WN: Tensor
+    """Block table of the item's sequence; entries it does not own are 0."""
+    used_W: Tensor
+    """How many of the Q queries are real."""
+    last_positions: tuple[int, ...]
+    """The last position that each item sees, on the host, descending."""
+
+
+class PagedBatch:
+    """Rows of a ragged batch: row b's queries are the last tokens of its sequence.
+
+    ``block_tables_BN`` int32: block n of row b holds positions ``n * block_size ...``; entries past the row's length
+    may be anything. ``query_starts_B1`` int32 ``[B + 1]``: row b's tokens are those from ``query_starts[b]`` to before
+    ``query_starts[b + 1]``. ``seq_lens_B`` int32: tokens of the sequence with this step's. ``ValueError`` if these do
+    not fit each other.
+    """
+
+    def __init__(self, block_tables_BN: Tensor, query_starts_B1: Tensor, seq_lens_B: Tensor, block_size: int) -> None:
+        self.block_tables = block_tables_BN
+        self.query_starts = query_starts_B1
+        self.seq_lens = seq_lens_B
+        self.block_size = block_size
+        rows = seq_lens_B.shape[0]
+        if block_tables_BN.ndim != 2 or block_tables_BN.shape[0] != rows or query_starts_B1.shape != (rows + 1,):
+            raise ValueError(
+                f"a batch of {rows} rows needs block tables [{rows}, N] and {rows + 1} query starts, not "
+                f"{list(block_tables_BN.shape)} and {list(query_starts_B1.shape)}"
+            )
+        for name, tensor in (
+            ("block tables", block_tables_BN),
+            ("query starts", query_starts_B1),
+            ("lengths", seq_lens_B),
+        ):
+            if tensor.dtype != torch.int32:
+                raise ValueError(f"the batch's {name} must be int32, not {tensor.dtype}")
+
+    @property
+    def num_rows(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @cached_property
+    def _queries_B(self) -> Tensor:
+        """Tokens of each row in this step, int64."""
+        return self.query_starts.diff().long()
+
+    @cached_property
+    def rows_T(self) -> Tensor:
+        """The row of each token, int64."""
+        rows = torch.arange(self.num_rows, device=self.seq_lens.device)
+        return rows.repeat_interleave(self._queries_B)
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        """The position of each token in its sequence, int64."""
+        before_B = self.seq_lens.long() - self.query_starts[1:]  # position minus token index, the same along a row
+        return before_B[self.rows_T] + torch.arange(self.rows_T.shape[0], device=before_B.device)
+
+    @cached_property
+    def slots_T(self) -> tuple[Tensor, Tensor]:
+        """Block and offset in it of each token, int64."""
+        positions = self.positions_T
+        blocks = self.block_tables[self.rows_T, positions // self.block_size].long()
+        return blocks, positions % self.block_size
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """(tokens of this step, tokens in all) of each row, on the host."""
+        return list(zip(self._queries_B.tolist(), self.seq_lens.tolist(), strict=True))
+
+    @cached_property
+    def split_work(self) -> tuple[WorkGroup, ...]:
+        """Rows with one query (decode) as items of 1; the others (prefill chunks) as items of up to 32."""
+        single_B = self._queries_B == 1
+        groups = ((single_B.nonzero()[:, 0], 1), ((~single_B).nonzero()[:, 0], 32))
+        return tuple(self._group(rows, size) for rows, size in groups if rows.numel())
+
+    @cached_property
+    def uniform_work(self) -> tuple[WorkGroup, ...]:
+        """Every row as items of up to 16 queries: one shape of computation, whatever the batch holds."""
+        return (self._group(torch.arange(self.num_rows, device=self.seq_lens.device), 16),)
+
+    def _group(self, rows_R: Tensor, size: int) -> WorkGroup:
+        items_R = (self._queries_B[rows_R] + size - 1) // size
+        row_W = rows_R.repeat_interleave(items_R)
+        within_W = torch.arange(row_W.shape[0], device=row_W.device)
+        within_W = within_W - (items_R.cumsum(0) - items_R).repeat_interleave(items_R)
+        end_W = self.query_starts[row_W + 1].long()
+        first_W = self.query_starts[row_W].long() + within_W * size
+        used_W = (end_W - first_W).clamp(max=size)
+        position_W = self.seq_lens[row_W].long() - end_W + first_W
+        last_W, order = (position_W + used_W - 1).sort(descending=True, stable=True)
+        step_WQ = torch.arange(size, device=row_W.device).minimum(used_W[order, None] - 1)
+        columns_N = torch.arange(self.block_tables.shape[1], device=row_W.device)
+        owned_WN = columns_N * self.block_size < self.seq_lens[row_W[order], None]
+        return WorkGroup(
+            tokens_WQ=first_W[order, None] + step_WQ,
+            positions_WQ=position_W[order, None] + step_WQ,
+            blocks_WN=self.block_tables[row_W[order]].where(owned_WN, 0).long(),
+            used_W=used_W[order],
+            last_positions=tuple(last_W.tolist()),
+        )
