@@ -1,1 +1,21 @@
-"""(map of this folder)"""
+"""Text on both sides of the engine, which itself sees token ids only.
+
+On the way in:
+
+* ``tokenizer.py``       Tokenizer: text to ids and back; from a Hugging Face directory or GGUF metadata
+* ``hf_settings.py``     the small JSON files beside a tokenizer.json
+* ``gguf_vocab.py``      a byte-level BPE tokenizer out of GGUF metadata
+* ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name
+* ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces
+* ``chat_messages.py``   messages in the one form that templates expect
+* ``chat_template.py``   ChatTemplate: messages to one string, in a bounded Jinja sandbox
+
+On the way out:
+
+* ``detokenizer.py``       IncrementalDetokenizer: ids to text a few at a time, whole characters only
+* ``stop.py``              StopMatcher: stop strings across any chunk border
+* ``outputs.py``           RequestOutput, CompletionOutput, Logprob: what a caller gets
+* ``output_processor.py``  OutputProcessor: engine outputs to updates, one terminal event for each choice
+
+Nothing here imports torch.
+"""

@@ -1,0 +1,147 @@
+"""A byte-level BPE tokenizer from the metadata of a GGUF file.
+
+The file holds the tokens, their kinds, the merges in order of rank and the name of the pre-tokenizer; that is
+everything `tokenizers` needs. The tokens and merges go to it as they are, so that even a large vocabulary is ready in a
+fraction of a second.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from .pretokenizers import PreTokenizer, pre_tokenizer
+
+CONTROL, USER_DEFINED = 3, 4
+"""Kinds in ``tokenizer.ggml.token_type``: a token that only the model's protocol uses; a token that is text."""
+
+_PREFIX = "tokenizer.ggml."
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFVocabulary:
+    """What the metadata says: the `tokenizers` object and the special ids (None or () where there are none)."""
+
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    prefix_ids: tuple[int, ...]
+    suffix_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
+    """Build the tokenizer that the metadata describes.
+
+    Args:
+        metadata: the key-value pairs of the file (``GGUFFile.metadata``).
+
+    Raises:
+        ValueError: no tokenizer in the file, one of a kind that is not supported, or one that contradicts itself.
+    """
+    model = metadata.get(_PREFIX + "model")
+    if model != "gpt2":
+        found = "holds no tokenizer (tokenizer.ggml.model is missing)" if model is None else f"holds a {model!r} one"
+        raise ValueError(
+            f"only byte-level BPE tokenizers (tokenizer.ggml.model = 'gpt2') are read from GGUF files, and this file "
+            f"{found}: use the model's directory with its tokenizer.json"
+        )
+    tokens = _strings(metadata, "tokens")
+    merges = _strings(metadata, "merges")
+    pre = _pre_tokenizer(metadata)
+    backend = tokenizers.Tokenizer(_bpe(tokens, merges, pre))
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+    bytes_step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_step])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(_added_tokens(metadata, tokens))
+
+    bos = _token_id(metadata, "bos", len(tokens))
+    ends = [_token_id(metadata, key, len(tokens)) for key in ("eos", "eot", "eom")]
+    eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
+    add_bos = metadata.get(_PREFIX + "add_bos_token", pre.add_bos)
+    add_eos = metadata.get(_PREFIX + "add_eos_token", False)
+    return GGUFVocabulary(
+        backend=backend,
+        bos_token_id=bos,
+        eos_token_ids=eos_ids,
+        prefix_ids=(bos,) if add_bos and bos is not None else (),
+        suffix_ids=(ends[0],) if add_eos and ends[0] is not None else (),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
+
+
+def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise ValueError(
+            f"the GGUF file lists {len(tokens) - len(vocab)} of its {len(tokens)} tokens twice: its tokenizer is "
+            "damaged, download or convert the model again"
+        )
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        pairs.append((left, right))
+    try:
+        return models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.ignore_merges)
+    except Exception as error:
+        raise ValueError(
+            f"the merges of the GGUF file do not fit its tokens ({error}): download or convert the model again"
+        ) from error
+
+
+def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[AddedToken]:
+    kinds = _listed(metadata.get(_PREFIX + "token_type", ()))
+    if kinds and len(kinds) != len(tokens):
+        raise ValueError(
+            f"the GGUF file has {len(tokens)} tokens but {len(kinds)} token types: download or convert the model again"
+        )
+    return [
+        AddedToken(tokens[index], special=kind == CONTROL, normalized=False)
+        for index, kind in enumerate(kinds)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
+    name = metadata.get(_PREFIX + "pre")
+    if name is None:
+        warnings.warn(
+            "the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre): 'default' is used, and text may be "
+            "cut otherwise than the model was trained on; a newly converted file names it",
+            stacklevel=2,
+        )
+        name = "default"
+    return pre_tokenizer(name)
+
+
+def _token_id(metadata: Mapping[str, Any], which: str, count: int) -> int | None:
+    value = metadata.get(f"{_PREFIX}{which}_token_id")
+    if value is None:
+        return None
+    if not 0 <= int(value) < count:
+        raise ValueError(
+            f"the GGUF file's {which}_token_id is {value}, but it has {count} tokens: download or convert the model "
+            "again"
+        )
+    return int(value)
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = _listed(metadata.get(_PREFIX + key, ()))
+    if not values or not all(isinstance(value, str) for value in values):
+        raise ValueError(
+            f"the GGUF file has no list of strings under tokenizer.ggml.{key}: download or convert the model again"
+        )
+    return values
+
+
+def _listed(values: Iterable[Any]) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)

@@ -1,0 +1,222 @@
+"""Text to token ids and back, whatever file the tokenizer came in.
+
+Encoding is the work of the `tokenizers` library. Decoding is done here, on bytes, so that decoding all at once and
+decoding token by token (``detokenizer.py``) are the same thing by construction.
+
+**Special tokens in text.** A string such as ``<|im_end|>`` may be typed by any user. By default ``encode`` treats it as
+ordinary text, so that text cannot speak the model's protocol. A chat template's output does speak it and is encoded
+with ``parse_special=True``; there the strings inside the users' own messages become special tokens too, as in vLLM,
+llama.cpp and transformers: whoever puts untrusted text into a chat must know that it can open and close turns. Added
+tokens that are not special (``<think>`` in Qwen3, runs of spaces) are text and are always recognised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from .gguf_vocab import read_gguf_vocabulary
+from .hf_settings import HFSettings, read_hf_settings
+from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
+
+
+class TokenizerSource(Protocol):
+    """Where a model came from: ``kind`` is "hf" (``path`` is a directory) or "gguf" (``path`` is a file)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def path(self) -> Any: ...
+
+
+class Tokenizer:
+    """Encodes and decodes. Safe to share between threads: nothing in it changes but caches of immutable values.
+
+    Attributes:
+        vocab_size: the highest token id plus one. A model may have more rows than that, which stand for no text.
+        bos_token_id: the token that begins a text, or None.
+        eos_token_ids: tokens that end a model's answer; may be several, may be empty.
+        special_ids: tokens that are no text and that decoding leaves out by default.
+        drops_leading_space: this family puts a space before every text, which decoding takes off again.
+        chat_template: Jinja source, or None when the model brings none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        spelling: Spelling = BYTE_LEVEL,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        prefix_ids: tuple[int, ...] = (),
+        suffix_ids: tuple[int, ...] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        added = backend.get_added_tokens_decoder()
+        self._parsing = backend
+        self._plain = _without_special(backend, added)
+        self._spelling = spelling
+        self._added = {index: token.content for index, token in added.items()}
+        self._prefix, self._suffix = list(prefix_ids), list(suffix_ids)
+        self._bytes: dict[int, bytes] = {}
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = eos_token_ids
+        self.drops_leading_space = spelling.leading_space
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_source(cls, source: TokenizerSource) -> Tokenizer:
+        """The tokenizer that belongs to a resolved model.
+
+        Raises:
+            ValueError: it is missing, damaged or of a kind that is not supported.
+        """
+        if source.kind == "hf":
+            return cls.from_hf(source.path)
+        if source.kind == "gguf":
+            from ..formats.gguf_file import GGUFFile
+
+            return cls.from_gguf(GGUFFile.open(source.path).metadata)
+        raise ValueError(f"a tokenizer can come from a source of kind 'hf' or 'gguf', not {source.kind!r}")
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From the metadata of a GGUF file that holds a byte-level BPE vocabulary.
+
+        Raises:
+            ValueError: see ``read_gguf_vocabulary``.
+        """
+        vocabulary = read_gguf_vocabulary(metadata)
+        return cls(
+            vocabulary.backend,
+            BYTE_LEVEL,
+            bos_token_id=vocabulary.bos_token_id,
+            eos_token_ids=vocabulary.eos_token_ids,
+            prefix_ids=vocabulary.prefix_ids,
+            suffix_ids=vocabulary.suffix_ids,
+            chat_template=vocabulary.chat_template,
+        )
+
+    @classmethod
+    def from_hf(cls, directory: str | Path) -> Tokenizer:
+        """From a model directory: tokenizer.json, and where they exist tokenizer_config.json, chat_template.jinja,
+        generation_config.json and config.json.
+
+        Raises:
+            ValueError: a file is missing or not readable as what it should be; the message names it.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(
+                f"{directory} has no tokenizer.json: save it there with "
+                "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{path} is not a tokenizer that can be read ({error}): download it again") from error
+        backend.no_truncation()
+        backend.no_padding()
+        decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        try:
+            spelling = spelling_of(decoder)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        settings: HFSettings = read_hf_settings(directory)
+        bos = None if settings.bos_token is None else backend.token_to_id(settings.bos_token)
+        eos = None if settings.eos_token is None else backend.token_to_id(settings.eos_token)
+        ends = dict.fromkeys(end for end in (eos, *settings.eos_token_ids) if end is not None)
+        return cls(
+            backend,
+            spelling,
+            bos_token_id=settings.bos_token_id if bos is None else bos,
+            eos_token_ids=tuple(ends),
+            chat_template=settings.chat_template,
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any valid Unicode string.
+            add_special_tokens: put around it what the model expects around a text (often BOS, often nothing). False for
+                a rendered chat template, which brings its own.
+            parse_special: strings that spell a special token become that token; see the module's docstring.
+
+        Raises:
+            ValueError: the text holds a lone surrogate, which no UTF-8 text can.
+        """
+        backend = self._parsing if parse_special else self._plain
+        try:
+            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is not valid Unicode (lone surrogate {text[error.start]!r} at character {error.start}): "
+                "send well-formed UTF-8"
+            ) from error
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def decode(
+        self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False
+    ) -> str:
+        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids that stand for no token give no text.
+
+        Args:
+            token_ids: ids from 0 on.
+            skip_special_tokens: leave special tokens out.
+            continues_text: the tokens go on from other text, so a leading space stays (see ``drops_leading_space``).
+
+        Raises:
+            ValueError: an id is negative.
+        """
+        skipped: frozenset[int] = self.special_ids if skip_special_tokens else frozenset()
+        data = b"".join([self.token_bytes(token) for token in token_ids if token not in skipped])
+        if self.drops_leading_space and not continues_text:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token adds to a text (of a special token: its name); b"" for an id without a token.
+
+        Raises:
+            ValueError: the id is negative.
+        """
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._look_up(token_id)
+        return data
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text; a token that holds a part of a character shows U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling in the vocabulary (``<|im_end|>``, ``Ġthe``), or None."""
+        found: int | None = self._parsing.token_to_id(token)
+        return found
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id < 0:
+            raise ValueError(f"token ids are at least 0, got {token_id}")
+        if token_id in self._added:
+            return self._spelling.bytes_of(self._added[token_id], literal=True)
+        token = self._parsing.id_to_token(token_id) if token_id < self.vocab_size else None
+        return b"" if token is None else self._spelling.bytes_of(token)
+
+
+def _without_special(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+    """A tokenizer over the same model (shared, not copied) that takes the spelling of special tokens for plain text."""
+    plain = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(backend, part) is not None:
+            setattr(plain, part, getattr(backend, part))
+    plain.add_tokens([added[index] for index in sorted(added)])
+    plain.encode_special_tokens = True
+    return plain
