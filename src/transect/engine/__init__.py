@@ -1,1 +1,23 @@
-"""(map of this folder)"""
+"""The inference engine: requests go in, tokens come out. The engine knows token ids only; text is made above it.
+
+Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
+
+* ``sampling_params``: what a request asks of the sampler and when it ends.
+* ``request``: ``Request`` as it arrives; ``RequestState`` and ``Sequence``, what is remembered about it.
+* ``outputs``: ``EngineOutput`` (news of one choice), ``RequestTimes``, ``SchedulerStats``.
+* ``batch``: ``ScheduledBatch`` and ``StepResult``, and the protocols ``Executor`` and ``Clock``.
+* ``kv_cache``: the pool of KV blocks, reference counts, the prefix cache. ``sequence_blocks``: which blocks sequences
+  have, copy-on-write, and giving back what steps in flight use.
+* ``scheduler_config``: the numbers that steer the scheduler. ``limits``: whether a request can ever fit.
+* ``waiting_queue``: who waits, in which order, and when the queue is full.
+* ``scheduler``: who runs in the next step; admission, preemption, forks, and what a step's tokens change.
+* ``clock``: the wall clock and a virtual one.
+* ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
+
+With tensors:
+
+* ``config``: ``EngineConfig``, everything a user can set.
+* ``runner``: ``Runner``, the executor that runs the model on ragged batches.
+* ``sampler``, ``penalties``, ``philox``: from logits to tokens; draws depend on seed, choice and position alone.
+* ``llm``: ``LLM``, the engine in the caller's process. ``async_engine``, ``process``: the engine in one of its own.
+"""

@@ -35,7 +35,7 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     """How tokens are drawn for one choice of a request. The same object serves every step of that choice.
 
     The token that a row draws will stand at ``position = row.end`` in prompt + output; with ``seed`` and ``choice`` it
-    is the key of the random draw. ``position - len(prompt_token_ids)`` tokens of output precede it. ``output_token_ids``
+    is the key of the random draw. ``position - len(prompt_token_ids)`` output tokens precede it. ``output_token_ids``
     is a live list of those known so far (penalties need them): one fewer while the step before is still in flight, and
     it may already hold later ones when it is read late.
     """

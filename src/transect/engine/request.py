@@ -42,8 +42,8 @@ class Request(msgspec.Struct, frozen=True):
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         for token in prompt:
-            if not isinstance(token, int) or token < 0:
-                raise ValueError(f"prompt_token_ids must be whole numbers of at least 0, got {token!r}")
+            if not isinstance(token, int) or not 0 <= token < 2**31:
+                raise ValueError(f"prompt_token_ids must be whole numbers in [0, 2**31), got {token!r}")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise ValueError(f"priority must be a whole number (lower runs earlier), got {self.priority!r}")
         msgspec.structs.force_setattr(self, "prompt_token_ids", prompt)

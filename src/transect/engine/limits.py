@@ -1,0 +1,46 @@
+"""Whether a request can ever run, and how much room it may take."""
+
+from __future__ import annotations
+
+from .request import Request
+from .scheduler_config import SchedulerConfig
+
+
+def max_length(request: Request, config: SchedulerConfig) -> int:
+    """Prompt + output tokens of one choice at the most: ``max_tokens`` or the context length, whichever ends it first.
+
+    Raises:
+        ValueError: there is no room for output in the context, for the choices among the running sequences, or for one
+            choice's KV in the whole pool; the message has the numbers and what to change.
+    """
+    prompt, params = len(request.prompt_token_ids), request.params
+    if prompt >= config.max_model_len:
+        raise ValueError(
+            f"the prompt has {prompt} tokens, but the context length is {config.max_model_len} tokens and must also "
+            "hold at least one token of output: shorten the prompt"
+        )
+    if params.n > config.max_num_seqs:
+        raise ValueError(f"n is {params.n}, but the engine runs {config.max_num_seqs} sequences at most: lower n")
+    longest = config.max_model_len
+    if params.max_tokens is not None:
+        longest = min(longest, prompt + params.max_tokens)
+    needed = _blocks(longest, config)
+    if needed > config.num_blocks:
+        capacity = config.num_blocks * config.block_size
+        advice = f"set max_tokens to at most {capacity + 1 - prompt}" if prompt <= capacity else "shorten the prompt"
+        raise ValueError(
+            f"a prompt of {prompt} tokens and up to {longest - prompt} tokens of output need {needed} KV blocks of "
+            f"{config.block_size} tokens, but the cache has {config.num_blocks}: {advice}, or enlarge the cache"
+        )
+    return longest
+
+
+def most_blocks(request: Request, config: SchedulerConfig) -> int:
+    """KV blocks that a request takes at the most, when all its choices run to their ends together."""
+    shared = len(request.prompt_token_ids) // config.block_size
+    return shared + request.params.n * (_blocks(max_length(request, config), config) - shared)
+
+
+def _blocks(length: int, config: SchedulerConfig) -> int:
+    """Blocks for a sequence of ``length`` tokens. The last of them is drawn, but never computed."""
+    return -(-(length - 1) // config.block_size)

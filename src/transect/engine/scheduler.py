@@ -1,0 +1,427 @@
+"""Continuous batching: who runs in the next step, and what the step's tokens change.
+
+Every step is one ragged batch under a budget of tokens. Sequences that hold KV blocks are served in the order of their
+ranks (priority, then arrival). Each gets one token of the budget for sure; what is left over goes, again by rank, to
+those with more to compute, the prompts, which are so cut into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes
+never wait behind prompts, and prompts always move. Then the queue's head is admitted as long as there are places,
+budget and KV blocks for all its tokens. Nobody overtakes the head, so everybody's turn comes.
+
+When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives its blocks
+back, keeps its output tokens, and computes prompt and output anew when its turn comes again. Draws depend on positions,
+not on steps, so its tokens are the same as without. The sequence of the best rank is never preempted by others, and any
+one alone fits into the pool (``add`` has checked it), so there is always progress.
+
+A request with n choices computes its prompt once, by its leader (choice 0). With the prompt's last chunk all choices
+draw their first tokens, and fork: they share the prompt's blocks, and copy the last, partly filled one before they
+write into it. Should choice 0 be aborted before, its sequence goes on to the end of the prompt for the others' sake.
+
+Steps may be planned before the tokens of the step before are known (``EngineCore`` with lag 1). Lengths are known all
+the same, so ``max_tokens`` and the context length need nothing; a stop token found late makes the step under way for
+that sequence void.
+"""
+
+from __future__ import annotations
+
+import secrets
+from bisect import insort
+from collections import deque
+from hashlib import blake2b
+from operator import attrgetter
+
+from . import limits
+from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
+from .kv_cache import KVCache
+from .outputs import EngineOutput, SchedulerStats
+from .request import Request, RequestState, Sequence, Status
+from .scheduler_config import SchedulerConfig
+from .sequence_blocks import SequenceBlocks
+from .waiting_queue import WaitingQueue
+
+_by_rank = attrgetter("rank")
+
+
+class _Plan:
+    """A step in the making."""
+
+    __slots__ = ("copies", "forks", "rows", "sequences", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.rows: list[ScheduledRow] = []
+        self.sequences: list[Sequence] = []
+        """Of the rows, one each."""
+        self.copies: list[tuple[int, int]] = []
+        self.forks: list[Sequence] = []
+        """Choices that begin with this step and are not yet among the running."""
+
+
+class Scheduler:
+    """Bookkeeping of all requests of an engine. Not thread-safe: one loop owns it.
+
+    Args:
+        config: limits and policy.
+        clock: for the requests' times.
+    """
+
+    def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.cache = KVCache(config.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        self.blocks = SequenceBlocks(self.cache, config.block_size)
+        self.waiting = WaitingQueue(config.max_queue)
+        self.running: list[Sequence] = []
+        """Sequences with blocks, best rank first."""
+        self._static = config.policy == "static"
+        self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        self._watermark = int(config.watermark * config.num_blocks)
+        self._seed = secrets.randbits(64) if config.seed is None else config.seed
+        self._requests: dict[str, RequestState] = {}
+        self._places = 0
+        """Places taken of ``max_num_seqs``."""
+        self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
+        self._num_requests = 0
+        self._num_sequences = 0
+        self._step = 0
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+    # Requests in and out
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a choice of any request has not ended."""
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: it can never fit, or its id is in use; the message has the numbers.
+            QueueFull: ``max_queue`` requests wait already.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
+        max_length = limits.max_length(request, self.config)
+        self.waiting.check_room()
+        now = self.clock.now()
+        state = RequestState(request, now if request.arrival_time is None else request.arrival_time, max_length)
+        seed = request.params.seed
+        if seed is None:
+            key = blake2b(f"{self._seed} {self._num_requests}".encode(), digest_size=8)
+            seed = int.from_bytes(key.digest(), "little")
+        priority = 0 if self._static else request.priority
+        for index in range(request.params.n):
+            rank = (priority, self._num_requests, index)
+            state.choices.append(Sequence(state, self._num_sequences, index, rank, seed))
+            self._num_sequences += 1
+        self._num_requests += 1
+        self._requests[request.request_id] = state
+        self.waiting.push(state.leader)
+
+    def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
+        """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;
+        nothing for choices or requests that have ended before. KV blocks come back now, or when the step in flight is
+        done."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return []
+        targets = [seq for seq in state.choices if choice is None or seq.index == choice]
+        return [self._end(seq, "abort") for seq in targets if seq.finish_reason is None]
+
+    # Planning a step
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
+        must come back through ``commit``, in order."""
+        plan = _Plan(self._step + 1)
+        block_size = self.config.block_size
+        running = self.running
+        spare = self.config.max_num_batched_tokens - len(running)
+        starved = False
+        for seq in running:  # preemption takes sequences from the end of this list while it is walked
+            length = seq.length
+            if length == seq.max_length:  # its last token is being drawn
+                spare += 1
+                continue
+            take = length - seq.scheduled
+            if take > 1:
+                take = min(take, 1 + spare, self._chunk)
+                spare -= take - 1
+            end = seq.scheduled + take
+            if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
+                seq, end, plan
+            ):
+                starved = True
+                spare += take
+                continue
+            self._plan_row(seq, end, plan)
+        if not starved:
+            self._admit(spare, plan)
+        for seq in plan.forks:
+            insort(running, seq, key=_by_rank)
+            leader = seq.request.leader
+            if leader.finish_reason is not None and leader.status is Status.RUNNING:
+                self._leave(leader)  # it was aborted, and went on to the end of the prompt for the others
+        if not plan.rows:
+            return None
+        self._step = plan.step
+        batch = ScheduledBatch(plan.step, tuple(plan.rows), tuple(plan.copies))
+        self._in_flight.append((batch, plan.sequences))
+        return batch
+
+    def _plan_row(self, seq: Sequence, end: int, plan: _Plan) -> None:
+        """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""
+        state = seq.request
+        spec = state.spec
+        start = seq.scheduled
+        seq.scheduled = end
+        seq.last_step = plan.step
+        prompt_logprobs = None if state.prompt_done else spec.params.prompt_logprobs
+        block_ids = seq.block_ids
+        draws: tuple[Draw, ...] = ()
+        if end == seq.length:
+            draws = seq.draws if state.prompt_done else self._complete_prompt(seq, plan)
+            seq.length = end + 1
+        plan.rows.append(
+            ScheduledRow(
+                seq.seq_id,
+                start,
+                end - start,
+                spec.prompt_token_ids,
+                seq.output_token_ids,
+                block_ids,
+                draws,
+                prompt_logprobs,
+            )
+        )
+        plan.sequences.append(seq)
+
+    def _complete_prompt(self, leader: Sequence, plan: _Plan) -> tuple[Draw, ...]:
+        """The leader's last prompt chunk is planned: fork. Returns the draws of the choices that are alive."""
+        state = leader.request
+        self._places -= self._places_of(leader)
+        state.prompt_done = True
+        alive = [choice for choice in state.choices if choice.finish_reason is None]
+        partial, rest = divmod(leader.scheduled, self.config.block_size)
+        for choice in alive:
+            if choice is not leader:
+                self.blocks.fork(leader, choice)
+                choice.status = Status.RUNNING
+                choice.length = leader.scheduled + 1
+                choice.last_step = plan.step
+                plan.forks.append(choice)
+            if rest and len(alive) > 1:
+                choice.shared_block = partial
+        self._places += len(alive) + (leader.finish_reason is not None)
+        return tuple(choice.draws[0] for choice in alive)
+
+    def _make_room(self, seq: Sequence, end: int, plan: _Plan) -> bool:
+        """See to it that ``seq`` has its own blocks for writing up to position ``end``, by preemption if need be. False
+        when it cannot run in this step: it was preempted itself, or the blocks come with the step in flight."""
+        while True:
+            if seq.shared_block is not None:
+                if self.blocks.owns_shared_block(seq):
+                    seq.shared_block = None
+                    continue
+                copy = self.blocks.copy_shared_block(seq, plan.step)
+                if copy is not None:
+                    plan.copies.append(copy)
+                    continue
+            elif end <= len(seq.block_ids) * self.config.block_size:
+                return True
+            elif self.blocks.grow(seq):
+                continue
+            if self.blocks.returns_pending:
+                return False
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take the blocks of the running sequence of the worst rank; it queues up to be computed anew."""
+        assert self.running[-1] is seq
+        self.running.pop()
+        self._places -= self._places_of(seq)
+        self.blocks.release(seq)
+        self.waiting.push(seq)
+        self._preemptions += 1
+
+    def _admit(self, spare: int, plan: _Plan) -> None:
+        """Admit from the head of the queue what ``spare`` tokens, the places and the KV blocks allow."""
+        if self._static:
+            self._admit_static(spare, plan)
+            return
+        while spare > 0 and (seq := self.waiting.head()) is not None:
+            used = self._try_admit(seq, spare, plan)
+            if used is None:
+                break
+            spare -= used
+
+    def _admit_static(self, spare: int, plan: _Plan) -> None:
+        """Admit preempted members of the present batch; when all have ended, the next batch."""
+        fresh = not (self.running or self.waiting.num_preempted or self.blocks.returns_pending)
+        reserved = 0
+        while (seq := self.waiting.head()) is not None:
+            if seq.request.first_scheduled is None:
+                reserved += limits.most_blocks(seq.request.spec, self.config)
+                if not fresh or (self.running and reserved > self.config.num_blocks):
+                    break
+            used = self._try_admit(seq, spare, plan)
+            if used is None:
+                break
+            spare -= used
+
+    def _try_admit(self, seq: Sequence, spare: int, plan: _Plan) -> int | None:
+        """Admit the queue's head, if it can be, and plan its first tokens, at most ``spare``. Returns their number."""
+        blocks, state = self.blocks, seq.request
+        if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
+            return None
+        if self._places + self._places_of(seq) > self.config.max_num_seqs:
+            return None
+        wants_logprobs = not state.prompt_done and state.spec.params.prompt_logprobs is not None
+        cached = [] if wants_logprobs else blocks.find_prefix(seq)
+        needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
+        if needed + (self._watermark if self.running else 0) > self.cache.num_free:
+            return None
+        self.waiting.pop(self.clock.now())
+        blocks.place(seq, cached)
+        self._places += self._places_of(seq)
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=_by_rank)
+        if state.first_scheduled is None:
+            state.first_scheduled = self.clock.now()
+            state.num_cached_tokens = seq.scheduled
+            self._prompt_tokens += seq.prompt_len
+            if self.config.enable_prefix_caching and not wants_logprobs:
+                self._prefix_query_tokens += seq.prompt_len
+                self._prefix_hit_tokens += seq.scheduled
+        take = min(seq.length - seq.scheduled, spare, self._chunk)
+        if take > 0:
+            self._plan_row(seq, seq.scheduled + take, plan)
+        return take
+
+    def _places_of(self, seq: Sequence) -> int:
+        return 1 if seq.request.prompt_done else seq.request.spec.params.n
+
+    # What a step's tokens change
+
+    def commit(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
+        """Take in the result of the oldest batch in flight. Returns what is new for each choice that it concerns."""
+        oldest, sequences = self._in_flight.popleft()
+        assert oldest is batch, f"step {batch.step} was committed out of order, step {oldest.step} is older"
+        self.blocks.step_done(batch.step)
+        now = self.clock.now()
+        block_size = self.config.block_size
+        outputs: list[EngineOutput] = []
+        for row, seq in zip(batch.rows, sequences, strict=True):
+            end = row.start + row.num_tokens
+            if result.errors and (failed := _failures(row, seq, result.errors)):
+                self.blocks.distrust(seq)
+                for choice, error in failed:
+                    self.blocks.distrust(choice)
+                    outputs.append(self._end(choice, "error", error))
+            elif seq.status is Status.RUNNING and end // block_size > seq.num_registered:
+                self.blocks.register(seq, end)
+            state = seq.request
+            if row.prompt_logprobs is not None and state.prompt_logprobs is not None and row.next_prompt_token_ids:
+                entries = result.prompt_logprobs.get(row.seq_id, ())
+                state.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
+            for draw in row.draws:
+                choice = seq if draw.seq_id == seq.seq_id else state.choices[draw.choice]
+                if choice.finish_reason is None:
+                    outputs.append(self._advance(choice, result, now))
+        return outputs
+
+    def _advance(self, choice: Sequence, result: StepResult, now: float) -> EngineOutput:
+        """The token that a step drew for ``choice``: append it, and see whether it is the last."""
+        state = choice.request
+        token = result.tokens[choice.seq_id]
+        choice.output_token_ids.append(token)
+        self._generation_tokens += 1
+        length = choice.prompt_len + len(choice.output_token_ids)
+        output = EngineOutput(state.spec.request_id, choice.index, [token], num_cached_tokens=state.num_cached_tokens)
+        if state.spec.params.logprobs is not None:
+            output.logprobs = [result.logprobs[choice.seq_id]]
+        if choice.first_token_time is None:
+            choice.first_token_time = now
+            output.times = state.times(choice, None)
+            output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+        if token in state.stop_ids and length > choice.draws[0].min_position:
+            self._finish(choice, "stop")
+            output.stop_reason = None if token in state.eos else token
+        elif length == choice.max_length:
+            self._finish(choice, "length")
+        else:
+            return output
+        output.finish_reason = choice.finish_reason
+        output.times = state.times(choice, now)
+        return output
+
+    def _end(self, choice: Sequence, reason: str, error: str | None = None) -> EngineOutput:
+        """End a choice without another token; its last output."""
+        self._finish(choice, reason)
+        state = choice.request
+        return EngineOutput(
+            state.spec.request_id,
+            choice.index,
+            [],
+            finish_reason=reason,
+            num_cached_tokens=state.num_cached_tokens,
+            error=error,
+            times=state.times(choice, self.clock.now()),
+        )
+
+    def _finish(self, choice: Sequence, reason: str) -> None:
+        state = choice.request
+        choice.finish_reason = reason
+        self._finished[reason] += 1
+        state.num_live -= 1
+        if choice is not state.leader or state.prompt_done or not state.num_live:
+            self._leave(choice)
+        if not state.num_live:
+            del self._requests[state.spec.request_id]
+            if state.leader.status is not Status.GONE:
+                self._leave(state.leader)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take a sequence out of the lists, and give its blocks back."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self._places -= self._places_of(seq)
+            self.blocks.release(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        seq.status = Status.GONE
+
+    def stats(self) -> SchedulerStats:
+        """Gauges of this moment and counters since the start."""
+        return SchedulerStats(
+            waiting=self.waiting.num_new,
+            preempted=self.waiting.num_preempted,
+            running=len(self.running),
+            kv_blocks_total=self.config.num_blocks,
+            kv_blocks_used=self.config.num_blocks - self.cache.num_free,
+            kv_blocks_cached=self.cache.num_cached,
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            steps=self._step,
+            finished=dict(self._finished),
+        )
+
+
+def _failures(row: ScheduledRow, seq: Sequence, errors: dict[int, str]) -> list[tuple[Sequence, str]]:
+    """The living choices that the errors of a step end, each with its message, as far as they concern ``row``."""
+    choices = seq.request.choices
+    if not row.draws:
+        error = errors.get(row.seq_id)
+        return [] if error is None else [(choice, error) for choice in choices if choice.finish_reason is None]
+    failed = [(choices[draw.choice], errors.get(draw.seq_id)) for draw in row.draws]
+    return [(choice, error) for choice, error in failed if error is not None and choice.finish_reason is None]

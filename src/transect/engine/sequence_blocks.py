@@ -1,0 +1,145 @@
+"""The KV blocks of sequences over their lives: admission, growth, forks, copy-on-write, and giving back.
+
+What makes it more than a list of blocks is that steps may be in flight. Blocks that such a step uses are given back
+only when its result is known, and a block becomes findable by the prefix cache only when its tokens are known and
+written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .kv_cache import ROOT_HASH, KVCache, chain_hash
+from .request import Sequence
+
+
+class SequenceBlocks:
+    """Moves blocks between a ``KVCache`` and sequences.
+
+    Args:
+        cache: the pool.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, cache: KVCache, block_size: int) -> None:
+        self.cache = cache
+        self.block_size = block_size
+        self.committed_step = 0
+        """All steps up to this one are done."""
+        self._after_step: dict[int, list[list[int]]] = {}
+        """Blocks to give back when a step is done."""
+        self._copy_sources: Counter[int] = Counter()
+        """References that are kept only until a copy out of the block is done."""
+        self._copies_of_step: dict[int, list[int]] = {}
+
+    @property
+    def returns_pending(self) -> bool:
+        """True when a step in flight holds blocks that come back with its result."""
+        return bool(self._after_step)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks ``num_tokens`` tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """Cached blocks that begin ``seq``; at least its last token is left to compute. Nothing is taken yet."""
+        if not self.cache.enable_prefix_caching:
+            return []
+        full = (seq.length - 1) // self.block_size
+        self._extend_hashes(seq, full)
+        return self.cache.match(seq.block_hashes[:full])
+
+    def place(self, seq: Sequence, cached: list[int]) -> None:
+        """Give a waiting sequence room for all its tokens: the blocks found by ``find_prefix``, and fresh ones. The
+        caller has seen to it that there are enough."""
+        self.cache.share(cached)
+        block_ids = list(cached)
+        for _ in range(self.blocks_for(seq.length) - len(cached)):
+            block_id = self.cache.allocate()
+            assert block_id is not None, "admission counted the free blocks wrongly"
+            block_ids.append(block_id)
+        seq.block_ids = block_ids
+        seq.num_registered = len(cached)
+        seq.scheduled = len(cached) * self.block_size
+
+    def fork(self, leader: Sequence, choice: Sequence) -> None:
+        """Let ``choice`` begin where the prompt computed by ``leader`` ends, on the same blocks."""
+        choice.block_ids = list(leader.block_ids)
+        self.cache.share(choice.block_ids)
+        choice.block_hashes = list(leader.block_hashes)
+        choice.num_registered = leader.scheduled // self.block_size
+        choice.scheduled = leader.scheduled
+
+    def owns_shared_block(self, seq: Sequence) -> bool:
+        """True when nobody else needs the partly filled block that ``seq`` shared at the fork. A copy out of it that is
+        planned or in flight is no hindrance, since it runs before anything that is written now."""
+        assert seq.shared_block is not None
+        block_id = seq.block_ids[seq.shared_block]
+        return self.cache.ref_count(block_id) - self._copy_sources[block_id] == 1
+
+    def copy_shared_block(self, seq: Sequence, step: int) -> tuple[int, int] | None:
+        """Copy-on-write: give ``seq`` its own block in place of the shared one, in step number ``step``. Returns
+        (source, destination), or None when no block is free. The source is held until that step is done."""
+        assert seq.shared_block is not None
+        target = self.cache.allocate()
+        if target is None:
+            return None
+        source = seq.block_ids[seq.shared_block]
+        block_ids = list(seq.block_ids)
+        block_ids[seq.shared_block] = target
+        seq.block_ids = block_ids
+        seq.shared_block = None
+        self._copy_sources[source] += 1
+        self._copies_of_step.setdefault(step, []).append(source)
+        self._after_step.setdefault(step, []).append([source])
+        return source, target
+
+    def grow(self, seq: Sequence) -> bool:
+        """One more block for ``seq``; False when none is free."""
+        block_id = self.cache.allocate()
+        if block_id is None:
+            return False
+        seq.block_ids.append(block_id)
+        return True
+
+    def register(self, seq: Sequence, computed: int) -> None:
+        """Make the full blocks among the first ``computed`` tokens findable. Their KV must be written, their tokens
+        known."""
+        full = computed // self.block_size
+        if self.cache.enable_prefix_caching:
+            self._extend_hashes(seq, full)
+            for i in range(seq.num_registered, full):
+                self.cache.register(seq.block_ids[i], seq.block_hashes[i])
+        seq.num_registered = full
+
+    def distrust(self, seq: Sequence) -> None:
+        """Take the blocks of ``seq`` out of the prefix cache: what was computed from them was not finite."""
+        self.cache.forget(seq.block_ids)
+
+    def release(self, seq: Sequence) -> None:
+        """Give all blocks of ``seq`` back: now, or when the last step that uses them is done."""
+        block_ids, seq.block_ids = seq.block_ids, []
+        seq.scheduled = seq.num_registered = 0
+        seq.shared_block = None
+        if not block_ids:
+            return
+        if seq.last_step > self.committed_step:
+            self._after_step.setdefault(seq.last_step, []).append(block_ids)
+        else:
+            self.cache.release(block_ids)
+
+    def step_done(self, step: int) -> None:
+        """The result of ``step`` is known: give back what waited for it."""
+        self.committed_step = step
+        for source in self._copies_of_step.pop(step, ()):
+            self._copy_sources[source] -= 1
+            if not self._copy_sources[source]:
+                del self._copy_sources[source]
+        for block_ids in self._after_step.pop(step, ()):
+            self.cache.release(block_ids)
+
+    def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
+        hashes = seq.block_hashes
+        for i in range(len(hashes), num_blocks):
+            start = i * self.block_size
+            hashes.append(chain_hash(hashes[-1] if hashes else ROOT_HASH, seq.tokens(start, start + self.block_size)))

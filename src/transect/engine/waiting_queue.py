@@ -1,0 +1,83 @@
+"""Who waits for KV blocks and a place, in which order, and when the queue is full."""
+
+from __future__ import annotations
+
+import heapq
+
+from .request import Sequence, Status
+
+_SMOOTHING = 0.2
+_MIN_RETRY, _MAX_RETRY = 1.0, 60.0
+
+
+class QueueFull(RuntimeError):
+    """The queue has no place for another request. ``retry_after``: seconds after which another try may succeed."""
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        super().__init__(
+            f"{waiting} requests wait already, the most that max_queue allows; try again in {retry_after:.0f} s"
+        )
+        self.retry_after = retry_after
+
+
+class WaitingQueue:
+    """Sequences in the order of their ranks: new requests (by their leaders) and preempted ones.
+
+    Args:
+        max_new: bound on the new requests, None for none. Preempted sequences always come back.
+    """
+
+    def __init__(self, max_new: int | None = None) -> None:
+        self.max_new = max_new
+        self.num_new = 0
+        self.num_preempted = 0
+        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._last_admission: float | None = None
+        self._interval: float | None = None
+
+    def check_room(self) -> None:
+        """Raises QueueFull when another new request would be one too many."""
+        if self.max_new is not None and self.num_new >= self.max_new:
+            raise QueueFull(self.num_new, self.retry_after())
+
+    def retry_after(self) -> float:
+        """Seconds, 1 to 60: an estimate of the time in which half of the queue gets its turn, from the smoothed time
+        between admissions while others waited."""
+        if self._interval is None:
+            return _MIN_RETRY
+        return min(max(self._interval * self.num_new / 2, _MIN_RETRY), _MAX_RETRY)
+
+    def push(self, seq: Sequence) -> None:
+        """Queue a new request's leader or a preempted sequence."""
+        seq.status = Status.WAITING
+        self._count(seq, 1)
+        heapq.heappush(self._heap, (seq.rank, seq))
+
+    def head(self) -> Sequence | None:
+        """The sequence whose turn is next."""
+        while self._heap and self._heap[0][1].status is not Status.WAITING:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self, now: float) -> Sequence:
+        """Take the head out, to be admitted at time ``now`` (seconds)."""
+        seq = heapq.heappop(self._heap)[1]
+        self._count(seq, -1)
+        if seq.request.first_scheduled is None:
+            if self._last_admission is not None:
+                interval = now - self._last_admission
+                old = interval if self._interval is None else self._interval
+                self._interval = old + _SMOOTHING * (interval - old)
+            self._last_admission = now if self.num_new else None
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out for good."""
+        seq.status = Status.GONE
+        self._count(seq, -1)
+
+    def _count(self, seq: Sequence, change: int) -> None:
+        if seq.request.first_scheduled is None:
+            self.num_new += change
+        else:
+            self.num_preempted += change
