@@ -2,6 +2,7 @@
 
 What a model is (no torch):
     config.py        ``ModelConfig``, ``RopeConfig``; config_hf.py and config_gguf.py translate files from and to them
+    shapes.py        names and shapes of all weights
     cost.py          FLOPs, bytes and memory of a step, from the configuration alone
 
 The model (flat, token-major: ``x_TD`` is tokens by model dim):

@@ -36,7 +36,7 @@ from .registry import Cost, Implementation, Op, register
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """q ``[T, H, d]``, k and v ``[T, K, d]``, cu_seqlens ``[documents + 1]`` -> ``[T, H, d]``; makes all T x T scores."""
+    """Shapes as above: ``-> [T, H, d]``, by way of all T x T scores."""
     dtype = compute_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     keys = k.to(dtype).repeat_interleave(group, dim=1)
@@ -120,7 +120,7 @@ register(
         name="attention",
         reference=reference,
         cost=cost,
-        implementations={"torch": Implementation("torch", lambda: by_document, ("any",))},
+        implementations={"torch": Implementation("torch", lambda: by_document, ("any",), batch_invariant=True)},
         examples=_examples,
         differentiable=("q", "k", "v"),
     )

@@ -1,0 +1,67 @@
+"""The normalisation layers of a decoder, as modules over ``ops/rms_norm.py`` and ``ops/layer_norm.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.opset import OpSet
+from .config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """``x [..., D] -> [..., D]``, scaled by ``weight [D]``."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        op: Callable[..., Tensor],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.op = op
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """``x [..., D] -> [..., D]``, scaled by ``weight [D]`` and shifted by ``bias [D]``."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        op: Callable[..., Tensor],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.op = op
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x, self.weight, self.bias, self.eps)
+
+
+def make_norm(
+    config: ModelConfig,
+    ops: OpSet,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> RMSNorm | LayerNorm:
+    """The norm over the model width that the configuration asks for."""
+    if config.norm == "layernorm":
+        return LayerNorm(config.dim, config.norm_eps, op=ops.layer_norm, device=device, dtype=dtype)
+    return RMSNorm(config.dim, config.norm_eps, op=ops.rms_norm, device=device, dtype=dtype)
