@@ -17,6 +17,7 @@ class QueueFull(RuntimeError):
         super().__init__(
             f"{waiting} requests wait already, the most that max_queue allows; try again in {retry_after:.0f} s"
         )
+        self.waiting = waiting
         self.retry_after = retry_after
 
 

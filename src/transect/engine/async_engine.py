@@ -1,0 +1,351 @@
+"""``AsyncEngine``: an engine in a process of its own, as an asyncio object.
+
+The engine process takes token ids and gives token ids (process.py, wire.py); tokenizing, detokenizing and stop strings
+happen here, in the caller's process, so that they never hold up a step.
+
+A request that its caller leaves (the generator is closed, the task cancelled) is aborted in the engine. If the engine
+process ends, every running stream raises ``EngineDeadError`` once, and so does every later call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ..models.resolve import resolve
+from ..text.chat_template import ChatTemplate
+from ..text.output_processor import OutputProcessor, Update
+from ..text.outputs import RequestOutput
+from ..text.tokenizer import Tokenizer
+from . import wire
+from .config import EngineConfig
+from .inputs import check_token_ids, prompt_token_ids
+from .outputs import SchedulerStats
+from .process import CONFIG_LENGTH_BYTES
+from .sampling_params import SamplingParams
+from .waiting_queue import QueueFull
+
+STOP_WAIT_S = 5.0
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended; the message says what is known of the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """``state``: ``ok``, ``hung`` (no sign of life for a while) or ``dead``; ``detail`` is a sentence."""
+
+    state: Literal["ok", "hung", "dead"]
+    detail: str
+
+
+class AsyncEngine:
+    """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._processor = OutputProcessor(tokenizer)
+        self._streams: dict[str, asyncio.Queue[Update | Exception]] = {}
+        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
+        self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._death: str | None = None
+        self._heard = time.monotonic()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @classmethod
+    async def start(cls, config: EngineConfig | None = None, **settings: Any) -> AsyncEngine:
+        """Start the engine process and wait until it takes requests.
+
+        Args:
+            config: how to run; or give its fields as keyword arguments.
+
+        Raises:
+            ValueError: the configuration or the model is at fault; the message says what to change.
+            EngineDeadError: the process could not start for another reason.
+        """
+        config = config if config is not None else EngineConfig(**settings)
+        # The name is resolved here, once: a download shows its progress, and both processes read the same files.
+        source = await asyncio.to_thread(resolve, config.model)
+        process_config = dataclasses.replace(config, model=str(source.path))
+        loading = asyncio.to_thread(lambda: (Tokenizer.from_source(source), ChatTemplate.from_source(source)))
+        text = asyncio.ensure_future(loading)
+        directory = Path(tempfile.mkdtemp(prefix="transect-"))
+        context = zmq.asyncio.Context()
+        process = None
+        try:
+            socket = context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            endpoint = f"ipc://{directory}/engine"
+            socket.bind(endpoint)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "transect.engine.process", endpoint), stdin=asyncio.subprocess.PIPE
+            )
+            assert process.stdin is not None
+            settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
+            process.stdin.write(len(settings_bytes).to_bytes(CONFIG_LENGTH_BYTES, "little") + settings_bytes)
+            engine = cls(config, *(await text))
+            engine._attach(process, socket, context, directory)
+            await engine._ready
+            return engine
+        except BaseException:
+            text.cancel()
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+            context.destroy(linger=0)
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def _attach(
+        self,
+        process: asyncio.subprocess.Process,
+        socket: zmq.asyncio.Socket,
+        context: zmq.asyncio.Context,
+        directory: Path,
+    ) -> None:
+        self._process, self._socket, self._context, self._directory = process, socket, context, directory
+        self._receiver = asyncio.create_task(self._receive())
+        self._watcher = asyncio.create_task(self._watch())
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> wire.Ready:
+        """What the engine said when it was ready: context length, KV capacity, kernels."""
+        return self._ready.result()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.info.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.info.vocab_size
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The request as it stands after each step that has news for it; the last one is ``finished``.
+
+        Args:
+            prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
+            params: defaults to ``SamplingParams()``.
+            request_id: made up if not given.
+            priority: lower runs earlier.
+
+        Raises:
+            ValueError: the request cannot be served as it is.
+            QueueFull: too many requests wait; try again later.
+            EngineDeadError: the engine has ended.
+        """
+        text, ids = prompt_token_ids(prompt, self.tokenizer)
+        name = request_id or uuid.uuid4().hex
+        stream = self.stream(ids, params or SamplingParams(), name, prompt=text, priority=priority)
+        async with contextlib.aclosing(stream) as updates:
+            async for update in updates:
+                yield update.final if update.final is not None else self._processor.snapshot(name)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Update, None]:
+        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
+        self._check_alive()
+        ids = list(prompt_token_ids)
+        check_token_ids(ids, params, self.vocab_size)
+        stop: Sequence[str] = params.stop or ()
+        self._processor.add(
+            *(request_id, prompt, ids),
+            n=params.n,
+            stop=stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+        queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
+        self._streams[request_id] = queue
+        self._idle.clear()
+        left = params.n
+        try:
+            fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+            await self._send(wire.Submit(request_id, ids, fields, priority))
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item.finished
+                yield item
+        finally:
+            if self._processor.finish(request_id) and self._death is None:
+                self._send_soon(wire.Abort(request_id))
+            del self._streams[request_id]
+            if not self._streams:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
+        queue = self._streams.get(request_id)
+        if queue is None:
+            return
+        for update in self._processor.finish(request_id):
+            queue.put_nowait(update)
+        if self._death is None:
+            await self._send(wire.Abort(request_id))
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """Whether the engine lives and makes progress. Does not wait for it."""
+        if self._death is not None:
+            return EngineHealth("dead", self._death)
+        silent = time.monotonic() - self._heard
+        if silent > self.config.hung_after_s:
+            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s")
+        return EngineHealth("ok", "the engine makes progress")
+
+    async def stats(self) -> SchedulerStats:
+        """The scheduler's gauges and counters, between two steps."""
+        self._check_alive()
+        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        await self._send(wire.StatsQuery())
+        return await waiter
+
+    async def drain(self) -> None:
+        """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""
+        await self._idle.wait()
+
+    async def shutdown(self) -> None:
+        """End the engine process. Streams that still run raise ``EngineDeadError``. Harmless when repeated."""
+        if self._death is None:
+            self._die("it was shut down")
+            with contextlib.suppress(zmq.ZMQError):
+                await self._send(wire.Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_WAIT_S)
+            except TimeoutError:
+                self._process.kill()
+        await self._process.wait()
+        for task in (self._receiver, self._watcher):
+            task.cancel()
+        await asyncio.gather(self._receiver, self._watcher, return_exceptions=True)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()
+
+    # ---- the other process -------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    async def _send(self, message: wire.ToEngine) -> None:
+        await self._socket.send(wire.encode(message))
+
+    def _send_soon(self, message: wire.ToEngine) -> None:
+        """Send without waiting: with no high-water mark the message is queued at once, also while being cancelled."""
+        with contextlib.suppress(zmq.ZMQError):
+            zmq.Socket(shadow=self._socket.underlying).send(wire.encode(message), zmq.NOBLOCK)
+
+    async def _receive(self) -> None:
+        while True:
+            message = wire.decode_from_engine(await self._socket.recv())
+            self._heard = time.monotonic()
+            match message:
+                case wire.Outputs():
+                    for output in message.outputs:
+                        self._deliver(self._processor.process(output))
+                case wire.Refused():
+                    self._refuse(message)
+                case wire.Stats():
+                    waiter = self._stats_waiters.pop(0)
+                    if not waiter.done():
+                        waiter.set_result(message.stats)
+                case wire.Ready():
+                    self._ready.set_result(message)
+                case wire.Failed():
+                    if not self._ready.done():
+                        kind = ValueError if message.user_error else EngineDeadError
+                        self._ready.set_exception(kind(message.message))
+                    self._die(message.message)
+
+    def _deliver(self, update: Update | None) -> None:
+        if update is None:
+            return
+        for request_id, choice in update.aborts:
+            self._send_soon(wire.Abort(request_id, choice))
+        if update.token_ids or update.text or update.finished:
+            queue = self._streams.get(update.request_id)
+            if queue is not None:
+                queue.put_nowait(update)
+
+    def _refuse(self, message: wire.Refused) -> None:
+        self._processor.finish(message.request_id)
+        queue = self._streams.get(message.request_id)
+        if queue is not None:
+            full = message.queue_full
+            queue.put_nowait(ValueError(message.message) if full is None else QueueFull(*full))
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        await asyncio.sleep(0.05)  # its last words may still be under way
+        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        self._die(f"the engine process {reason}")
+        if not self._ready.done():
+            self._ready.set_exception(EngineDeadError(f"the engine process {reason} while starting"))
+
+    def _die(self, reason: str) -> None:
+        """Every stream and every waiter gets the news once; the first reason is the one that is kept."""
+        if self._death is not None:
+            return
+        self._death = reason
+        for request_id, queue in self._streams.items():
+            self._processor.finish(request_id, "error", reason)
+            queue.put_nowait(EngineDeadError(reason))
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_exception(EngineDeadError(reason))
+        self._stats_waiters.clear()

@@ -1,0 +1,146 @@
+"""The engine process: loads the model, then turns messages into steps until told to stop.
+
+Started by ``AsyncEngine`` as ``python -m transect.engine.process ENDPOINT`` with the configuration as msgpack on its
+standard input. That pipe stays open for as long as the parent lives; when it closes, this process ends, so that a
+killed server leaves no engine behind. Ctrl-C in a terminal reaches every process of its group; it is ignored here,
+because the parent decides when to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any, BinaryIO
+
+import msgspec
+import zmq
+
+from . import wire
+from .build import BuiltEngine, build_engine
+from .config import EngineConfig
+from .core import EngineCore
+from .request import Request
+from .sampling_params import SamplingParams
+from .waiting_queue import QueueFull
+
+CONFIG_LENGTH_BYTES = 8
+
+
+def main() -> None:
+    """Entry point; exits 0 after ``Shutdown``, 1 when the engine cannot start or go on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    length = int.from_bytes(sys.stdin.buffer.read(CONFIG_LENGTH_BYTES), "little")
+    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(length))
+    threading.Thread(target=_exit_with_parent, args=(sys.stdin.buffer,), daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(sys.argv[1])
+    code = _run(socket, settings)
+    socket.close(linger=2000)
+    context.term()
+    sys.exit(code)
+
+
+def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
+    started = time.monotonic()
+    try:
+        built = build_engine(EngineConfig(**settings))
+    except (ValueError, OSError) as error:
+        socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        socket.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}", user_error=False)))
+        return 1
+    socket.send(wire.encode(_ready(built, time.monotonic() - started)))
+    try:
+        _Loop(socket, built).run()
+    except Exception as error:
+        traceback.print_exc()
+        socket.send(wire.encode(wire.Failed(f"a step failed: {type(error).__name__}: {error}", user_error=False)))
+        return 1
+    return 0
+
+
+def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
+    return wire.Ready(
+        max_model_len=built.max_model_len,
+        vocab_size=built.vocab_size,
+        kv_tokens=built.kv_tokens,
+        kernels=built.kernels,
+        load_seconds=seconds,
+    )
+
+
+class _Loop:
+    """Messages in, steps, messages out. Between two steps every waiting message is taken; without work it sleeps."""
+
+    def __init__(self, socket: zmq.Socket[bytes], built: BuiltEngine) -> None:
+        self._socket = socket
+        self._core: EngineCore = built.core
+        self._eos = built.eos_token_ids
+        self._stopping = False
+        self._last_sent = 0.0
+
+    def run(self) -> None:
+        while not self._stopping:
+            if self._core.has_work or self._socket.poll(int(wire.HEARTBEAT_S * 1000)):
+                self._take_messages()
+            if self._core.has_work and not self._stopping:
+                outputs = self._core.step()
+                if outputs:
+                    self._send(wire.Outputs(outputs))
+            if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
+                self._send(wire.Alive())
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                message = wire.decode_to_engine(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            match message:
+                case wire.Submit():
+                    self._submit(message)
+                case wire.Abort():
+                    self._core.abort(message.request_id, message.choice)
+                case wire.StatsQuery():
+                    self._send(wire.Stats(self._core.stats()))
+                case wire.Shutdown():
+                    self._stopping = True
+
+    def _submit(self, message: wire.Submit) -> None:
+        try:
+            self._core.add(
+                Request(
+                    message.request_id,
+                    tuple(message.prompt_token_ids),
+                    SamplingParams(**message.params),
+                    priority=message.priority,
+                    eos_token_ids=self._eos,
+                )
+            )
+        except QueueFull as error:
+            self._send(wire.Refused(message.request_id, str(error), (error.waiting, error.retry_after)))
+        except ValueError as error:
+            self._send(wire.Refused(message.request_id, str(error)))
+
+    def _send(self, message: wire.FromEngine) -> None:
+        self._socket.send(wire.encode(message))
+        self._last_sent = time.monotonic()
+
+
+def _exit_with_parent(pipe: BinaryIO) -> None:
+    """Blocks until the parent's end of the pipe closes, then ends the process whatever it is doing."""
+    while pipe.read(1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

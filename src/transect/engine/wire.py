@@ -1,0 +1,91 @@
+"""The messages between ``AsyncEngine`` and the engine process: msgpack, one message per frame, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .outputs import EngineOutput, SchedulerStats
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """Queue a request; answered by ``Outputs`` in time, or by ``Refused``."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    """The fields of ``SamplingParams``, validated again on arrival."""
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """End a request, or one choice of it. Unknown ids are ignored: it may have just ended."""
+
+    request_id: str
+    choice: int | None = None
+
+
+class StatsQuery(msgspec.Struct, tag="stats?"):
+    """Answered by one ``Stats`` before the next step begins."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """End the process; requests still running are dropped."""
+
+
+ToEngine = Submit | Abort | StatsQuery | Shutdown
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The model is loaded and the engine takes requests."""
+
+    max_model_len: int
+    vocab_size: int
+    kv_tokens: int
+    """Tokens that the KV cache can hold in all."""
+    kernels: str
+    """Which kernels run, and why."""
+    load_seconds: float
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The engine could not start, or cannot go on; the process exits after this. ``user_error``: the message says what
+    to change in the configuration."""
+
+    message: str
+    user_error: bool
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait) if only that stood in
+    the way."""
+
+    request_id: str
+    message: str
+    queue_full: tuple[int, float] | None = None
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """What one step made known."""
+
+    outputs: list[EngineOutput]
+
+
+class Stats(msgspec.Struct, tag="stats"):
+    """Answer to ``StatsQuery``."""
+
+    stats: SchedulerStats
+
+
+class Alive(msgspec.Struct, tag="alive"):
+    """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
+
+
+FromEngine = Ready | Failed | Refused | Outputs | Stats | Alive
+
+HEARTBEAT_S = 0.5
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
