@@ -1,0 +1,162 @@
+"""The FastAPI application: routes only. What a route does is in the module that it calls."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from .. import __version__
+from . import errors
+from .body import JsonRoute
+from .chat import Chat
+from .completions import Completion
+from .disconnect import ClientGone, unless_disconnected
+from .errors import ApiError, ErrorBody
+from .gate import Gate
+from .health import health_of, scrape
+from .prompts import chat_prompt, encode
+from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .replies import (
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Health,
+    Model,
+    ModelList,
+    TokenizeResponse,
+)
+from .serving import Engine, ServerOptions, Serving
+from .sse import EventStream
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text}
+    for status, text in {
+        400: "something in the request must be changed",
+        401: "a valid API key is needed",
+        404: "no such model",
+        413: "the body is too long",
+        415: "the body is not JSON",
+        429: "the queue is full; Retry-After says when to come back",
+        500: "this request failed inside the server",
+        503: "draining, or the engine has stopped",
+        504: "the request took too long",
+    }.items()
+}
+GONE = Response(status_code=499)
+"""Written into a closed connection, where nobody reads it."""
+
+api = APIRouter(route_class=JsonRoute, responses=REFUSALS)
+plain = APIRouter()
+
+
+def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
+    """The application around an engine that already runs. The caller owns the engine.
+
+    Args:
+        engine: an ``AsyncEngine``.
+        options: names, keys and limits.
+    """
+    app = FastAPI(
+        title="Transect",
+        version=__version__,
+        description="An OpenAI-compatible API. Extra sampling fields have the names that vLLM gave them.",
+        redoc_url=None,
+    )
+    serving = Serving(engine, options)
+    app.state.serving = serving
+    errors.install(app)
+    app.include_router(api)
+    app.include_router(plain)
+    app.add_middleware(Gate, serving=serving)
+    return app
+
+
+def _serving(request: Request, model: str | None = None) -> Serving:
+    serving: Serving = request.app.state.serving
+    serving.check_model(model)
+    return serving
+
+
+async def _answer(request: Request, work: Chat | Completion) -> Response:
+    """Run the request as a stream or in one piece, for as long as the client is there."""
+    try:
+        if work.body.stream:
+            return EventStream(await unless_disconnected(request.receive, work.begin()))
+        reply: BaseModel = await unless_disconnected(request.receive, work.whole())
+    except ClientGone:
+        return GONE
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+@api.post("/v1/completions", response_model=CompletionResponse, tags=["OpenAI"])
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue one prompt or several."""
+    return await _answer(request, Completion(_serving(request, body.model), body))
+
+
+@api.post("/v1/chat/completions", response_model=ChatResponse, tags=["OpenAI"])
+async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
+    """The next message of a conversation."""
+    return await _answer(request, Chat(_serving(request, body.model), body))
+
+
+@api.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
+async def models(request: Request) -> ModelList:
+    """The names that requests may give as ``model``."""
+    serving = _serving(request)
+    return ModelList(data=[_model(serving, name) for name in serving.options.model_names])
+
+
+@api.get("/v1/models/{name:path}", response_model=Model, tags=["OpenAI"])
+async def model(request: Request, name: str) -> Model:
+    """One of them."""
+    return _model(_serving(request, name), name)
+
+
+def _model(serving: Serving, name: str) -> Model:
+    return Model(id=name, created=serving.started, max_model_len=serving.engine.max_model_len)
+
+
+@api.post("/tokenize", response_model=TokenizeResponse, tags=["tokenizer"])
+async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+    """Token ids of a text, or of messages as the model would see them."""
+    serving = _serving(request, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        generation_prompt = body.add_generation_prompt is not False
+        tokens = (await chat_prompt(serving, body.messages, add_generation_prompt=generation_prompt)).token_ids
+    else:
+        add_special = body.add_special_tokens is not False
+        tokens = await encode(serving, body.prompt or "", add_special=add_special)
+    return TokenizeResponse(count=len(tokens), max_model_len=serving.engine.max_model_len, tokens=tokens)
+
+
+@api.post("/detokenize", response_model=DetokenizeResponse, tags=["tokenizer"])
+async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+    """Text of token ids."""
+    serving = _serving(request, body.model)
+    limit = serving.engine.vocab_size
+    if body.tokens and max(body.tokens) >= limit:
+        message = f"tokens holds id {max(body.tokens)}; this model has ids 0 to {limit - 1}"
+        raise ApiError(400, message, param="tokens", code="invalid_token_id")
+    skip = body.skip_special_tokens is True
+    text = await asyncio.to_thread(serving.engine.tokenizer.decode, body.tokens, skip_special_tokens=skip)
+    return DetokenizeResponse(prompt=text)
+
+
+@plain.get("/health", response_model=Health, responses={503: {"model": Health}}, tags=["operations"])
+async def health(request: Request) -> JSONResponse:
+    """200 while the server takes work and its engine makes progress, else 503 with the reason. Needs no API key."""
+    report = await health_of(_serving(request))
+    return JSONResponse(report.model_dump(), status_code=200 if report.state == "ok" else 503)
+
+
+@plain.get("/metrics", response_class=Response, tags=["operations"])
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics. Needs no API key."""
+    return Response(await scrape(_serving(request)), media_type="text/plain; version=0.0.4; charset=utf-8")

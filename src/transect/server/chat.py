@@ -1,0 +1,126 @@
+"""``POST /v1/chat/completions``: the next message of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from .errors import ApiError, bad_value
+from .generation import Event, Generation
+from .logprobs import chat_logprobs
+from .prompts import chat_prompt
+from .protocol import FIELDS, ChatCompletionRequest
+from .replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprobs,
+    ChatResponse,
+    ChunkChoice,
+    Delta,
+    Usage,
+    finish_reason,
+)
+from .serving import Serving
+
+if TYPE_CHECKING:
+    from ..text.outputs import CompletionOutput, PositionLogprobs
+
+
+class Chat:
+    """One chat request."""
+
+    def __init__(self, serving: Serving, body: ChatCompletionRequest) -> None:
+        self.serving, self.body = serving, body
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        self.top = body.top_logprobs or 0
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        try:
+            self.params = body.sampling_params(max_tokens=limit, logprobs=self.top if body.logprobs else None)
+        except ValueError as error:
+            raise bad_value(self._renamed(str(error)), FIELDS) from None
+
+    def _renamed(self, message: str) -> str:
+        """The complaint about a field under the name that the client gave it."""
+        if message.startswith("logprobs"):
+            return f"top_{message}"
+        if message.startswith("max_tokens") and self.body.max_completion_tokens is not None:
+            return message.replace("max_tokens", "max_completion_tokens", 1)
+        return message
+
+    async def _prepare(self) -> Generation:
+        prompt = await chat_prompt(
+            self.serving,
+            self.body.messages,
+            add_generation_prompt=self.body.add_generation_prompt is not False,
+            template_kwargs=self.body.chat_template_kwargs,
+        )
+        return Generation(self.serving, [prompt], self.params, self.body.priority or 0)
+
+    async def whole(self) -> ChatResponse:
+        """The answer in one piece."""
+        generation = await self._prepare()
+        (result,) = await generation.whole()
+        return ChatResponse(
+            id=f"chatcmpl-{generation.id}",
+            created=generation.created,
+            model=self.serving.model_name,
+            choices=[self._choice(output) for output in result.outputs],
+            usage=generation.usage(),
+        )
+
+    def _choice(self, output: CompletionOutput) -> ChatChoice:
+        return ChatChoice(
+            index=output.index,
+            message=AssistantMessage(content=output.text),
+            logprobs=self._logprobs(output.logprobs, output.token_ids),
+            finish_reason=finish_reason(output.finish_reason),
+            stop_reason=output.stop_reason,
+        )
+
+    async def begin(self) -> AsyncIterator[ChatChunk]:
+        """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
+        generation = await self._prepare()
+        await generation.start()
+        return self._chunks(generation)
+
+    async def _chunks(self, generation: Generation) -> AsyncIterator[ChatChunk]:
+        greeted: set[int] = set()
+        async with generation:
+            async for event in generation:
+                if event.choice not in greeted:
+                    greeted.add(event.choice)
+                    first = ChunkChoice(index=event.choice, delta=Delta(role="assistant", content=""))
+                    yield self._chunk(generation, [first])
+                for choice in self._pieces(event):
+                    yield self._chunk(generation, [choice])
+            if self.body.include_usage:
+                yield self._chunk(generation, [], generation.usage())
+
+    def _pieces(self, event: Event) -> list[ChunkChoice]:
+        """The update as chunks: what is new, then the end by itself."""
+        update, index = event.update, event.choice
+        pieces = []
+        if update.text or update.logprobs:
+            logprobs = self._logprobs(update.logprobs, update.token_ids)
+            pieces.append(ChunkChoice(index=index, delta=Delta(content=update.text), logprobs=logprobs))
+        if update.finish_reason is not None:
+            reason = finish_reason(update.finish_reason)
+            end = ChunkChoice(index=index, delta=Delta(), finish_reason=reason, stop_reason=update.stop_reason)
+            pieces.append(end)
+        return pieces
+
+    def _logprobs(self, positions: list[PositionLogprobs] | None, token_ids: list[int]) -> ChatLogprobs | None:
+        if positions is None or not self.body.logprobs:
+            return None
+        return chat_logprobs(positions, token_ids, self.top, self.serving.engine.tokenizer)
+
+    def _chunk(self, generation: Generation, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(
+            id=f"chatcmpl-{generation.id}",
+            created=generation.created,
+            model=self.serving.model_name,
+            choices=choices,
+            usage=usage,
+        )

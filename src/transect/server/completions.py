@@ -1,0 +1,135 @@
+"""``POST /v1/completions``: continue prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from .errors import ApiError, bad_value
+from .generation import Event, Generation, Prompt
+from .logprobs import completion_logprobs
+from .prompts import completion_prompts
+from .protocol import FIELDS, CompletionRequest
+from .replies import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, finish_reason
+from .serving import Serving
+
+if TYPE_CHECKING:
+    from ..text.outputs import CompletionOutput, RequestOutput
+
+
+class Completion:
+    """One completions request.
+
+    ``max_tokens=0`` with ``echo`` scores the prompt: one token is drawn, because the engine always draws one, and is
+    neither shown nor counted.
+    """
+
+    def __init__(self, serving: Serving, body: CompletionRequest) -> None:
+        self.serving, self.body = serving, body
+        self.echo = bool(body.echo)
+        self.top = body.logprobs
+        self.scoring = self.echo and body.max_tokens == 0
+        if self.echo and self.top is not None and body.stream:
+            raise ApiError(400, "echo with logprobs needs stream=false", param="echo", code="unsupported_parameter")
+        more = {"max_tokens": 1, "min_tokens": 0} if self.scoring else {}
+        try:
+            self.params = body.sampling_params(
+                logprobs=self.top, prompt_logprobs=self.top if self.echo else None, **more
+            )
+        except ValueError as error:
+            raise bad_value(str(error), FIELDS) from None
+
+    async def _prepare(self) -> Generation:
+        prompts = await completion_prompts(self.serving, self.body.prompt)
+        return Generation(self.serving, prompts, self.params, self.body.priority or 0)
+
+    async def whole(self) -> CompletionResponse:
+        """The answer in one piece."""
+        generation = await self._prepare()
+        results = await generation.whole()
+        choices = [
+            self._choice(prompt, result, output)
+            for prompt, result in zip(generation.prompts, results, strict=True)
+            for output in result.outputs
+        ]
+        usage = generation.usage()
+        if self.scoring:
+            usage = usage.model_copy(update={"completion_tokens": 0, "total_tokens": usage.prompt_tokens})
+        for index, choice in enumerate(choices):
+            choice.index = index
+        return self._response(generation, choices, usage)
+
+    def _choice(self, prompt: Prompt, result: RequestOutput, output: CompletionOutput) -> CompletionChoice:
+        """One choice of a whole answer; its index is counted by the caller."""
+        tokenizer = self.serving.engine.tokenizer
+        text, token_ids, positions = output.text, list(output.token_ids), list(output.logprobs or ())
+        reason, stop_reason = output.finish_reason, output.stop_reason
+        if self.scoring:
+            text, token_ids, positions, reason, stop_reason = "", [], [], "length", None
+        if self.echo:
+            text = self._prompt_text(prompt) + text
+            token_ids = [*prompt.token_ids, *token_ids]
+        logprobs: CompletionLogprobs | None = None
+        if self.top is not None:
+            before = list(result.prompt_logprobs or ()) if self.echo else []
+            logprobs = completion_logprobs([*before, *positions], token_ids, self.top, tokenizer)
+        return CompletionChoice(
+            index=0, text=text, logprobs=logprobs, finish_reason=finish_reason(reason), stop_reason=stop_reason
+        )
+
+    async def begin(self) -> AsyncIterator[CompletionResponse]:
+        """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
+        generation = await self._prepare()
+        await generation.start()
+        return self._chunks(generation)
+
+    async def _chunks(self, generation: Generation) -> AsyncIterator[CompletionResponse]:
+        lengths: dict[int, int] = {}
+        async with generation:
+            async for event in generation:
+                if self.echo and event.choice not in lengths:
+                    text = self._prompt_text(generation.prompts[event.prompt])
+                    lengths[event.choice] = len(text)
+                    yield self._chunk(generation, CompletionChoice(index=event.choice, text=text))
+                for choice in self._pieces(event, lengths):
+                    yield self._chunk(generation, choice)
+            if self.body.include_usage:
+                yield self._response(generation, [], generation.usage())
+
+    def _pieces(self, event: Event, lengths: dict[int, int]) -> list[CompletionChoice]:
+        """The update as chunks: what is new, then the end by itself. ``lengths``: characters sent of each choice."""
+        update, index = event.update, event.choice
+        pieces = []
+        if not self.scoring and (update.text or update.logprobs):
+            sent = lengths.get(index, 0)
+            logprobs = None
+            if update.logprobs is not None and self.top is not None:
+                tokenizer = self.serving.engine.tokenizer
+                logprobs = completion_logprobs(update.logprobs, update.token_ids, self.top, tokenizer, sent)
+            lengths[index] = sent + len(update.text)
+            pieces.append(CompletionChoice(index=index, text=update.text, logprobs=logprobs))
+        if update.finish_reason is not None:
+            reason = "length" if self.scoring else update.finish_reason
+            end = CompletionChoice(index=index, text="", finish_reason=finish_reason(reason))
+            end.stop_reason = None if self.scoring else update.stop_reason
+            pieces.append(end)
+        return pieces
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return self.serving.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+    def _chunk(self, generation: Generation, choice: CompletionChoice) -> CompletionResponse:
+        return self._response(generation, [choice], None)
+
+    def _response(
+        self, generation: Generation, choices: list[CompletionChoice], usage: Usage | None
+    ) -> CompletionResponse:
+        return CompletionResponse(
+            id=f"cmpl-{generation.id}",
+            created=generation.created,
+            model=self.serving.model_name,
+            choices=choices,
+            usage=usage,
+        )

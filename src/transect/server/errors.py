@@ -1,0 +1,156 @@
+"""Every error leaves the server in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+``ApiError`` is the one exception that the handlers raise. The functions below turn what can go wrong elsewhere
+(routing, validation, a layer below) into it, so that a client never sees another shape and never a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+log = logging.getLogger("transect.server")
+
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong and, where one field is to blame, which."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """An error to be answered to the client.
+
+    Args:
+        status: HTTP status.
+        message: one sentence that says what to change.
+        param: the request field to blame, if it is one.
+        code: OpenAI's machine-readable code, such as ``context_length_exceeded``.
+        headers: extra response headers, such as ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status_code=status, detail=message, headers=dict(headers or {}))
+        self.message, self.param, self.code = message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body; also the payload of an error event in the middle of a stream."""
+        kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return ErrorBody(
+            error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        ).model_dump()
+
+    def response(self) -> JSONResponse:
+        """The whole HTTP answer."""
+        return JSONResponse(self.body, status_code=self.status_code, headers=dict(self.headers or {}))
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the choice closest to ``name``, or nothing where none is close."""
+    match = difflib.get_close_matches(name.lower(), list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def bad_value(message: str, fields: Iterable[str]) -> ApiError:
+    """A 400 for a ``ValueError`` of the layers below, which names the field first where one is to blame."""
+    first = message.split(maxsplit=1)[0].split("[")[0] if message else ""
+    return ApiError(400, message, param=first if first in fields else None)
+
+
+def path_of(location: Sequence[str | int]) -> str:
+    """``("body", "messages", 0, "content")`` as ``messages[0].content``."""
+    text = ""
+    for part in location[1:] if location and location[0] == "body" else location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """The first of pydantic's complaints as one sentence about one field."""
+    first = error.errors()[0]
+    kind, path = str(first["type"]), path_of(first["loc"])
+    field = path.split(".")[0].split("[")[0] or None
+    context = first.get("ctx") or {}
+    if kind == "unknown_field":
+        where = f" in {path}" if path else ""
+        return ApiError(400, f"{first['msg']}{where}", param=context["name"], code="unknown_parameter")
+    if kind == "unsupported_field":
+        return ApiError(400, str(first["msg"]), param=context["name"], code="unsupported_parameter")
+    if not path:
+        return ApiError(400, 'the body must be a JSON object, such as {"model": "...", "max_tokens": 64}')
+    if kind == "missing":
+        return ApiError(400, f"{path} is required", param=field, code="missing_required_parameter")
+    if kind == "shape":
+        return ApiError(400, f"{path} {first['msg']}", param=field, code="invalid_type")
+    got = repr(first.get("input"))
+    got = got if len(got) <= 60 else got[:57] + "..."
+    reason = str(first["msg"])
+    return ApiError(400, f"{path}: {reason[:1].lower()}{reason[1:]}, got {got}", param=field, code="invalid_value")
+
+
+def from_http(error: HTTPException, request: Request) -> ApiError:
+    """Routing's own errors (unknown route, wrong method) in the same shape."""
+    if isinstance(error, ApiError):
+        return error
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return ApiError(404, f"there is no route {where}; /docs lists them", code="unknown_url")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow", "another method")
+        message = f"{where} is not possible; use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` answer every exception in the shape above."""
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return from_http(error, request).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return from_validation(error).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        # Starlette logs the traceback; the client gets no part of it.
+        return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()

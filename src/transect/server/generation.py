@@ -1,0 +1,198 @@
+"""All engine requests behind one HTTP request, as one stream of updates.
+
+A completions request may hold several prompts, each of which is an engine request with ``n`` choices; a chat is one.
+Leaving the ``async with`` block ends whatever still runs in the engine, whatever the reason for leaving was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from ..engine.async_engine import EngineDeadError
+from ..engine.sampling_params import SamplingParams
+from ..engine.waiting_queue import QueueFull
+from .errors import ApiError, bad_value
+from .metrics import RequestTimer
+from .protocol import FIELDS
+from .replies import PromptDetails, Usage
+from .serving import Serving
+
+if TYPE_CHECKING:
+    from ..text.output_processor import Update
+    from ..text.outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as text (None where it came as token ids) and as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of one choice. ``choice`` counts through all prompts: prompt index * n + index in the engine request."""
+
+    prompt: int
+    choice: int
+    update: Update
+
+
+class Generation:
+    """Runs prompts and hands out their updates as they come.
+
+    Args:
+        serving: gives the engine, the metrics and the time limit.
+        prompts: at least one.
+        params: the same for all of them.
+        priority: lower runs earlier.
+    """
+
+    def __init__(self, serving: Serving, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> None:
+        self.id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self.prompts, self.params = prompts, params
+        self.completion_tokens = 0
+        self._cached_tokens = [0] * len(prompts)
+        self._serving, self._priority = serving, priority
+        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(prompts)
+        self._held: Event | None = None
+        limit = serving.options.request_timeout_s
+        self._deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        cached = PromptDetails(cached_tokens=sum(self._cached_tokens))
+        prompt, completion = sum(len(prompt.token_ids) for prompt in self.prompts), self.completion_tokens
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=cached,
+        )
+
+    async def start(self) -> None:
+        """Submit everything and wait for the first update, so that a refusal still has a status code of its own.
+
+        Raises:
+            ApiError: the engine refused (400, 429), is gone (503) or took too long (504). Nothing is left running.
+        """
+        try:
+            for index, prompt in enumerate(self.prompts):
+                self._tasks.append(asyncio.create_task(self._pump(index, prompt)))
+            self._held = await self._next()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next update.
+
+        Raises:
+            ApiError: this request failed; nothing more will come.
+        """
+        if self._held is not None:
+            event, self._held = self._held, None
+            return event
+        following = await self._next()
+        if following is None:
+            raise StopAsyncIteration
+        return following
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def whole(self) -> list[RequestOutput]:
+        """Start, and wait for the end: one complete result for each prompt, in their order.
+
+        Raises:
+            ApiError: see ``start`` and ``__anext__``.
+        """
+        results: dict[int, RequestOutput] = {}
+        async with self:
+            await self.start()
+            async for event in self:
+                if event.update.final is not None:
+                    results[event.prompt] = event.update.final
+        return [results[index] for index in range(len(self.prompts))]
+
+    async def aclose(self) -> None:
+        """End what still runs in the engine. Harmless when repeated."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _next(self) -> Event | None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                item = await self._events.get()
+        except TimeoutError:
+            limit = self._serving.options.request_timeout_s
+            message = f"the request took longer than this server's limit of {limit:g} s: ask for fewer tokens"
+            raise ApiError(504, message, code="request_timeout") from None
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def _pump(self, index: int, prompt: Prompt) -> None:
+        """Carry one engine request's updates into the common queue; None there means that all have ended."""
+        timer = RequestTimer(self._serving.metrics, time.monotonic(), len(prompt.token_ids))
+        stream = self._serving.engine.stream(
+            prompt.token_ids,
+            self.params,
+            f"{self.id}-{index}",
+            prompt=prompt.text,
+            priority=self._priority,
+        )
+        try:
+            async with aclosing(stream) as updates:  # type: ignore[type-var]
+                async for update in updates:
+                    self._take(index, update, timer)
+            timer.request_finished(time.monotonic())
+        except QueueFull as error:
+            seconds = max(1, round(error.retry_after))
+            message = f"the queue is full: send the request again in about {seconds} s"
+            self._fail(ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)}))
+        except EngineDeadError as error:
+            self._fail(ApiError(503, f"the engine has stopped: {error}", code="engine_dead"))
+        except ApiError as error:
+            self._fail(error)
+        except ValueError as error:
+            self._fail(bad_value(str(error), FIELDS))
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._running -= 1
+            if not self._running:
+                self._events.put_nowait(None)
+
+    def _take(self, index: int, update: Update, timer: RequestTimer) -> None:
+        timer.tokens(update.index, len(update.token_ids), time.monotonic())
+        self.completion_tokens += len(update.token_ids)
+        self._cached_tokens[index] = max(self._cached_tokens[index], update.num_cached_tokens)
+        if update.finish_reason is not None:
+            timer.choice_finished(update.finish_reason)
+        if update.finish_reason == "error":
+            raise ApiError(500, update.error or "the engine could not go on with this request", code="engine_error")
+        if update.finish_reason == "abort":
+            raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
+        self._events.put_nowait(Event(index, index * self.params.n + update.index, update))
+
+    def _fail(self, error: Exception) -> None:
+        self._events.put_nowait(error)

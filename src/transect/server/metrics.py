@@ -1,0 +1,126 @@
+"""Prometheus metrics of one server, in a registry of its own so that several servers can live in one process.
+
+Latencies are seen from the server (what a client waits for, without the network); queue, KV and prefix-cache numbers
+are the engine's own, read at the moment of a scrape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from ..engine.outputs import SchedulerStats
+
+FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
+WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+
+
+class EngineCollector:
+    """Turns the last ``SchedulerStats`` into metrics; without any, it says only that the engine is down."""
+
+    def __init__(self) -> None:
+        self.stats: SchedulerStats | None = None
+        self.up = False
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client for each scrape."""
+        yield _gauge("transect_engine_up", "1 while the engine answers, 0 when it is hung or dead", float(self.up))
+        stats = self.stats
+        if stats is None:
+            return
+        yield _gauge("transect_requests_waiting", "Requests in the queue", stats.waiting)
+        yield _gauge("transect_sequences_preempted", "Sequences waiting to be recomputed", stats.preempted)
+        yield _gauge("transect_sequences_running", "Sequences that hold KV blocks", stats.running)
+        yield _gauge("transect_kv_blocks", "KV blocks of the pool", stats.kv_blocks_total)
+        yield _gauge("transect_kv_blocks_used", "KV blocks that a running sequence refers to", stats.kv_blocks_used)
+        yield _gauge("transect_kv_blocks_cached", "Free KV blocks kept for the prefix cache", stats.kv_blocks_cached)
+        usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
+        yield _gauge("transect_kv_cache_usage_ratio", "Share of the KV pool in use, 0 to 1", usage)
+        hit_rate = stats.prefix_hit_tokens / max(stats.prefix_query_tokens, 1)
+        yield _gauge("transect_prefix_cache_hit_ratio", "Prompt tokens found in the prefix cache, 0 to 1", hit_rate)
+        for name, text, value in (
+            (
+                "transect_prefix_cache_query_tokens",
+                "Prompt tokens looked up in the prefix cache",
+                stats.prefix_query_tokens,
+            ),
+            ("transect_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
+            ("transect_preemptions", "Sequences put back to be recomputed for want of KV blocks", stats.preemptions),
+            ("transect_engine_steps", "Steps of the engine", stats.steps),
+        ):
+            family = CounterMetricFamily(name, text)
+            family.add_metric([], value)
+            yield family
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+class Metrics:
+    """The counters and histograms of one server."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self.registry = registry
+        self.engine = EngineCollector()
+        registry.register(self.engine)
+        self.prompt_tokens = Counter("transect_prompt_tokens", "Prompt tokens of accepted requests", registry=registry)
+        self.generation_tokens = Counter("transect_generation_tokens", "Tokens generated", registry=registry)
+        self.finished = Counter(
+            "transect_choices_finished", "Choices ended, by finish reason", ["finish_reason"], registry=registry
+        )
+        self.responses = Counter("transect_http_responses", "HTTP answers", ["route", "status"], registry=registry)
+        self.first_token = Histogram(
+            "transect_time_to_first_token_seconds", "Arrival to first token", buckets=FIRST_TOKEN_S, registry=registry
+        )
+        self.between_tokens = Histogram(
+            "transect_inter_token_latency_seconds",
+            "From a token of a choice to its next",
+            buckets=BETWEEN_TOKENS_S,
+            registry=registry,
+        )
+        self.whole = Histogram(
+            "transect_request_latency_seconds", "Arrival to last token", buckets=WHOLE_S, registry=registry
+        )
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class RequestTimer:
+    """Feeds the latency histograms for one engine request. Times are seconds of one monotonic clock."""
+
+    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int) -> None:
+        self._metrics, self._arrival, self._prompt_tokens = metrics, arrival, prompt_tokens
+        self._started = False
+        self._last: dict[int, float] = {}
+
+    def tokens(self, choice: int, count: int, now: float) -> None:
+        """``count`` tokens of ``choice`` arrived at ``now``; those of one step share the time since the step before."""
+        if not count:
+            return
+        metrics = self._metrics
+        metrics.generation_tokens.inc(count)
+        if not self._started:
+            self._started = True
+            metrics.prompt_tokens.inc(self._prompt_tokens)
+            metrics.first_token.observe(now - self._arrival)
+        elif choice in self._last:
+            for _ in range(count):
+                metrics.between_tokens.observe((now - self._last[choice]) / count)
+        self._last[choice] = now
+
+    def choice_finished(self, reason: str) -> None:
+        """A choice had its terminal event."""
+        self._metrics.finished.labels(reason).inc()
+
+    def request_finished(self, now: float) -> None:
+        """The last choice ended."""
+        self._metrics.whole.observe(now - self._arrival)

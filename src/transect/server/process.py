@@ -1,0 +1,214 @@
+"""The life of a server process: bind, serve, drain on SIGTERM, end with the engine.
+
+Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine died and a supervisor should start the server again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from .app import create_app
+from .serving import Engine, ServerOptions, Serving
+
+WATCH_S = 0.5
+"""How often the engine is asked whether it lives, in seconds."""
+SETTLE_S = 5.0
+"""For the last answers to leave, once nothing more will come from the engine."""
+RED_S = 1.0
+"""After an engine's death /health stays up, and red, for this long, so that a probe can see it."""
+
+DRAINED, ENGINE_DIED, INTERRUPTED = 0, 1, 130
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: who connects while the model loads is refused, not left waiting.
+
+    Args:
+        host: name or address of a local interface.
+        port: 0 for any free one.
+
+    Raises:
+        ValueError: the address cannot be had; the message says what to change.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ValueError(f"--host {host!r} is no address of this machine ({error.strerror or error})") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise _bind_error(host, port, error) from None
+    return sock
+
+
+def _bind_error(host: str, port: int, error: OSError) -> ValueError:
+    if error.errno == errno.EADDRINUSE:
+        return ValueError(f"port {port} on {host} is in use: choose another with --port, or --port 0 for any free one")
+    if error.errno == errno.EACCES:
+        return ValueError(f"port {port} needs more rights than this user has: choose one from 1024 on with --port")
+    return ValueError(f"cannot listen on {host} port {port} ({error.strerror}): choose another --host or --port")
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a client on this machine reaches the socket."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, but the signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the handlers as they are."""
+        yield
+
+
+class _Signals:
+    """SIGTERM and Ctrl-C as something to wait for. A second signal of either kind means: now."""
+
+    def __init__(self) -> None:
+        self.first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+        self.again = asyncio.Event()
+
+    def __enter__(self) -> _Signals:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._caught, each)
+        return self
+
+    def _caught(self, which: signal.Signals) -> None:
+        if self.first.done():
+            self.again.set()
+        else:
+            self.first.set_result(which)
+
+    def __exit__(self, *exception: object) -> None:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(each)
+
+
+async def serve(
+    start_engine: Callable[[], Any],
+    options: Callable[[Any], ServerOptions],
+    sock: socket.socket,
+    *,
+    grace_s: float = 30.0,
+    ready: Callable[[Any], None],
+) -> int:
+    """Start the engine, serve until a signal or the engine's death, and clean up.
+
+    Args:
+        start_engine: returns an awaitable that gives the running engine.
+        options: the server's options, made when the engine is known.
+        sock: from ``bind``.
+        grace_s: seconds that running requests get after SIGTERM.
+        ready: called once with the engine, when requests are accepted.
+
+    Returns:
+        The process's exit code.
+    """
+    with _Signals() as signals:
+        starting = asyncio.ensure_future(start_engine())
+        await asyncio.wait((starting, signals.first), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return _code(signals)
+        engine = starting.result()
+        try:
+            return await _serve(engine, options(engine), sock, signals, grace_s, ready)
+        finally:
+            await engine.shutdown()
+
+
+def _code(signals: _Signals) -> int:
+    return INTERRUPTED if signals.first.result() == signal.SIGINT else DRAINED
+
+
+async def _serve(
+    engine: Any,
+    options: ServerOptions,
+    sock: socket.socket,
+    signals: _Signals,
+    grace_s: float,
+    ready: Callable[[Any], None],
+) -> int:
+    app = create_app(engine, options)
+    serving: Serving = app.state.serving
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=int(SETTLE_S),
+    )
+    try:
+        sock.listen(config.backlog)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise _bind_error(host, port, error) from None
+    server = _Uvicorn(config)
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    death = asyncio.create_task(_death(engine))
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+            if running.done():
+                running.result()
+        ready(engine)
+        await asyncio.wait((running, death, signals.first), return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            code = ENGINE_DIED
+            await _settle(serving, SETTLE_S)
+            await asyncio.sleep(RED_S)
+        else:
+            code = _code(signals)
+            serving.draining = True
+            await _drain(serving, engine, signals, death, grace_s if code == DRAINED else 0.0)
+        return code
+    finally:
+        death.cancel()
+        server.should_exit = True
+        await asyncio.gather(running, death, return_exceptions=True)
+
+
+async def _death(engine: Engine) -> None:
+    """Returns when the engine process is gone."""
+    while (await engine.health()).state != "dead":
+        await asyncio.sleep(WATCH_S)
+
+
+async def _drain(serving: Serving, engine: Any, signals: _Signals, death: asyncio.Task[None], grace_s: float) -> None:
+    """Let running requests finish; what is left after the grace period, or at a second signal, gets one clean error."""
+    waiting = [asyncio.ensure_future(each) for each in (serving.idle.wait(), signals.again.wait())]
+    await asyncio.wait((*waiting, death), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    for each in waiting:
+        each.cancel()
+    if serving.in_flight:
+        await engine.shutdown()
+        await _settle(serving, SETTLE_S)
+
+
+async def _settle(serving: Serving, limit_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await serving.idle.wait()

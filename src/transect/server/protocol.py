@@ -1,0 +1,243 @@
+"""What clients may send: OpenAI's request bodies with vLLM's extra sampling fields, as pydantic models.
+
+Types are checked here; ranges are ``SamplingParams``' business, so that each has one source of truth. A field that is
+neither known nor known to be harmless is an error that names the nearest field: a misspelt ``temprature`` must not be
+ignored. Whole numbers are bounded so that they fit the engine's messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from ..engine.sampling_params import SamplingParams
+from .errors import nearest
+
+# Fields of OpenAI's API that change nothing about the tokens a local server returns.
+HARMLESS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "parallel_tool_calls",
+    )
+)
+# Fields that would change the answer, but that this server does not have: name -> values that ask for nothing.
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "tool_calls": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "refusal": (None, ""),
+    "annotations": (None, []),
+}
+
+Whole = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+
+
+def _shape(sentence: str) -> WrapValidator:
+    """Replace a union's many complaints by one: ``<field> must be <sentence>``."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("shape", "must be {sentence}", {"sentence": sentence}) from None
+
+    return WrapValidator(check)
+
+
+Prompt = Annotated[
+    str | list[str] | list[TokenId] | list[list[TokenId]],
+    _shape("a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
+Stop = Annotated[str | list[str], _shape("a string or a list of strings")]
+
+
+class Body(BaseModel):
+    """A JSON object that refuses unknown fields, naming the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in NOT_SUPPORTED:
+                if not any(value == nothing and type(value) is type(nothing) for nothing in NOT_SUPPORTED[name]):
+                    text = "{name} is not supported by this server: leave it out"
+                    raise PydanticCustomError("unsupported_field", text, {"name": name})
+            elif name not in HARMLESS:
+                shown = name if len(name) <= 60 else name[:57] + "..."
+                context = {"name": shown, "hint": nearest(name[:60], cls.model_fields)}
+                raise PydanticCustomError("unknown_field", "unknown field '{name}'{hint}", context)
+        return kept
+
+
+class TextPart(Body):
+    """One part of a message's content; this server's models read text."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    str | list[TextPart], _shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)')
+]
+
+
+class ChatMessage(Body):
+    """One message of a conversation; ``developer`` is read as ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as the chat template takes it."""
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
+
+
+class StreamOptions(Body):
+    """``include_usage`` adds a last chunk with token counts."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+PASSED_ON = tuple(field.name for field in dataclasses.fields(SamplingParams) if "log" not in field.name)
+"""What goes to ``SamplingParams`` under the same name; logit_bias and logprobs differ in form."""
+
+
+class SamplingBody(Body):
+    """The fields that completions and chat share."""
+
+    model: str | None = None
+    n: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    max_tokens: Whole | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # vLLM's extras
+    top_k: Whole | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Whole | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Whole | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            text = "stream_options needs stream=true"
+            raise PydanticCustomError("unsupported_field", text, {"name": "stream_options"})
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """True where the stream's last chunk shall carry the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """``SamplingParams`` from the fields that were given; ``more`` overrides them.
+
+        Raises:
+            ValueError: a value is out of range; the message begins with the field's name.
+        """
+        given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{**given, "logit_bias": self._bias(), **more})
+
+    def _bias(self) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        bias = {}
+        for key, value in self.logit_bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ValueError(f"logit_bias keys must be token ids such as '42', got {key[:60]!r}")
+            bias[int(key)] = float(value)
+        return bias
+
+
+class CompletionRequest(SamplingBody):
+    """``POST /v1/completions``: continue one prompt or several. 16 tokens unless ``max_tokens`` says otherwise."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Whole | None = None
+
+
+class ChatCompletionRequest(SamplingBody):
+    """``POST /v1/chat/completions``: the next message of a conversation, by the model's own chat template."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: Whole | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: ``prompt`` as text, or ``messages`` through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``: text of token ids."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None
+
+
+FIELDS = frozenset().union(
+    *(model.model_fields for model in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest))
+)

@@ -1,0 +1,181 @@
+"""What the server answers: OpenAI's response bodies as pydantic models. Absent optional fields are sent as null."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptDetails(BaseModel):
+    """Of the prompt tokens, how many came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts of a whole request, all prompts and choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(BaseModel):
+    """A token that could have stood at a position. ``bytes`` is exact where the token is part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The token that does stand there, with the likeliest alternatives."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """One entry for each token."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry for each token; ``text_offset`` counts characters from the start of the answer's text."""
+
+    text_offset: list[int]
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class CompletionChoice(BaseModel):
+    """``stop_reason`` is the stop string or stop token id that ended the choice, if one did."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class CompletionResponse(BaseModel):
+    """A whole answer, and with ``finish_reason`` null also one chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class AssistantMessage(BaseModel):
+    """The model's answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class ChatResponse(BaseModel):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What is new in a message; what is not new is left out."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+
+class ChunkChoice(BaseModel):
+    """What is new in one choice."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a stream. The one with ``usage`` has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class Model(BaseModel):
+    """A name that requests may give as ``model``."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "transect"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class TokenizeResponse(BaseModel):
+    """Token ids of a text, and what one request can hold."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeResponse(BaseModel):
+    """Text of token ids."""
+
+    prompt: str
+
+
+class Health(BaseModel):
+    """``state``: "ok"; or, with status 503, "hung", "dead" or "draining"."""
+
+    state: Literal["ok", "hung", "dead", "draining"]
+    detail: str | None = None
+    in_flight: int
+    engine_pid: int | None = None
+
+
+def finish_reason(reason: str | None) -> FinishReason:
+    """The engine's reason as OpenAI's; aborts and errors have become ``ApiError`` before they get here."""
+    assert reason in ("stop", "length"), reason
+    return reason  # type: ignore[return-value]

@@ -1,0 +1,138 @@
+"""What every handler shares: the engine, the options, the metrics, and whether the server still accepts work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..engine.sampling_params import SamplingParams
+from .errors import ApiError, nearest
+from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from ..engine.outputs import SchedulerStats
+    from ..text.output_processor import Update
+
+PROBE_S = 2.0
+"""A hung engine must not hang /health or /metrics: they wait this many seconds for an answer."""
+
+
+class TokenizerLike(Protocol):
+    """What the server needs of a tokenizer (``text.tokenizer.Tokenizer``)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class ChatTemplateLike(Protocol):
+    """What the server needs of a chat template (``text.chat_template.ChatTemplate``)."""
+
+    def render(self, messages: Any, add_generation_prompt: bool = ..., **kwargs: Any) -> str: ...
+
+
+class Engine(Protocol):
+    """The narrow part of ``engine.async_engine.AsyncEngine`` that the server stands on."""
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+    @property
+    def chat_template(self) -> ChatTemplateLike | None: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Update]:
+        """Deltas of all choices until each had its terminal update; closing the iterator early aborts the request."""
+        ...
+
+    @property
+    def pid(self) -> int | None: ...
+    async def health(self) -> Any: ...
+    async def stats(self) -> SchedulerStats: ...
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How the HTTP side behaves.
+
+    Attributes:
+        model_names: names that requests may give as ``model``; the first is the one in answers.
+        api_keys: where not empty, /v1 and the tokenizer routes want one of them as a bearer token.
+        max_body_bytes: longest request body.
+        request_timeout_s: seconds from arrival to the last token; None for no limit.
+        max_prompts: prompts in one completions request.
+    """
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 1024 * 1024
+    request_timeout_s: float | None = None
+    max_prompts: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ValueError("model_names must hold at least one non-empty name")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise ValueError("api keys must be non-empty and plain ASCII")
+        if self.max_body_bytes < 1024:
+            raise ValueError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
+
+
+class Serving:
+    """The state of one server: made with the app, found by handlers as ``request.app.state.serving``."""
+
+    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.metrics = Metrics()
+        self.started = int(time.time())
+        self.draining = False
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers carry."""
+        return self.options.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served; None means the one that is.
+
+        Raises:
+            ApiError: 404 with the names that are served.
+        """
+        names = self.options.model_names
+        if name is not None and name not in names:
+            hint = nearest(name[:100], names) or f"; this server has {', '.join(map(repr, names))}"
+            message = f"the model {name[:100]!r} does not exist{hint}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def enter(self) -> None:
+        """A request that uses the engine begins."""
+        self.in_flight += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """It ended, in whatever way."""
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()

@@ -1,0 +1,155 @@
+"""A fake engine for the HTTP layer: scripted tokens, the real OutputProcessor, one token for each byte of text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from transect.engine.async_engine import EngineDeadError
+from transect.engine.outputs import EngineOutput, SchedulerStats
+from transect.engine.waiting_queue import QueueFull
+from transect.server.app import create_app
+from transect.server.serving import ServerOptions
+from transect.text.chat_template import ChatTemplate
+from transect.text.output_processor import OutputProcessor
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+
+
+class ByteTokenizer:
+    """Token 0..255: that byte. 256: end."""
+
+    vocab_size = 257
+    special_ids = frozenset({256})
+    drops_leading_space = False
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return b"".join(self.token_bytes(each) for each in ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+def position(token: int):
+    return SimpleNamespace(token_id=token, logprob=-0.5, rank=1, top=[(token, -0.5), (65, float("-inf"))])
+
+
+@dataclass
+class FakeEngine:
+    """Answers every prompt with ``reply``; the prompt's last word can ask for trouble."""
+
+    reply: str = "Hello, wörld. END of it"
+    max_model_len: int = 200
+    vocab_size: int = 257
+    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    chat_template: ChatTemplate | None = field(default_factory=lambda: ChatTemplate(TEMPLATE))
+    pid: int = 4242
+    state: str = "ok"
+    running: dict[str, object] = field(default_factory=dict)
+    seen: list = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stream(self, prompt_token_ids, params, request_id, *, prompt=None, priority=0) -> AsyncIterator:
+        text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
+        if "FULL" in text:
+            raise QueueFull(7, 3.0)
+        if "REFUSE" in text:
+            raise ValueError("max_tokens is not what this engine likes: use less")
+        self.seen.append((request_id, params, priority))
+        self.running[request_id] = params
+        processor = OutputProcessor(self.tokenizer)
+        processor.add(request_id, prompt, prompt_token_ids, n=params.n, stop=params.stop)
+        try:
+            async for update in self._updates(processor, request_id, params, prompt_token_ids, text):
+                yield update
+        finally:
+            if request_id in processor:
+                self.aborted.append(request_id)
+            del self.running[request_id]
+
+    async def _updates(self, processor, request_id, params, prompt_token_ids, text):
+        tokens = list(self.reply.encode())
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [position(each) for each in prompt_token_ids[1:]]
+        limit = min(len(tokens), params.max_tokens or len(tokens))
+        for step in range(limit):
+            await asyncio.sleep(0)
+            if step == 3 and "HANG" in text:
+                await self.go.wait()
+            if step == 3 and "DIE" in text:
+                raise EngineDeadError("it is gone")
+            for index in range(params.n):
+                last = step == limit - 1
+                failed = step == 3 and "NAN" in text
+                update = processor.process(
+                    EngineOutput(
+                        request_id=request_id,
+                        index=index,
+                        new_token_ids=[] if failed else [tokens[step]],
+                        logprobs=None if params.logprobs is None or failed else [position(tokens[step])],
+                        prompt_logprobs=prompt_logprobs if step == 0 and index == 0 else None,
+                        finish_reason="error" if failed else "length" if last else None,
+                        error="the logits are not finite" if failed else None,
+                        num_cached_tokens=1,
+                    )
+                )
+                if update is not None:
+                    yield update
+            if request_id not in processor:
+                return
+
+    async def health(self):
+        return SimpleNamespace(state=self.state, detail=None)
+
+    async def stats(self) -> SchedulerStats:
+        if self.state != "ok":
+            await asyncio.sleep(3600)
+        return SchedulerStats(
+            waiting=1,
+            preempted=0,
+            running=len(self.running),
+            kv_blocks_total=10,
+            kv_blocks_used=5,
+            kv_blocks_cached=2,
+            prefix_query_tokens=8,
+            prefix_hit_tokens=2,
+            preemptions=3,
+            prompt_tokens=0,
+            generation_tokens=0,
+            steps=9,
+            finished={},
+        )
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def options() -> ServerOptions:
+    return ServerOptions(model_names=("fake-model", "alias"), max_body_bytes=20_000)
+
+
+@pytest.fixture
+def app(engine: FakeEngine, options: ServerOptions):
+    return create_app(engine, options)
+
+
+@pytest.fixture
+def client(app) -> Iterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://server")
