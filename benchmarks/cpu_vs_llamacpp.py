@@ -49,7 +49,12 @@ def work_of_transect(model: str, threads: int) -> dict[str, Any]:
     from transect import LLM, SamplingParams
 
     engine = LLM(
-        model, threads=threads, max_num_seqs=16, max_num_batched_tokens=512, enable_prefix_caching=False, num_kv_blocks=1024
+        model,
+        threads=threads,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+        num_kv_blocks=1024,
     )
     results: dict[str, list[float]] = {}
     for work, (count, length, new) in WORK.items():
@@ -94,7 +99,9 @@ def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | N
     command = [sys.executable, __file__, "--side", side, "--model", options.model, "--threads", str(options.threads)]
     if settings is not None:
         command += ["--settings", json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(options.threads)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    )
     if done.returncode:
         raise SystemExit(f"{side} failed:\n{done.stderr}")
     result = json.loads(done.stdout.splitlines()[-1])
@@ -124,7 +131,10 @@ def floors(model: str, threads: int) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = ["| work | Transect tok/s | llama.cpp tok/s | ratio (min to max) | floor tok/s | of floor |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| work | Transect tok/s | llama.cpp tok/s | ratio (min to max) | floor tok/s | of floor |",
+        "|---|---|---|---|---|---|",
+    ]
     for work, row in result["work"].items():
         ratio = row["ratio"]
         lines.append(
@@ -133,7 +143,9 @@ def table(result: dict[str, Any]) -> str:
             f"{row['transect']['median'] / row['floor']:.0%} |"
         )
     memory = result["peak_memory_bytes"]
-    lines.append(f"\npeak memory: Transect {memory['transect'] / 2**20:.0f} MiB, llama.cpp {memory['llamacpp'] / 2**20:.0f} MiB")
+    lines.append(
+        f"\npeak memory: Transect {memory['transect'] / 2**20:.0f} MiB, llama.cpp {memory['llamacpp'] / 2**20:.0f} MiB"
+    )
     return "\n".join(lines)
 
 

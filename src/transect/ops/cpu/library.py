@@ -42,7 +42,6 @@ class _StackConfig(Structure):
         *((name, c_int32) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "block_size")),
         *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv_bf16")),
         *((name, c_float) for name in ("norm_eps", "scale")),
-        *((name, c_void_p) for name in ("cosine", "sine")),
     )
 
 
@@ -140,7 +139,7 @@ class Library:
             "fma_probe": (c_double, [c_void_p, c_int64]),
             "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
             "stack_free": (None, [c_void_p]),
-            "stack_run": (None, [c_void_p, c_void_p, c_int, c_void_p, *batch, c_void_p, c_void_p, c_int64]),
+            "stack_run": (None, [c_void_p, c_void_p, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64]),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(c, "transect_" + name)
@@ -230,11 +229,10 @@ class LayerStack:
 
     def __init__(self, library: Library, layers: Sequence[StackLayer], config: dict[str, Any]) -> None:
         self.library = library
-        self._alive = (tuple(layers), config)
+        self._layers = tuple(layers)  # keeps the weights alive
         self._structs: list[_Packed] = []
         self._dim = config["dim"]
-        pointers = {name: config[name].data_ptr() if config[name] is not None else None for name in ("cosine", "sine")}
-        c_config = _StackConfig(**{**config, **pointers, "layers": len(layers)})
+        c_config = _StackConfig(**config, layers=len(layers))
         c_layers = (_Layer * len(layers))(*(self._c_layer(layer) for layer in layers))
         self._stack = library._c.transect_stack_new(byref(c_config), c_layers, library._pool)
         weakref.finalize(self, library._c.transect_stack_free, self._stack)
@@ -266,10 +264,12 @@ class LayerStack:
         block_tables: Tensor,
         query_starts: Tensor,
         seq_lens: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Adds every layer's output to ``x`` [T, dim] float32 in place, and writes this step's K and V to the caches.
 
-        Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them.
+        Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them; ``rotation`` is the
+        cosine and sine of every position, float32 [positions, head_dim / 2], or None.
         """
         if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[1] != self._dim:
             raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
@@ -278,6 +278,7 @@ class LayerStack:
         self.library._c.transect_stack_run(
             *(self._stack, x.data_ptr(), x.shape[0], positions.data_ptr()),
             *_batch_arguments(block_tables, query_starts, seq_lens),
+            *(None if rotation is None else table.data_ptr() for table in (rotation or (None, None))),
             *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
         )
 

@@ -106,9 +106,10 @@ double transect_fma_probe(Pool* pool, int64_t rounds) {
 Stack* transect_stack_new(const StackConfig* config, const Layer* layers, Pool* pool) { return new Stack(*config, layers, pool); }
 void transect_stack_free(Stack* stack) { delete stack; }
 void transect_stack_run(Stack* stack, float* x, int tokens, const int64_t* positions, int rows, const int32_t* query_starts,
-                        const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, void* k, void* v,
-                        int64_t blocks) {
-  stack->run(x, tokens, positions, Batch{rows, query_starts, seq_lens, block_tables, table_stride}, k, v, blocks);
+                        const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, const float* cosine,
+                        const float* sine, void* k, void* v, int64_t blocks) {
+  const Batch batch{rows, query_starts, seq_lens, block_tables, table_stride};
+  stack->run(x, tokens, positions, batch, Rotation{cosine, sine}, k, v, blocks);
 }
 
 }  // extern "C"

@@ -14,7 +14,10 @@ struct StackConfig {  // mirrored field by field in native.py
   int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
   int32_t layer_norm, gated, activation, rotary_half, kv_bf16;
   float norm_eps, scale;
-  const float *cosine, *sine;  // [positions][rotary_half], or null where positions are learned
+};
+
+struct Rotation {  // cosines and sines [positions][rotary_half], or null where positions are learned
+  const float *cosine, *sine;
 };
 
 struct Layer {  // mirrored field by field in native.py
@@ -32,8 +35,10 @@ class Stack {
   }
 
   // x [tokens][dim] float32 in and out; caches [layers][blocks][kv_heads][head_dim x block_size].
-  void run(float* x, int tokens, const int64_t* positions, const Batch& batch, void* k_cache, void* v_cache, int64_t blocks) {
+  void run(float* x, int tokens, const int64_t* positions, const Batch& batch, Rotation rotation, void* k_cache, void* v_cache,
+           int64_t blocks) {
     reserve(tokens, batch);
+    rotation_ = rotation;
     if (c_.kv_bf16) run_layers<bf16>(x, tokens, positions, batch, (bf16*)k_cache, (bf16*)v_cache, blocks);
     else run_layers<float>(x, tokens, positions, batch, (float*)k_cache, (float*)v_cache, blocks);
   }
@@ -112,7 +117,8 @@ class Stack {
     const int D = c_.head_dim;
     auto prepare = [&](float* head, const float* norm) {
       if (norm) rms_norm(head, norm, c_.norm_eps, D, head);
-      if (c_.cosine) rotate(head, c_.cosine + position * c_.rotary_half, c_.sine + position * c_.rotary_half, c_.rotary_half);
+      const int64_t at = position * c_.rotary_half;
+      if (rotation_.cosine) rotate(head, rotation_.cosine + at, rotation_.sine + at, c_.rotary_half);
     };
     for (int h = 0; h < c_.heads; h++) prepare(q_.data() + (int64_t(t) * c_.heads + h) * D, layer.q_norm);
     const int64_t block = batch.block_tables[row * batch.table_stride + position / c_.block_size];
@@ -150,6 +156,7 @@ class Stack {
   const std::vector<Layer> layers_;
   Pool& pool_;
   int widest_;
+  Rotation rotation_{};
   std::vector<float> scratch_, normed_, q_, k_, v_, attended_, hidden_, gate_, partials_;
 };
 
