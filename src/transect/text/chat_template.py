@@ -12,13 +12,15 @@ What templates may use is what transformers gives them: ``messages``, ``add_gene
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.filters import do_center, do_format, do_indent
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -33,6 +35,9 @@ MAX_LOOP_STEPS = 1_000_000
 
 MAX_REPEATED = 1_000_000
 """Length at the most of what ``*``, ``%`` or a power makes."""
+
+_NUMBER = re.compile("[0-9]+")
+_NESTED_FIELD = re.compile(r"\{[^}]*\{")
 
 
 class ChatTemplate:
@@ -94,6 +99,8 @@ class ChatTemplate:
                 pieces.append(piece)
         except _Refused as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except _TemplateLimit as error:
+            raise ValueError(f"the chat template asks for too much: {error}; correct the template") from error
         except Exception as error:  # a template can raise anything
             raise ValueError(
                 f"the chat template fails on these messages ({_describe(error)}): check roles and contents against "
@@ -125,18 +132,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _limit(left.bit_length() * max(right, 0), "a power")
         elif operator == "%" and isinstance(left, str):
-            _limit(_largest_number(left), "a field width")
-            _limit(max((value for value in _values(right) if isinstance(value, int)), default=0), "a field width")
+            _limit_percent(left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        owner = getattr(function, "__self__", None)
+        # the sandbox wraps str.format, and keeps the method itself in __wrapped__
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str):
             name = getattr(function, "__name__", "")
             if name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
-                _limit(max((value for value in args if isinstance(value, int)), default=0), f"str.{name}")
+                _limit(_largest(args), f"str.{name}")
             elif name in ("format", "format_map"):
                 _limit(_largest_number(owner), "a field width")
+                if _NESTED_FIELD.search(owner):
+                    _limit(_largest([*args, *kwargs.values()]), "a field width")
         return super().call(context, function, *args, **kwargs)
 
 
@@ -160,15 +169,34 @@ def _limit(size: int, what: str, most: int = MAX_REPEATED) -> None:
         raise _TemplateLimit(f"{what} of {size} is more than the {most} allowed")
 
 
+def _limit_percent(pattern: str, values: Any) -> None:
+    """Of ``pattern % values``: the widths written out, and with ``*`` those among the values."""
+    _limit(_largest_number(pattern), "a field width")
+    if "*" in pattern:
+        _limit(_largest(values if isinstance(values, tuple) else (values,)), "a field width")
+
+
 def _largest_number(text: str) -> int:
-    digits = "".join(char if char in "0123456789" else " " for char in text).split()
-    return max((int(number[:20]) for number in digits), default=0)
+    return max((int(number[:20]) for number in _NUMBER.findall(text)), default=0)
 
 
-def _values(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, tuple) else (value,)
+def _largest(values: Iterable[Any]) -> int:
+    return max((value for value in values if isinstance(value, int)), default=0)
+
+
+def _limited_center(value: str, width: int = 80) -> str:
+    _limit(width, "the width of center")
+    return do_center(value, width)
+
+
+def _limited_indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    _limit(width if isinstance(width, int) else len(width), "the width of indent")
+    return do_indent(text, width, first, blank)
+
+
+def _limited_format(pattern: str, *args: Any, **kwargs: Any) -> str:
+    _limit_percent(str(pattern), args)
+    return do_format(pattern, *args, **kwargs)
 
 
 class _LimitedRange:
@@ -201,6 +229,8 @@ def _environment() -> _Sandbox:
     )
     environment.filters["tojson"] = _tojson
     environment.filters["_concat"] = _concat
+    environment.filters.update(center=_limited_center, indent=_limited_indent, format=_limited_format)
+    del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -214,6 +244,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON: Jinja's own filter escapes for HTML, which no model was trained on."""
+    _limit(indent or 0, "the indent of tojson")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -226,7 +257,7 @@ def _strftime_now(format: str) -> str:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__.lstrip('_')}: {error}" if str(error) else type(error).__name__
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _reads_parts(tree: nodes.Template) -> bool:

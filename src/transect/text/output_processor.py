@@ -57,7 +57,7 @@ class EngineOutputLike(Protocol):
     @property
     def logprobs(self) -> Sequence[TokenLogprobsLike] | None: ...
     @property
-    def prompt_logprobs(self) -> Sequence[TokenLogprobsLike] | None: ...
+    def prompt_logprobs(self) -> Sequence[TokenLogprobsLike | None] | None: ...
     @property
     def finish_reason(self) -> str | None: ...
     @property
@@ -192,9 +192,9 @@ class OutputProcessor:
             return None
         request.num_cached_tokens = max(request.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
-            if request.prompt_logprobs is None:
-                request.prompt_logprobs = [None]
-            request.prompt_logprobs.extend(self._position(entry) for entry in output.prompt_logprobs)
+            request.prompt_logprobs = [
+                None if entry is None else self._position(entry) for entry in output.prompt_logprobs
+            ]
         update = Update(output.request_id, output.index, num_cached_tokens=request.num_cached_tokens)
         stopped = self._take_tokens(request, choice, output, update)
         if stopped is not None:
