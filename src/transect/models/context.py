@@ -29,7 +29,7 @@ class AttentionContext(Protocol):
 
 
 class VarlenContext:
-    """Documents packed one after another: document i is the tokens from ``cu_seqlens[i]`` to before ``cu_seqlens[i + 1]``.
+    """Packed documents: document i is the tokens from ``cu_seqlens[i]`` to before ``cu_seqlens[i + 1]``.
 
     ``cu_seqlens`` ``[documents + 1]`` int32 on the device of the model, first 0, last T. ``ops`` defaults to the torch
     set for that device; pass ``model.ops`` to run what the model runs.

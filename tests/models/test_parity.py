@@ -1,0 +1,313 @@
+"""The decoder against transformers, in float32, on tiny random models of every architecture.
+
+Logits must agree to 1e-4 (they are of the order of 10), and 64 greedy tokens must be the same: by whole sequences
+(varlen), and by chunked prefill and decode of two sequences in one paged batch whose unowned slots hold NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import transformers
+
+from transect.models.config import ModelConfig, RopeConfig
+from transect.models.context import PagedContext, VarlenContext
+from transect.models.decoder import Decoder
+from transect.models.shapes import weight_shapes
+
+NEW_TOKENS = 64
+PROMPT_LENGTHS = (37, 5)
+BLOCK_SIZE = 4
+CHUNK = 7
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,  # one plane of each kind: kept, blended, divided
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def rope(kind: str, **values: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, **values}}
+
+
+def make_configs() -> dict[str, transformers.PreTrainedConfig]:
+    t = transformers
+    head16 = {"head_dim": 16}
+    return {
+        "llama2": t.LlamaConfig(**SMALL | {"num_key_value_heads": 4}, **rope("default", rope_theta=10000.0)),
+        "llama3": t.LlamaConfig(**SMALL, **head16, **rope("default", rope_theta=500000.0)),
+        "llama3.1": t.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+        "llama-linear": t.LlamaConfig(**SMALL, **rope("linear", rope_theta=10000.0, factor=4.0)),
+        "llama-yarn": t.LlamaConfig(**SMALL, **head16, rope_parameters=YARN),
+        "llama-bias": t.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+        "smollm2": t.LlamaConfig(
+            **SMALL | {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3},
+            tie_word_embeddings=True,
+            **rope("default", rope_theta=100000.0),
+        ),
+        "mistral": t.MistralConfig(**SMALL, sliding_window=9),
+        "qwen2": t.Qwen2Config(**SMALL, **rope("default", rope_theta=1000000.0), tie_word_embeddings=True),
+        "qwen2-window-yarn": t.Qwen2Config(
+            **SMALL,
+            use_sliding_window=True,
+            sliding_window=6,
+            max_window_layers=1,
+            rope_parameters=YARN | {"truncate": False, "beta_fast": 16.0},
+        ),
+        "qwen3": t.Qwen3Config(**SMALL, **head16, **rope("default", rope_theta=1000000.0)),
+        "gpt2": t.GPT2Config(vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256),
+        "gpt2-exact-gelu": t.GPT2Config(
+            vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256, n_inner=40, activation_function="gelu"
+        ),
+    }
+
+
+FAMILIES = tuple(make_configs())
+
+
+def spread_weights(model: torch.nn.Module, seed: int) -> None:
+    """Weights large enough that everything in the model shows in the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                weight.copy_(0.3 * noise if "bias" in name else 1 + 0.3 * noise)
+            elif "wpe" in name:
+                weight.copy_(0.5 * noise)
+            elif "embed" in name or "wte" in name or "lm_head" in name:
+                weight.copy_(noise)
+            else:
+                weight.copy_(noise * 1.5 / 32**0.5)
+
+
+def canonical(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """A transformers state dict under the decoder's names: written anew, so that loading is not its own judge."""
+    if config.architecture == "gpt2":
+        out = {
+            "embed.weight": state["transformer.wte.weight"],
+            "position_embed.weight": state["transformer.wpe.weight"],
+        }
+        pairs = {"ln_1": "attention_norm", "ln_2": "mlp_norm", "attn.c_proj": "attention.o"}
+        pairs |= {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+        for layer in range(config.n_layers):
+            theirs, ours = f"transformer.h.{layer}.", f"layers.{layer}."
+            for part in ("weight", "bias"):
+                for old, new in pairs.items():
+                    value = state[f"{theirs}{old}.{part}"]
+                    out[f"{ours}{new}.{part}"] = value.T if value.ndim == 2 else value
+                fused = state[f"{theirs}attn.c_attn.{part}"]
+                for name, value in zip("qkv", fused.chunk(3, dim=-1), strict=True):
+                    out[f"{ours}attention.{name}.{part}"] = value.T if value.ndim == 2 else value
+        for part in ("weight", "bias"):
+            out[f"norm.{part}"] = state[f"transformer.ln_f.{part}"]
+    else:
+        renames = {"model.layers.": "layers.", "self_attn.": "attention.", "_proj": "", "model.norm": "norm"}
+        renames |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+        renames |= {"model.embed_tokens": "embed", "lm_head": "head"}
+        out = {}
+        for name, value in state.items():
+            for old, new in renames.items():
+                name = name.replace(old, new)
+            out[name] = value
+        if config.tied_embeddings:
+            del out["head.weight"]
+    return out
+
+
+@functools.cache
+def theirs(family: str) -> transformers.PreTrainedModel:
+    config = make_configs()[family]
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    spread_weights(model, seed=len(family))
+    return model
+
+
+def build(family: str, **changes: object) -> Decoder:
+    """Our model with their weights; ``changes`` are made to the configuration they would have chosen."""
+    model = theirs(family)
+    config = ModelConfig.from_hf(model.config.to_dict())
+    weights = canonical(model.state_dict(), config)
+    assert {name: tuple(value.shape) for name, value in weights.items()} == weight_shapes(config)
+    decoder = Decoder(dataclasses.replace(config, **changes))
+    decoder.load_state_dict(weights, strict=False)
+    return decoder.requires_grad_(False)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 101, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+@functools.cache
+def expected(family: str) -> list[tuple[list[int], torch.Tensor]]:
+    """For each prompt, prompt + 64 greedy tokens, and the logits of every position."""
+    results = []
+    for prompt in prompts():
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(NEW_TOKENS):
+                tokens.append(int(theirs(family)(torch.tensor([tokens])).logits[0, -1].argmax()))
+            results.append((tokens, theirs(family)(torch.tensor([tokens])).logits[0]))
+    return results
+
+
+def varlen_logits(decoder: Decoder, documents: list[list[int]]) -> torch.Tensor:
+    ends = torch.tensor([0, *(len(document) for document in documents)]).cumsum(0, dtype=torch.int32)
+    context = VarlenContext(ends, decoder.ops)
+    tokens = torch.tensor([token for document in documents for token in document])
+    return decoder.logits(decoder(tokens, context.positions(), context))
+
+
+class Pool:
+    """A paged cache full of NaN, and sequences that take scattered blocks of it as they grow."""
+
+    def __init__(self, decoder: Decoder, sequences: int, longest: int) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        columns = -(-longest // BLOCK_SIZE)
+        shape = (config.n_layers, sequences * columns + 1, config.n_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.k = torch.full(shape, torch.nan)
+        self.v = torch.full(shape, torch.nan)
+        order = torch.randperm(sequences * columns + 1, generator=torch.Generator().manual_seed(2))
+        self.tables = order[: sequences * columns].view(sequences, columns).to(torch.int32)
+        self.lengths = [0] * sequences
+
+    def step(self, rows: dict[int, list[int]]) -> torch.Tensor:
+        """Run the next tokens of some sequences in one batch; logits of the last token of each, by row."""
+        for row, tokens in rows.items():
+            self.lengths[row] += len(tokens)
+        which = list(rows)
+        starts = torch.tensor([0, *(len(tokens) for tokens in rows.values())]).cumsum(0, dtype=torch.int32)
+        lengths = torch.tensor([self.lengths[row] for row in which], dtype=torch.int32)
+        context = PagedContext(self.k, self.v, self.tables[which], starts, lengths, self.decoder.ops)
+        tokens = torch.tensor([token for row in rows.values() for token in row])
+        hidden = self.decoder(tokens, context.positions(), context)
+        return self.decoder.logits(hidden[starts[1:].long() - 1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(family: str) -> None:
+    sequences = expected(family)
+    ours = varlen_logits(build(family), [tokens for tokens, _ in sequences])
+    reference = torch.cat([logits for _, logits in sequences])
+    assert reference.std() > 1
+    assert (ours - reference).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_varlen(family: str) -> None:
+    decoder = build(family)
+    sequences = prompts()
+    for _ in range(NEW_TOKENS):
+        logits = varlen_logits(decoder, sequences)
+        end = 0
+        for tokens in sequences:
+            end += len(tokens)
+            tokens.append(int(logits[end - 1].argmax()))
+    assert sequences == [tokens for tokens, _ in expected(family)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_paged(family: str) -> None:
+    decoder = build(family)
+    sequences = prompts()
+    pool = Pool(decoder, len(sequences), max(PROMPT_LENGTHS) + NEW_TOKENS)
+    want = [tokens for tokens, _ in expected(family)]
+    while any(pool.lengths[row] < len(want[row]) for row in range(len(sequences))):
+        # The short prompt decodes while chunks of the long one are still coming in.
+        rows = {}
+        for row, tokens in enumerate(sequences):
+            if pool.lengths[row] < len(want[row]):
+                rows[row] = tokens[pool.lengths[row] : pool.lengths[row] + CHUNK]
+        logits = pool.step(rows)
+        for row, row_logits in zip(rows, logits, strict=True):
+            reference = expected(family)[row][1][pool.lengths[row] - 1]
+            assert (row_logits - reference).abs().max() <= 1e-4
+            if pool.lengths[row] == len(sequences[row]) < len(want[row]):
+                sequences[row].append(int(row_logits.argmax()))
+    assert sequences == want
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama3.1", {"rope": RopeConfig(theta=500000.0)}),
+        ("llama3.1", {"rope": RopeConfig(500000.0, "llama3", 8.0, 256, high_freq_factor=2.0)}),
+        ("llama-linear", {"rope": RopeConfig(theta=10000.0)}),
+        ("llama-yarn", {"rope": RopeConfig(theta=10000.0)}),
+        ("llama-yarn", {"rope": RopeConfig(10000.0, "yarn", 4.0, 64, attention_factor=1.0)}),
+        ("llama-bias", {"o_bias": False}),
+        ("llama-bias", {"mlp_bias": False}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 10}),
+        ("qwen2-window-yarn", {"full_attention_layers": ()}),
+        ("qwen2", {"qkv_bias": False}),
+        ("qwen3", {"qk_norm": False}),
+        ("qwen3", {"norm_eps": 1e-2}),
+        ("gpt2", {"activation": "gelu"}),
+        ("gpt2", {"norm_eps": 1e-2}),
+    ],
+)
+def test_parity_would_notice(family: str, changes: dict[str, object]) -> None:
+    """Each feature that a family adds moves the logits of these models far more than parity allows."""
+    sequences = expected(family)
+    ours = varlen_logits(build(family, **changes), [tokens for tokens, _ in sequences])
+    assert (ours - torch.cat([logits for _, logits in sequences])).abs().max() > 1e-3
+
+
+def test_float64_agrees_to_rounding() -> None:
+    """The same weights in float64 stay within the rounding of float32 of the float32 logits."""
+    decoder = build("qwen3")
+    documents = prompts()
+    single = varlen_logits(decoder, documents)
+    double = varlen_logits(decoder.double(), documents)
+    assert double.dtype == torch.float64
+    assert 0 < (single - double).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_gradients_match(family: str) -> None:
+    """The loss over packed documents has transformers' gradient for every weight."""
+    documents = prompts()
+    decoder = build(family).requires_grad_(True)
+    model = theirs(family)
+    model.zero_grad()
+    total = torch.zeros(())
+    for tokens in documents:
+        total = total + torch.nn.functional.cross_entropy(
+            model(torch.tensor([tokens])).logits[0, :-1], torch.tensor(tokens[1:]), reduction="sum"
+        )
+    total.backward()
+    logits = varlen_logits(decoder, documents).split(list(PROMPT_LENGTHS))
+    loss = torch.zeros(())
+    for row, tokens in zip(logits, documents, strict=True):
+        loss = loss + torch.nn.functional.cross_entropy(row[:-1], torch.tensor(tokens[1:]), reduction="sum")
+    loss.backward()
+    assert loss.item() == pytest.approx(total.item(), rel=1e-5)
+    table = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients["lm_head.weight"] = gradients[table]
+    for name, gradient in canonical(gradients, decoder.config).items():
+        ours = decoder.get_parameter(name).grad
+        assert ours is not None
+        # Without rotary a key bias shifts all scores of a query alike: its gradient is 0 but for rounding.
+        assert (ours - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=0.5), name
+    model.zero_grad()
