@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .counting import visible_pairs
 from .numerics import compute_dtype, sample
 from .registry import Cost, Implementation, Op, register
 
@@ -76,14 +77,6 @@ def _band(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     """Which keys (columns) the queries (rows) may see by position."""
     distance = query[:, None] - key[None]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-def visible_pairs(new: int, length: int, window: int | None) -> int:
-    """Query-key pairs of the last ``new`` queries of a sequence of ``length`` tokens; each sees at most ``window``."""
-    past = length - new
-    full = max(0, min(new, length if window is None else window - past))  # queries that see all before them
-    pairs = full * past + full * (full + 1) // 2
-    return pairs + (0 if window is None else (new - full) * window)
 
 
 def cost(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Cost:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import visible_pairs
+from .counting import visible_keys, visible_pairs
 from .kv_cache_write import example_batch
 from .numerics import compute_dtype, sample
 from .paged_batch import PagedBatch, WorkGroup
@@ -149,7 +149,7 @@ def cost(
     pairs = cached = 0
     for new, length in batch.lengths():
         pairs += visible_pairs(new, length, window)
-        cached += length if window is None else min(length, window + new - 1)
+        cached += visible_keys(new, length, window)
     _, kv_heads, _, size = k_cache.shape
     read = cached * kv_heads * size * (k_cache.element_size() + v_cache.element_size())
     return Cost(4 * pairs * q.shape[1] * size, q.nbytes + read, q.nbytes)

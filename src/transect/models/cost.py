@@ -1,0 +1,176 @@
+"""What a step of a model costs at the least: FLOPs, bytes and memory, from the configuration alone (no torch).
+
+A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Costs follow
+the operators: each input read once, each output written once, so they add up to a floor for running the model operator
+by operator. Weights count as they are stored. An embedding table is gathered: its rows count, the table does not; the
+output head, though it may share that table, is read whole.
+
+Decode is bound by reading weights and cache, prefill by arithmetic: ``Cost.intensity`` of a step says which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..ops.counting import visible_keys, visible_pairs
+from ..ops.registry import Cost
+from .config import ModelConfig
+from .shapes import linear_shapes, weight_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bits that one number takes, block scales included (Q4_1 is 5, Q8_0 is 8.5)."""
+
+    linear: float = 16
+    """The matrices of the layers."""
+    embed: float = 16
+    """The embedding table."""
+    head: float = 16
+    """The output head, as it is read; with tied embeddings the embedding table, or a copy packed differently."""
+    norm: float = 16
+    """Norm weights and biases."""
+    activation: float = 16
+    kv: float = 16
+    head_copied: bool = False
+    """Tied embeddings, but the head is held a second time in its own format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the batch: ``new`` tokens computed now, ``length`` tokens of the sequence with them."""
+
+    new: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.new <= self.length:
+            raise ValueError(f"a row computes between 1 and all {self.length} of its tokens, not {self.new}")
+
+
+def step_cost(
+    config: ModelConfig, rows: Sequence[Row], *, storage: Storage | None = None, logit_rows: int | None = None
+) -> dict[str, Cost]:
+    """The cost of one step by operator: ``embed``, ``linear``, ``rms_norm``, ..., ``paged_attention``, ``head``.
+
+    ``logit_rows`` is how many tokens get logits: by default one for each row. Logits are written in float32. Not
+    counted: softmax, residual additions, block tables, sampling.
+    """
+    storage = storage or Storage()
+    tokens = sum(row.new for row in rows)
+    logit_rows = len(rows) if logit_rows is None else logit_rows
+    counter = _Counter(config, storage, tokens)
+    counter.embed()
+    for layer in range(config.n_layers):
+        counter.layer(rows, config.layer_window(layer))
+    counter.model_norm()
+    counter.head(logit_rows)
+    return counter.costs
+
+
+def total(costs: dict[str, Cost] | Iterable[Cost]) -> Cost:
+    """All operators together."""
+    values = costs.values() if isinstance(costs, dict) else costs
+    return sum(values, Cost(0, 0, 0))
+
+
+def floor(costs: dict[str, Cost], flops_per_second: float, bytes_per_second: float) -> float:
+    """Seconds that a device needs at the least when it runs one operator after another."""
+    return sum(cost.floor(flops_per_second, bytes_per_second) for cost in costs.values())
+
+
+def weight_bytes(config: ModelConfig, storage: Storage | None = None) -> float:
+    """Memory of the weights."""
+    storage = storage or Storage()
+    bits = 0.0
+    for name, shape in weight_shapes(config).items():
+        if name in ("embed.weight", "position_embed.weight"):
+            each = storage.embed
+        elif name == "head.weight":
+            each = storage.head
+        else:
+            each = storage.linear if len(shape) == 2 else storage.norm
+        bits += math.prod(shape) * each
+    if config.tied_embeddings and storage.head_copied:
+        bits += config.vocab_size * config.dim * storage.head
+    return bits / 8
+
+
+def kv_bytes_per_token(config: ModelConfig, storage: Storage | None = None) -> float:
+    """Memory that one token takes in the KV cache: keys and values of every layer."""
+    return 2 * config.n_layers * config.kv_dim * (storage or Storage()).kv / 8
+
+
+class _Counter:
+    """Adds up costs by operator; every method mirrors the module or operator of its name."""
+
+    def __init__(self, config: ModelConfig, storage: Storage, tokens: int) -> None:
+        self.config = config
+        self.storage = storage
+        self.tokens = tokens
+        self.costs: dict[str, Cost] = {}
+
+    def add(self, name: str, flops: float, read_bits: float, written_bits: float) -> None:
+        self.costs[name] = self.costs.get(name, Cost(0, 0, 0)) + Cost(flops, read_bits / 8, written_bits / 8)
+
+    def embed(self) -> None:
+        elements = self.tokens * self.config.dim
+        tables = 2 if self.config.position == "learned" else 1
+        self.add("embed", 0, tables * elements * self.storage.embed, tables * elements * self.storage.activation)
+
+    def norm(self, name: str, rows: int, size: int) -> None:
+        flops, weights = {"rms_norm": (4, 1), "layer_norm": (7, 2)}[name]
+        activation = rows * size * self.storage.activation
+        self.add(name, flops * rows * size, activation + weights * size * self.storage.norm, activation)
+
+    def model_norm(self) -> None:
+        self.norm("layer_norm" if self.config.norm == "layernorm" else "rms_norm", self.tokens, self.config.dim)
+
+    def linear(self, shape: tuple[int, int], bias: bool) -> None:
+        outputs, inputs = shape
+        flops = self.tokens * outputs * (2 * inputs + bias)
+        read = self.tokens * inputs * self.storage.activation
+        read += outputs * inputs * self.storage.linear + bias * outputs * self.storage.norm
+        self.add("linear", flops, read, self.tokens * outputs * self.storage.activation)
+
+    def elementwise(self, name: str, flops: int, inputs: int, elements: int) -> None:
+        activation = elements * self.storage.activation
+        self.add(name, flops * elements, inputs * activation, activation)
+
+    def layer(self, rows: Sequence[Row], window: int | None) -> None:
+        config, tokens = self.config, self.tokens
+        self.model_norm()
+        for shape, bias in linear_shapes(config).values():
+            self.linear(shape, bias)
+        if config.qk_norm:
+            self.norm("rms_norm", tokens * config.n_heads, config.head_dim)
+            self.norm("rms_norm", tokens * config.n_kv_heads, config.head_dim)
+        if config.position == "rope":
+            self.elementwise("rotary", 3, 1, tokens * (config.q_dim + config.kv_dim))
+            self.add("rotary", 0, tokens * config.head_dim * 32, 0)  # cos and sin, float32
+        self.kv_cache_write()
+        self.paged_attention(rows, window)
+        self.model_norm()
+        if config.gated_mlp:
+            self.elementwise("swiglu", 5, 2, tokens * config.ffn_dim)
+        else:
+            self.elementwise("gelu", 10, 1, tokens * config.ffn_dim)
+
+    def kv_cache_write(self) -> None:
+        elements = 2 * self.tokens * self.config.kv_dim
+        self.add("kv_cache_write", 0, elements * self.storage.activation, elements * self.storage.kv)
+
+    def paged_attention(self, rows: Sequence[Row], window: int | None) -> None:
+        pairs = sum(visible_pairs(row.new, row.length, window) for row in rows)
+        cached = sum(visible_keys(row.new, row.length, window) for row in rows)
+        q = self.tokens * self.config.q_dim * self.storage.activation
+        self.add(
+            "paged_attention", 4 * pairs * self.config.q_dim, q + 2 * cached * self.config.kv_dim * self.storage.kv, q
+        )
+
+    def head(self, rows: int) -> None:
+        size = self.config.vocab_size * self.config.dim
+        read = rows * self.config.dim * self.storage.activation + (size * self.storage.head if rows else 0)
+        self.add("head", 2 * rows * size, read, rows * self.config.vocab_size * 32)

@@ -1,0 +1,16 @@
+"""How much causal attention looks at, in plain numbers: shared by the attention operators' costs and the model's."""
+
+from __future__ import annotations
+
+
+def visible_pairs(new: int, length: int, window: int | None) -> int:
+    """Query-key pairs of the last ``new`` queries of a sequence of ``length`` tokens; each sees at most ``window``."""
+    past = length - new
+    full = new if window is None else max(0, min(new, window - past))  # queries that see all before them
+    pairs = full * past + full * (full + 1) // 2
+    return pairs + (0 if window is None else (new - full) * window)
+
+
+def visible_keys(new: int, length: int, window: int | None) -> int:
+    """How many keys the last ``new`` queries of a sequence of ``length`` tokens see between them."""
+    return length if window is None else min(length, window + new - 1)

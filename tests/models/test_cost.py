@@ -1,0 +1,114 @@
+"""The cost arithmetic against what the operators of a running model declare, call by call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+
+from transect.models.config import ModelConfig
+from transect.models.context import PagedContext
+from transect.models.cost import Row, Storage, floor, kv_bytes_per_token, step_cost, total, weight_bytes
+from transect.models.decoder import Decoder
+from transect.models.shapes import parameter_count
+from transect.ops.opset import OPERATORS, resolve_ops
+from transect.ops.registry import Cost, get
+
+SMOLLM2 = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, tied_embeddings=True)
+TINY = ModelConfig("llama", 50, 24, 2, 3, 1, 8, 20, 256, tied_embeddings=True)
+CONFIGS = {
+    "llama": TINY,
+    "qwen3": dataclasses.replace(
+        TINY, architecture="qwen3", qk_norm=True, sliding_window=4, full_attention_layers=(1,)
+    ),
+    "qwen2": dataclasses.replace(TINY, architecture="qwen2", qkv_bias=True, tied_embeddings=False),
+    "gpt2": dataclasses.replace(
+        TINY,
+        architecture="gpt2",
+        norm="layernorm",
+        activation="gelu_tanh",
+        gated_mlp=False,
+        position="learned",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        n_kv_heads=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_step_cost_is_the_sum_of_the_operators(name: str) -> None:
+    config = CONFIGS[name]
+    rows = [Row(1, 9), Row(5, 5), Row(7, 12), Row(1, 1)]
+    declared: dict[str, Cost] = defaultdict(lambda: Cost(0, 0, 0))
+
+    def recording(operator: str, function):
+        def call(*args):
+            declared[operator] += get(operator).cost(*args)
+            return function(*args)
+
+        return call
+
+    ops = resolve_ops()
+    ops = dataclasses.replace(ops, **{operator: recording(operator, getattr(ops, operator)) for operator in OPERATORS})
+    decoder = Decoder(config, ops=ops).init_weights().requires_grad_(False)
+    caches = [torch.zeros(config.n_layers, 16, config.n_kv_heads, 4, config.head_dim) for _ in range(2)]
+    starts = torch.tensor([0, *(row.new for row in rows)]).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor([row.length for row in rows], dtype=torch.int32)
+    context = PagedContext(*caches, torch.arange(16, dtype=torch.int32).view(4, 4)[:, :3], starts, lengths, ops)
+    decoder(torch.zeros(14, dtype=torch.int64), context.positions(), context)
+
+    single = Storage(linear=32, embed=32, head=32, norm=32, activation=32, kv=32)
+    counted = step_cost(config, rows, storage=single)
+    assert set(counted) == set(declared) | {"embed", "head"}
+    for operator, cost in declared.items():
+        assert counted[operator] == cost, operator
+    head = get("linear").cost(torch.zeros(4, config.dim), decoder.head.weight)
+    assert counted["head"] == head
+
+
+def test_decode_reads_the_weights_once_and_never_the_table_twice() -> None:
+    """One token of SmolLM2 at 5 bits reads the layers' 106M weights and the 28M of the head: the table is gathered."""
+    storage = Storage(linear=5, embed=8.5, head=8.5, norm=32)
+    costs = step_cost(SMOLLM2, [Row(1, 512)], storage=storage)
+    assert parameter_count(SMOLLM2) == 134_515_008
+    assert weight_bytes(SMOLLM2, storage) == pytest.approx(106_168_320 * 5 / 8 + 28_311_552 * 8.5 / 8 + 35_136 * 4)
+    weights_read = costs["linear"].bytes_read + costs["head"].bytes_read
+    assert weights_read == pytest.approx(weight_bytes(SMOLLM2, storage), rel=0.01)
+    assert costs["embed"].bytes_read == 576 * 8.5 / 8
+    assert costs["paged_attention"].bytes_read == pytest.approx(512 * kv_bytes_per_token(SMOLLM2), rel=0.01)
+    assert total(costs).flops == pytest.approx(2 * 134_479_872 + 4 * 512 * 576 * 30, rel=0.01)
+    copied = dataclasses.replace(storage, head_copied=True)
+    assert weight_bytes(SMOLLM2, copied) - weight_bytes(SMOLLM2, storage) == 28_311_552 * 8.5 / 8
+
+
+def test_batch_shares_the_weights() -> None:
+    """Sixteen decode rows need far less than sixteen times the bytes, and prefill turns bound by arithmetic."""
+    one, many = (total(step_cost(SMOLLM2, [Row(1, 64)] * rows)) for rows in (1, 16))
+    assert many.flops == 16 * one.flops
+    assert many.bytes < 2 * one.bytes
+    prefill = total(step_cost(SMOLLM2, [Row(512, 512)]))
+    assert prefill.intensity > 50 * one.intensity
+
+
+def test_floor_adds_up_by_operator() -> None:
+    costs = {"a": Cost(100, 10, 0), "b": Cost(0, 30, 10)}
+    assert math.isclose(floor(costs, flops_per_second=10, bytes_per_second=4), 10 + 10)
+
+
+def test_row_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="between 1 and all 4"):
+        Row(5, 4)
+    with pytest.raises(ValueError, match="between 1"):
+        Row(0, 4)
+
+
+def test_cost_needs_no_torch() -> None:
+    program = "import sys, transect.models.cost; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
