@@ -18,7 +18,9 @@ from transect.server.serving import ServerOptions
 from transect.text.chat_template import ChatTemplate
 from transect.text.output_processor import OutputProcessor
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
 
 
 class ByteTokenizer:
@@ -83,7 +85,7 @@ class FakeEngine:
         tokens = list(self.reply.encode())
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
-            prompt_logprobs = [position(each) for each in prompt_token_ids[1:]]
+            prompt_logprobs = [None, *(position(each) for each in prompt_token_ids[1:])]
         limit = min(len(tokens), params.max_tokens or len(tokens))
         for step in range(limit):
             await asyncio.sleep(0)

@@ -201,7 +201,12 @@ async def test_request_timeout(engine, stream):
 async def test_api_keys(engine):
     app = create_app(engine, ServerOptions(model_names=("m",), api_keys=("secret", "other")))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as client:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "secret"},
+            {"authorization": "Bearer"},
+        ):
             response = await client.get("/v1/models", headers=headers)
             assert detail(response, 401)["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer" and "secret" not in response.text

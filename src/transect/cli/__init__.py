@@ -1,1 +1,96 @@
-"""(map of this folder)"""
+"""The ``transect`` command: one thin file per sub-command, over the levels below.
+
+* ``pull.py``: fetch a model. ``generate.py``: continue one prompt. ``chat.py``: talk to a model.
+* ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
+* ``bench.py``: a quick benchmark of the engine on this machine.
+* ``engine_options.py``: options that several commands share. ``session.py``: an engine for the length of a command.
+  ``demo_view.py``: what the demo shows.
+
+Command files import only typer and the standard library at their top; everything heavy is imported when a command runs,
+so that ``transect --help`` is quick. A command fails with ``ValueError`` (or any error) and ``main`` makes it one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+USAGE, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 when all went well, 2 after one line on stderr, 130 quietly after Ctrl-C."""
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        # Past this point nothing is left to clean up, and a second Ctrl-C must not find a traceback to print.
+        _flush()
+        os._exit(INTERRUPTED)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    debug = "--debug" in arguments
+    try:
+        import typer.main
+
+        command = typer.main.get_command(_application())
+        result = command.main(args=arguments, prog_name="transect", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): no message, and none from the interpreter at its end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if debug:
+            raise
+        if type(error).__name__ == "Abort":  # how older typer versions report Ctrl-C
+            return INTERRUPTED
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())  # type: ignore[attr-defined]
+            return 0
+        print(f"transect: error: {_one_line(error)}", file=sys.stderr)
+        return USAGE
+
+
+def _application() -> Any:
+    import typer
+
+    from . import bench, chat, demo, generate, pull, serve
+
+    application = typer.Typer(
+        add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+
+    @application.callback()
+    def options(debug: bool = typer.Option(False, "--debug", help="Show a traceback where a command fails.")) -> None:
+        """Run and serve language models, with a measurement at every step."""
+
+    for module in (pull, generate, chat, serve, demo):
+        application.command(module.__name__.rsplit(".", 1)[-1])(module.command)
+    application.add_typer(bench.application, name="bench")
+    return application
+
+
+def _one_line(error: Exception) -> str:
+    formatted = getattr(error, "format_message", None)  # usage errors know how to say what is wrong
+    if formatted is not None:
+        return " ".join(f"{formatted().rstrip('.')}; see transect --help".split())
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError) or type(error).__name__ == "EngineDeadError":
+        return text
+    return f"{type(error).__name__}: {text} (this should not happen; `transect --debug ...` shows where)"
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

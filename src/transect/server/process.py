@@ -106,7 +106,7 @@ class _Signals:
 
 async def serve(
     start_engine: Callable[[], Any],
-    options: Callable[[Any], ServerOptions],
+    options: ServerOptions,
     sock: socket.socket,
     *,
     grace_s: float = 30.0,
@@ -116,7 +116,7 @@ async def serve(
 
     Args:
         start_engine: returns an awaitable that gives the running engine.
-        options: the server's options, made when the engine is known.
+        options: names, keys and limits.
         sock: from ``bind``.
         grace_s: seconds that running requests get after SIGTERM.
         ready: called once with the engine, when requests are accepted.
@@ -133,7 +133,7 @@ async def serve(
             return _code(signals)
         engine = starting.result()
         try:
-            return await _serve(engine, options(engine), sock, signals, grace_s, ready)
+            return await _serve(engine, options, sock, signals, grace_s, ready)
         finally:
             await engine.shutdown()
 

@@ -1,0 +1,81 @@
+"""``transect chat``: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from .engine_options import BUILTIN, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
+
+
+def command(
+    model: ModelArgument = BUILTIN,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at the most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    threads: Threads = None,
+    native: Native = None,
+) -> None:
+    """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
+    from ..engine.sampling_params import SamplingParams
+    from .session import Session
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    config = engine_config(
+        model, dtype=dtype, max_model_len=max_model_len, threads=threads, native=native, max_num_seqs=1
+    )
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (gives input() line editing and history)
+    with Session(config) as session:
+        engine = session.engine
+        template = engine.chat_template
+        if template is None:
+            raise ValueError(f"{model} brings no chat template: use `transect generate`")
+        print(f"{model}, {engine.info.kernels}. {HELP}.")
+        opening = [{"role": "system", "content": system}] if system else []
+        messages = list(opening)
+        while (line := _read()) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                messages = list(opening)
+                print("[forgotten]")
+                continue
+            if line.startswith("/"):
+                print(f"[{HELP}]")
+                continue
+            if not line:
+                continue
+            messages.append({"role": "user", "content": line})
+            token_ids = engine.tokenizer.encode(template.render(messages), parse_special=True)
+            if len(token_ids) >= engine.max_model_len:
+                messages.pop()
+                print(f"[the context of {engine.max_model_len} tokens is full: /reset, or ask something shorter]")
+                continue
+            text, speed = session.run(session.stream(token_ids, params, _show))
+            messages.append({"role": "assistant", "content": text})
+            cut = ", cut at --max-tokens or the context" if speed.finish_reason == "length" else ""
+            print(f"\n[{speed}{cut}]")
+
+
+def _read() -> str | None:
+    """A line of the user's, or None at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return None
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,139 @@
+"""``transect demo``: the real server, and eight people who ask it something at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .demo_view import Gauges, Talk, View, summary
+from .engine_options import BUILTIN, ModelArgument
+
+if TYPE_CHECKING:
+    import httpx
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Write a short poem about the sea.",
+    "How do I boil an egg?",
+    "Tell me a fact about octopuses.",
+    "What is a prime number?",
+    "Explain gravity to a child.",
+    "Name three uses for a paperclip.",
+)
+STOP_WAIT_S = 20.0
+
+
+def command(
+    model: ModelArgument = BUILTIN,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 128,
+) -> None:
+    """Start the server, stream eight chats at the same time, show what happens, and stop the server."""
+    from rich.console import Console
+
+    from ..models.resolve import resolve
+
+    console = Console()
+    resolve(model)
+    console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)
+    with _server(model) as url:
+        talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
+        gauges = Gauges()
+        with View(console, talks, gauges) as view:
+            asyncio.run(_talk_all(url, talks, gauges, view, max_tokens))
+        console.print(summary(talks, gauges))
+    console.print("the server has stopped cleanly", highlight=False)
+
+
+@contextmanager
+def _server(model: str) -> Iterator[str]:
+    """A server on a free port for the length of the block; gives its URL.
+
+    Raises:
+        ValueError: it did not start, or did not stop cleanly.
+    """
+    arguments = [sys.executable, "-m", "transect", "serve", model, "--port", "0"]
+    # A group of its own: Ctrl-C reaches this process alone, which then stops the server in good order.
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if " ready on " not in line:
+            raise ValueError(f"the server did not start (exit code {process.wait()}); its own message is above")
+        print(line.strip(), flush=True)
+        yield line.split(" ready on ")[1].split()[0]
+        process.terminate()
+        code = process.wait(STOP_WAIT_S)
+        if code != 0:
+            raise ValueError(f"the server ended with exit code {code} instead of 0; its own message is above")
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_WAIT_S)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                process.kill()
+                process.wait()
+
+
+async def _talk_all(url: str, talks: list[Talk], gauges: Gauges, view: View, max_tokens: int) -> None:
+    import httpx
+
+    async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
+        watcher = asyncio.create_task(_watch(client, gauges))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for talk in talks:
+                    group.create_task(_talk(client, talk, view, max_tokens))
+        except* ValueError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            watcher.cancel()
+
+
+async def _watch(client: httpx.AsyncClient, gauges: Gauges) -> None:
+    while True:
+        gauges.take((await client.get("/metrics")).text)
+        await asyncio.sleep(0.2)
+
+
+async def _talk(client: httpx.AsyncClient, talk: Talk, view: View, max_tokens: int) -> None:
+    body = {
+        "messages": [{"role": "user", "content": talk.question}],
+        "max_tokens": max_tokens,
+        "temperature": 0.3,
+        "seed": talk.number,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    talk.began = time.perf_counter()
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ValueError(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _take(json.loads(line.removeprefix("data: ")), talk, view)
+    view.finished(talk)
+
+
+def _take(event: dict[str, Any], talk: Talk, view: View) -> None:
+    if "error" in event:
+        raise ValueError(f"a chat failed: {event['error']['message']}")
+    for choice in event["choices"]:
+        text = choice["delta"].get("content")
+        if text:
+            first = talk.first_s is None
+            talk.add(text)
+            if first:
+                view.started(talk)
+        talk.finish_reason = choice["finish_reason"] or talk.finish_reason
+    if event["usage"]:
+        talk.tokens = event["usage"]["completion_tokens"]

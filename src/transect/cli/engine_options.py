@@ -1,0 +1,37 @@
+"""Options that the commands with an engine share, and the ``EngineConfig`` that they make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..engine.config import EngineConfig
+
+BUILTIN = "smollm2-135m"
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A built-in name, a .gguf file, a directory in Hugging Face layout, or a hub id.")
+]
+Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16 or float32.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences that run at the same time.")]
+MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens in one step, prefill and decode together.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.")]
+Native = Annotated[
+    bool | None,
+    typer.Option("--native/--no-native", help="Demand, or do without, the compiled CPU kernels; default: if possible."),
+]
+PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
+
+
+def engine_config(model: str, **settings: Any) -> EngineConfig:
+    """An ``EngineConfig`` of the settings that were given; None leaves a field at its default.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+    from ..engine.config import EngineConfig
+
+    return EngineConfig(model=model, **{name: value for name, value in settings.items() if value is not None})

@@ -1,0 +1,54 @@
+"""``transect generate``: continue one prompt, shown as it comes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from .engine_options import Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+
+
+def command(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens at the most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many likeliest tokens; 0: from all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    threads: Threads = None,
+    native: Native = None,
+) -> None:
+    """Continue a prompt. The text goes to standard output, its speed to standard error."""
+    from ..engine.sampling_params import SamplingParams
+    from .session import Session
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise ValueError("the prompt is empty: give at least one character")
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
+    )
+    config = engine_config(
+        model, dtype=dtype, max_model_len=max_model_len, threads=threads, native=native, max_num_seqs=1
+    )
+    with Session(config) as session:
+        engine = session.engine
+        if chat:
+            if engine.chat_template is None:
+                raise ValueError(f"{model} brings no chat template: leave --chat out")
+            text = engine.chat_template.render([{"role": "user", "content": text}])
+        token_ids = engine.tokenizer.encode(text, add_special_tokens=not chat, parse_special=chat)
+        _, speed = session.run(session.stream(token_ids, params, _show))
+    print(flush=True)
+    print(f"[{speed}; {engine.info.kernels}]", file=sys.stderr)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)

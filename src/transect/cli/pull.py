@@ -1,0 +1,13 @@
+"""``transect pull``: fetch a model and say where it is."""
+
+from __future__ import annotations
+
+from .engine_options import BUILTIN, ModelArgument
+
+
+def command(model: ModelArgument = BUILTIN) -> None:
+    """Fetch a model into the user cache, checking it. Does nothing where it is there already."""
+    from ..models.resolve import resolve
+
+    source = resolve(model)
+    print(f"{model}: {source.path}")

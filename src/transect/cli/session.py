@@ -1,0 +1,94 @@
+"""An engine for the length of one command, and how fast it answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from ..engine.async_engine import AsyncEngine
+    from ..engine.config import EngineConfig
+    from ..engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass
+class Speed:
+    """Seconds from the request to its first and last token, and how many tokens came."""
+
+    tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    finish_reason: str = ""
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second after the first; 0 where there was no second one."""
+        return (self.tokens - 1) / (self.last_s - self.first_s) if self.last_s > self.first_s else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.per_second:.0f} tok/s, first after {self.first_s:.2f} s"
+
+
+class Session:
+    """Runs coroutines against one engine from plain code, which may block for input in between.
+
+    ``with Session(config) as session: session.run(work)`` starts the engine on entry and ends it on exit, also on
+    Ctrl-C at any point.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._runner = asyncio.Runner()
+        self.engine: AsyncEngine
+
+    def __enter__(self) -> Self:
+        from ..engine.async_engine import AsyncEngine
+
+        try:
+            self.engine = self._runner.run(AsyncEngine.start(self._config))
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._runner.run(self.engine.shutdown())
+        finally:
+            self._runner.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end."""
+        return self._runner.run(work)
+
+    async def stream(
+        self, token_ids: Sequence[int], params: SamplingParams, show: Callable[[str], None] | None = None
+    ) -> tuple[str, Speed]:
+        """One request of one choice: its text, shown as it comes, and its speed.
+
+        Raises:
+            ValueError: the engine refuses the request, or could not go on with it.
+        """
+        begin = time.perf_counter()
+        speed, pieces = Speed(), []
+        async for update in self.engine.stream(token_ids, params, uuid.uuid4().hex):
+            now = time.perf_counter() - begin
+            if update.token_ids:
+                speed.first_s = speed.first_s or now
+                speed.last_s, speed.tokens = now, speed.tokens + len(update.token_ids)
+            if update.text:
+                pieces.append(update.text)
+                if show is not None:
+                    show(update.text)
+            if update.error is not None:
+                raise ValueError(update.error)
+            speed.finish_reason = update.finish_reason or speed.finish_reason
+        return "".join(pieces), speed
