@@ -1,0 +1,58 @@
+"""The forms in which a prompt may come, and what is checked before it is queued. Shared by ``LLM`` and ``AsyncEngine``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from .sampling_params import SamplingParams
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
+
+
+def prompt_token_ids(
+    prompt: str | Sequence[int] | Mapping[str, Any], tokenizer: Encoder
+) -> tuple[str | None, list[int]]:
+    """(text or None, token ids) of a prompt given as text, token ids, or a mapping with one of the two.
+
+    Raises:
+        ValueError: it is none of these, or empty.
+    """
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise ValueError(f"a prompt mapping has 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None:
+            return prompt_token_ids(text if text is not None else "", tokenizer)
+        return text, prompt_token_ids(ids, tokenizer)[1]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one character")
+        return prompt, tokenizer.encode(prompt, add_special_tokens=True)
+    if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+        return None, list(prompt)
+    raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
+
+
+def check_token_ids(ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    """Refuse an empty prompt and token ids that the model does not have.
+
+    Raises:
+        ValueError: names the id and the range.
+    """
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token")
+    named = {
+        "prompt_token_ids": ids,
+        "logit_bias": params.logit_bias or (),
+        "stop_token_ids": params.stop_token_ids or (),
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} holds token id {token}; this model has ids 0 to {vocab_size - 1}")
