@@ -1,23 +1,24 @@
 """One decoder definition for training and serving, and the way of its weights in and out.
 
-What a model is (no torch):
-    config.py        ``ModelConfig``, ``RopeConfig``; config_hf.py and config_gguf.py translate files from and to them
-    shapes.py        names and shapes of all weights
-    cost.py          FLOPs, bytes and memory of a step, from the configuration alone
+What a model is, and what it costs (no torch):
+
+* ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_hf.py`` and ``config_gguf.py`` read and write them
+* ``shapes.py``: canonical names and shapes of all weights
+* ``cost.py``: FLOPs, bytes and memory of a step
 
 The model (flat, token-major: ``x_TD`` is tokens by model dim):
-    decoder.py       ``Decoder``: embedding, stack of layers, final norm, head
-    attention.py     ``Attention``: q, k, v, o projections around ``AttentionContext.attend``
-    mlp.py           ``MLP``: gated (SwiGLU) or plain (GELU)
-    linear.py        ``Linear``: every weight matrix; quantization, tensor parallelism and LoRA replace only this
-    embedding.py     ``Embedding``: tables that are gathered from
-    norm.py          ``RMSNorm``, ``LayerNorm``
-    rope.py          the frequencies of rotary embedding and their scalings
-    context.py       ``AttentionContext``: where keys and values are; ``VarlenContext`` (packed documents,
-                     differentiable) or ``PagedContext`` (block tables)
+
+* ``decoder.py``: ``Decoder``: embedding, stack of layers, final norm, head
+* ``attention.py``, ``mlp.py``: the two halves of a layer; ``norm.py``: ``RMSNorm``, ``LayerNorm``
+* ``linear.py``: ``Linear``, every weight matrix; quantization, tensor parallelism and LoRA replace it and nothing else
+* ``embedding.py``: ``Embedding``, tables that are gathered from
+* ``rope.py``: the angles of rotary embedding and their scalings
+* ``context.py``: where keys and values are: ``VarlenContext`` (packed documents, differentiable), ``PagedContext``
+* ``native.py``: a ``Decoder`` on the C++ CPU kernels
 
 Weights and names:
-    resolve.py       a name to a ``ModelSource``; pull.py fetches the built-in model
-    weights_hf.py    safetensors in and out; weights_gguf.py: GGUF in
-    load.py          ``load_model``: a source to a ``Decoder`` on a device
+
+* ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model
+* ``weights_hf.py``: safetensors in and out; ``weights_gguf.py``: GGUF in
+* ``load.py``: ``load_model``, a source to a ``Decoder`` on a device
 """

@@ -1,0 +1,74 @@
+"""How a set of operators is picked, and that the batch-invariant one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from transect.ops import registry
+from transect.ops.linear import fixed_rows
+from transect.ops.numerics import sample
+from transect.ops.opset import OPERATORS, resolve_ops
+from transect.ops.registry import Implementation, Op, Unavailable, get
+
+
+def with_extra(monkeypatch: pytest.MonkeyPatch, name: str, label: str, implementation: Implementation) -> None:
+    """Register one more implementation of an operator for the length of a test."""
+    old = get(name)
+    fields = {field: getattr(old, field) for field in Op.__dataclass_fields__}
+    fields["implementations"] = {**old.implementations, label: implementation}
+    monkeypatch.setitem(registry._OPS, name, Op(**fields))
+
+
+def refuse() -> Callable[..., object]:
+    raise Unavailable("no compiler was found")
+
+
+def test_torch_runs_everything() -> None:
+    ops = resolve_ops()
+    assert tuple(name for name, _ in ops.chosen) == OPERATORS
+    assert all(callable(getattr(ops, name)) for name in OPERATORS)
+    assert ops.passed_over == ()
+
+
+def test_preference_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(*_: object) -> str:
+        return "mine"
+
+    with_extra(monkeypatch, "gelu", "quick", Implementation("special", lambda: mine, ("cpu",)))
+    with_extra(monkeypatch, "swiglu", "quick", Implementation("special", refuse, ("cpu",)))
+    with_extra(monkeypatch, "rotary", "quick", Implementation("special", lambda: mine, ("sm_90",)))
+    ops = resolve_ops("cpu", ("special", "torch"))
+    assert ops.gelu is mine and dict(ops.chosen)["gelu"] == "quick"
+    assert ops.swiglu is get("swiglu").reference
+    assert ops.passed_over == (
+        ("rotary", "quick", "does not run on cpu"),
+        ("swiglu", "quick", "no compiler was found"),
+    )
+
+
+def test_nothing_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_extra(monkeypatch, "rms_norm", "quick", Implementation("special", refuse, ("cpu",)))
+    with pytest.raises(
+        ValueError, match=r"'rms_norm' has no implementation for cpu.*no compiler was found.*add 'torch'"
+    ):
+        resolve_ops("cpu", ("special",))
+    with pytest.raises(ValueError, match="none is registered"):
+        resolve_ops("cpu", ("no-such-backend",))
+
+
+def test_batch_invariant_set() -> None:
+    chosen = dict(resolve_ops(batch_invariant=True).chosen)
+    assert chosen["linear"] == "torch_fixed_rows" and chosen["paged_attention"] == "torch_uniform"
+    assert all(get(name).implementations[label].batch_invariant for name, label in chosen.items())
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (36, 7), (1536, 576)])
+def test_fixed_rows_give_a_row_the_same_bits_in_any_batch(inputs: int, outputs: int) -> None:
+    x, weight, bias = sample(70, inputs), sample(outputs, inputs, seed=1), sample(outputs, seed=2)
+    together = fixed_rows(x, weight, bias)
+    torch.testing.assert_close(together, x @ weight.T + bias, rtol=1e-4, atol=1e-4)
+    for start, end in ((0, 1), (5, 6), (37, 40), (11, 70), (16, 32)):
+        assert torch.equal(fixed_rows(x[start:end], weight, bias), together[start:end])

@@ -1,0 +1,102 @@
+"""What the decoder's operators declare: gradients of the references, agreement of all ways to compute, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from transect.ops.opset import OPERATORS
+from transect.ops.registry import get
+
+EXAMPLES = [(name, index) for name in OPERATORS for index in range(len(get(name).examples()))]
+DIFFERENTIABLE = [(name, index) for name, index in EXAMPLES if get(name).differentiable]
+
+
+def example(name: str, index: int, dtype: torch.dtype) -> dict[str, Any]:
+    arguments: Mapping[str, Any] = get(name).examples()[index]
+    return {
+        key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in arguments.items()
+    }
+
+
+def outputs(name: str, function: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Results, or for an operator that writes in place what it wrote."""
+    mutated = get(name).mutates
+    arguments = {key: value.clone() if key in mutated else value for key, value in arguments.items()}
+    result = function(**arguments)
+    if mutated:
+        assert result is None
+        return tuple(arguments[key] for key in mutated)
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize(("name", "index"), DIFFERENTIABLE)
+def test_reference_gradient(name: str, index: int) -> None:
+    arguments = example(name, index, torch.float64)
+    keys = [key for key in get(name).differentiable if arguments[key] is not None]
+    inputs = [arguments[key].requires_grad_(True) for key in keys]
+    reference = get(name).reference
+    assert torch.autograd.gradcheck(
+        lambda *values: reference(**arguments | dict(zip(keys, values, strict=True))), inputs, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize(("name", "index"), EXAMPLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torch_implementations_and_peers(name: str, index: int, dtype: torch.dtype) -> None:
+    """Each against the reference in float64: no further off than 2x the reference itself in this dtype, or an ulp."""
+    op = get(name)
+    arguments = example(name, index, dtype)
+    exact = outputs(name, op.reference, example(name, index, dtype) | upcast(arguments))
+    plain = outputs(name, op.reference, arguments)
+    others = {label: way.load() for label, way in op.implementations.items() if way.backend == "torch"}
+    assert others
+    for label, function in {**others, **{f"peer {label}": peer for label, peer in op.peers.items()}}.items():
+        if "torch" not in label:
+            continue
+        for ours, theirs, right in zip(outputs(name, function, arguments), plain, exact, strict=True):
+            assert ours.dtype == dtype and ours.shape == right.shape
+            rounding = 4 * torch.finfo(dtype).eps * right.abs().max()
+            assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + rounding, label
+
+
+def upcast(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same values in float64."""
+    return {
+        key: value.double()
+        for key, value in arguments.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+
+
+@pytest.mark.parametrize(("name", "index"), EXAMPLES)
+def test_cost(name: str, index: int) -> None:
+    """Half the element size, half the bytes (but for float32 side inputs), the same FLOPs; outputs all written."""
+    op = get(name)
+    arguments = example(name, index, torch.float32)
+    cost, half = op.cost(**arguments), op.cost(**example(name, index, torch.bfloat16))
+    assert cost.flops == half.flops
+    assert cost.bytes_read == 2 * half.bytes_read and cost.bytes_written == 2 * half.bytes_written
+    if not op.mutates:
+        assert cost.bytes_written == sum(result.nbytes for result in outputs(name, op.reference, arguments))
+
+
+@pytest.mark.parametrize(("name", "index"), [(name, index) for name, index in EXAMPLES if not get(name).mutates])
+def test_strided_inputs(name: str, index: int) -> None:
+    """Inputs that are views with gaps give what contiguous ones give."""
+    arguments = example(name, index, torch.float32)
+    strided = dict(arguments)
+    for key, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            strided[key] = torch.stack((value, torch.full_like(value, torch.nan)), dim=-1)[..., 0]
+            assert value.numel() == 1 or not strided[key].is_contiguous()
+    for label, way in get(name).implementations.items():
+        if way.backend == "torch":
+            for ours, right in zip(
+                outputs(name, way.load(), strided), outputs(name, get(name).reference, arguments), strict=True
+            ):
+                torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-4, msg=label)
