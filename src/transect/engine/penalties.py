@@ -1,0 +1,170 @@
+"""What changes a row of logits before a token is drawn: logit_bias, masked tokens, and the three penalties.
+
+In the order of vLLM's sampler, on a copy of the model's logits:
+
+    logit[t] += logit_bias[t]
+    logit[t]  = -inf                                    where t must not be drawn now
+    logit[t]  = logit[t] / r if logit[t] > 0 else * r    for t in prompt or output (repetition_penalty r; Keskar et al.,
+                                                         "CTRL", 2019)
+    logit[t] -= frequency * count[t] + presence          for t in the output, count[t] times
+
+Which tokens a choice has used, and how often, is kept from step to step: a step adds its new token, it does not count
+the context again. That memory is only a cache of what the batch says anyway; a choice that has been away for a while is
+forgotten and, should it return, counted once more from ``Draw.prompt_token_ids`` and ``output_token_ids``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .batch import Draw
+
+FORGET_AFTER_STEPS = 64
+
+
+class Pick(NamedTuple):
+    """One token to draw: for ``draw``, to stand at ``position`` of prompt + output, from row ``row`` of the logits."""
+
+    draw: Draw
+    position: int
+    row: int
+
+
+def is_adjusted(pick: Pick) -> bool:
+    """True if anything below would change this pick's logits."""
+    draw = pick.draw
+    return bool(draw.params.logit_bias or draw.masked_at(pick.position)) or _is_penalised(draw)
+
+
+def _is_penalised(draw: Draw) -> bool:
+    params = draw.params
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+class UsedTokens:
+    """The distinct tokens of one choice's prompt and output, with how often each stands in the output."""
+
+    __slots__ = ("_counts", "_ids", "_slots", "consumed", "last_step", "prompt_length")
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        distinct = dict.fromkeys(prompt_token_ids)
+        self._slots = {token: slot for slot, token in enumerate(distinct)}
+        self._ids = np.fromiter(distinct, dtype=np.int64, count=len(distinct))
+        self._counts = np.zeros(len(distinct), dtype=np.float32)
+        self.prompt_length = len(prompt_token_ids)
+        self.consumed = 0
+        self.last_step = 0
+
+    def extend(self, output_token_ids: Sequence[int]) -> None:
+        """Count further output tokens."""
+        for token in output_token_ids:
+            slot = self._slots.get(token)
+            if slot is None:
+                slot = self._slots[token] = len(self._slots)
+                if slot >= len(self._ids):
+                    grown = max(64, 2 * slot)
+                    self._ids = np.resize(self._ids, grown)
+                    self._counts = np.concatenate([self._counts, np.zeros(grown - slot, dtype=np.float32)])
+                self._ids[slot] = token
+            self._counts[slot] += 1.0
+        self.consumed += len(output_token_ids)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64 [U]: the distinct tokens."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """float32 [U]: how often each of ``ids`` stands in the output (0: in the prompt alone)."""
+        return self._counts[: len(self._slots)]
+
+
+class LogitAdjuster:
+    """Applies bias, masks and penalties to rows of logits, keeping each choice's token counts between steps."""
+
+    def __init__(self) -> None:
+        self._used: dict[int, UsedTokens] = {}
+        self._step = 0
+
+    def apply(self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]) -> None:
+        """Change ``logits_BV`` in place.
+
+        Args:
+            logits_BV: float32, row b for ``picks[b]`` (not ``picks[b].row``); each row is the caller's own copy.
+            picks: B picks with distinct seq_ids.
+            previous: by seq_id, the token of the step before, where ``output_token_ids`` does not have it yet. Where it
+                is missing here too, that draw failed, its choice has ended, and what is drawn now is dropped.
+        """
+        self._step += 1
+        self._add_bias(logits_BV, picks)
+        self._mask(logits_BV, picks)
+        self._penalise(logits_BV, picks, previous)
+        if self._step % FORGET_AFTER_STEPS == 0:
+            oldest = self._step - FORGET_AFTER_STEPS
+            self._used = {seq_id: used for seq_id, used in self._used.items() if used.last_step > oldest}
+
+    @staticmethod
+    def _add_bias(logits_BV: torch.Tensor, picks: Sequence[Pick]) -> None:
+        rows: list[int] = []
+        tokens: list[int] = []
+        biases: list[float] = []
+        for row, pick in enumerate(picks):
+            for token, bias in (pick.draw.params.logit_bias or {}).items():
+                rows.append(row)
+                tokens.append(token)
+                biases.append(float(bias))
+        if rows:
+            device = logits_BV.device
+            at = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
+            logits_BV[at] += torch.tensor(biases, device=device)
+
+    @staticmethod
+    def _mask(logits_BV: torch.Tensor, picks: Sequence[Pick]) -> None:
+        pairs = [(row, token) for row, pick in enumerate(picks) for token in pick.draw.masked_at(pick.position)]
+        if pairs:
+            at = torch.tensor(pairs, device=logits_BV.device)
+            logits_BV[at[:, 0], at[:, 1]] = float("-inf")
+
+    def _penalise(self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]) -> None:
+        rows = [row for row, pick in enumerate(picks) if _is_penalised(pick.draw)]
+        if not rows:
+            return
+        used = [self._update(picks[row], previous) for row in rows]
+        lengths = [len(one.ids) for one in used]
+        vocab = logits_BV.shape[1]
+        flat = np.concatenate([one.ids + row * vocab for row, one in zip(rows, used, strict=True)])
+        count = np.concatenate([one.counts for one in used])
+        per_row = [picks[row].draw.params for row in rows]
+        repetition, frequency, presence = (
+            np.repeat(np.array(values, dtype=np.float32), lengths)
+            for values in (
+                [params.repetition_penalty for params in per_row],
+                [params.frequency_penalty for params in per_row],
+                [params.presence_penalty for params in per_row],
+            )
+        )
+        subtract = frequency * count + presence * (count > 0)
+        device = logits_BV.device
+        index = torch.from_numpy(flat).to(device)
+        factor = torch.from_numpy(repetition).to(device)
+        logits = logits_BV.view(-1)[index]
+        logits = torch.where(logits > 0, logits / factor, logits * factor) - torch.from_numpy(subtract).to(device)
+        logits_BV.view(-1)[index] = logits
+
+    def _update(self, pick: Pick, previous: Mapping[int, int]) -> UsedTokens:
+        draw = pick.draw
+        before = pick.position - len(draw.prompt_token_ids)
+        used = self._used.get(draw.seq_id)
+        if used is None or used.consumed > before or used.prompt_length != len(draw.prompt_token_ids):
+            used = self._used[draw.seq_id] = UsedTokens(draw.prompt_token_ids)
+        new = draw.output_token_ids[used.consumed : before]
+        if used.consumed + len(new) < before and draw.seq_id in previous:
+            new = [*new, previous[draw.seq_id]]
+        used.extend(new)
+        used.last_step = self._step
+        return used
