@@ -1,0 +1,165 @@
+"""From the name that a user gives to the files of a model.
+
+In this order: a directory in Hugging Face layout, a ``.gguf`` file, a built-in name (``pull.py``), a hub id
+(``organisation/name``). No torch here: a process that only needs the tokenizer or the configuration stays light.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from ..formats.gguf_file import GGUFFile
+from .config import ModelConfig
+from .pull import BUILTIN_MODELS, Progress, pull_builtin, pulled
+
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
+_HUB_IGNORED = ["*/*", "consolidated*"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is and what it is.
+
+    Attributes:
+        kind: ``hf`` (``path`` is a directory with config.json) or ``gguf`` (``path`` is a file).
+        path: absolute.
+        config: what the files say the model is.
+        name: as the user gave it.
+    """
+
+    kind: Literal["hf", "gguf"]
+    path: Path
+    config: ModelConfig
+    name: str
+
+    @cached_property
+    def gguf(self) -> GGUFFile:
+        """The open GGUF file (``kind`` is ``gguf``); opened once in each process."""
+        return GGUFFile.open(self.path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "gguf"}
+
+
+def resolve(name: str, *, allow_download: bool = True, progress: Progress | None = None) -> ModelSource:
+    """Find a model, fetching it if need be.
+
+    Args:
+        name: a directory, a ``.gguf`` file, a built-in name or a hub id.
+        allow_download: False uses what is on disk and never the network.
+        progress: told how far a fetch of a built-in model is; by default a bar on stderr.
+
+    Raises:
+        ValueError: no such model (nearest names are offered), damaged files, an unsupported architecture, no network.
+    """
+    if not name or "\0" in name:
+        raise ValueError(f"{name!r} is no model name; give {_choices()}")
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            return _from_directory(path, name)
+        if path.is_file():
+            return _from_file(path, name)
+    except OSError as error:  # a name that is too long for a path, a directory that cannot be entered
+        raise ValueError(f"cannot read {name[:80]!r}: {error.strerror or error}; give {_choices()}") from None
+    if name in BUILTIN_MODELS:
+        return _from_builtin(name, allow_download, progress)
+    if name.lower().endswith(".gguf") or name.startswith(("/", "./", "../", "~")) or name.endswith("/"):
+        raise ValueError(f"there is no file or directory {name!r}{_near_paths(path)}; give {_choices()}")
+    if _HUB_ID.fullmatch(name):
+        return _from_directory(_from_hub(name, allow_download), name)
+    near = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(map(repr, near))}? Otherwise give" if near else "give"
+    raise ValueError(f"unknown model {name!r}; {hint} {_choices()}")
+
+
+def _choices() -> str:
+    builtin = ", ".join(BUILTIN_MODELS)
+    return f"a model directory, a .gguf file, a built-in name ({builtin}) or a hub id (organisation/name)"
+
+
+def _near_paths(path: Path) -> str:
+    """Names beside a path that does not exist which look like it."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.6)
+    return f" (near it: {', '.join(near)})" if near else ""
+
+
+def _from_directory(path: Path, name: str) -> ModelSource:
+    path = path.resolve()
+    if not (path / "config.json").is_file():
+        files = sorted(file.name for file in path.glob("*.gguf"))
+        hint = f"; give one of its GGUF files: {', '.join(files[:5])}" if files else ""
+        raise ValueError(f"the directory {path} has no config.json, so it is no model in Hugging Face layout{hint}")
+    return ModelSource("hf", path, ModelConfig.from_hf_directory(path), name)
+
+
+def _from_file(path: Path, name: str) -> ModelSource:
+    path = path.resolve()
+    if path.suffix.lower() != ".gguf":
+        raise ValueError(f"{path} is no .gguf file; give {_choices()}")
+    file = GGUFFile.open(path)
+    try:
+        config = ModelConfig.from_gguf(file.metadata, file.tensors)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    source = ModelSource("gguf", path, config, name)
+    source.__dict__["gguf"] = file  # what the cached property would open again
+    return source
+
+
+def _from_builtin(name: str, allow_download: bool, progress: Progress | None) -> ModelSource:
+    model = BUILTIN_MODELS[name]
+    path = pulled(model)
+    if path is None:
+        if not allow_download:
+            raise ValueError(f"{name} is not in the cache ({model.path.parent}); run `transect pull {name}` first")
+        path = pull_builtin(model, progress=progress)
+    return _from_file(path, name)
+
+
+def _from_hub(name: str, allow_download: bool) -> Path:
+    """The snapshot directory of a hub id; huggingface_hub keeps it in its own cache and shows its own progress."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    near = difflib.get_close_matches(name.split("/")[1].lower(), BUILTIN_MODELS, n=1, cutoff=0.5)
+    hint = f" (the built-in {near[0]!r} is near it)" if near else ""
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED, local_files_only=not allow_download
+        )
+    except errors.GatedRepoError:
+        raise ValueError(
+            f"the hub model {name!r} is gated; accept its terms there and log in with `hf auth login`"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise ValueError(
+            f"the hub has no model {name!r}{hint}; check the spelling, or log in with `hf auth login` if it is private"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        if not allow_download:
+            raise ValueError(f"the hub model {name!r} is not on this machine; allow downloads to fetch it") from None
+        raise ValueError(
+            f"no network: cannot reach the hub for {name!r}{hint}; check the connection or {_local()}"
+        ) from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"cannot fetch {name!r} from the hub: {reason[0] if reason else type(error).__name__}; check the "
+            f"connection and the disk, or {_local()}"
+        ) from None
+    return Path(folder)
+
+
+def _local() -> str:
+    return "give a model directory or a .gguf file"

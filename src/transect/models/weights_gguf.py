@@ -1,0 +1,143 @@
+"""The weights of a GGUF file by canonical name, packed as they are in the file.
+
+Two things differ from the names and shapes of ``shapes.py``. Files of the llama architecture (Llama, SmolLM2,
+Mistral) keep the rows of q and k in the order that rotates neighbouring pairs: row ``2j + s`` of a head is row
+``s * half + j`` in the half-rotation order used here. And GPT-2's q, k and v are one matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..formats.ggml_blocks import QuantizedTensor
+from ..formats.gguf_file import GGUFFile
+from .config import ModelConfig
+from .shapes import weight_shapes
+
+_OUTER = {
+    "embed": "token_embd",
+    "position_embed": "position_embd",
+    "norm": "output_norm",
+    "head": "output",
+}
+_IN_LAYER = {
+    "attention_norm": "attn_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.o": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
+_FUSED = ("attention.q", "attention.k", "attention.v")
+_NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+"""Frequencies of rotary embedding; the configuration has them."""
+_DENSE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight is: a tensor of the file, and the rows of it (None: all)."""
+
+    tensor: str
+    rows: slice | np.ndarray | None
+
+
+def load_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    """Every weight of ``weight_shapes(config)`` once.
+
+    Packed matrices come as ``QuantizedTensor`` (views of the file, or copies where rows were reordered), all else as
+    torch tensors of the file's dtype.
+
+    Raises:
+        ValueError: a tensor is missing, superfluous, of the wrong shape, or holds numbers that are not finite; the
+            message names the file and the tensor. All but the last are found before the first weight is handed out.
+    """
+    places = _places(file, config)
+    return ((name, _read(file, place)) for name, place in places.items())
+
+
+def _places(file: GGUFFile, config: ModelConfig) -> dict[str, _Place]:
+    fused = config.architecture == "gpt2"
+    interleaved = file.metadata.get("general.architecture") == "llama"
+    places: dict[str, _Place] = {}
+    for name, shape in weight_shapes(config).items():
+        module, kind = name.rsplit(".", 1)
+        stored = shape
+        rows: slice | np.ndarray | None = None
+        if module.startswith("layers."):
+            _, layer, inner = module.split(".", 2)
+            if fused and inner in _FUSED:
+                part = _FUSED.index(inner)
+                tensor = f"blk.{layer}.attn_qkv.{kind}"
+                stored = (3 * config.q_dim, *shape[1:])
+                rows = slice(part * config.q_dim, (part + 1) * config.q_dim)
+            else:
+                tensor = f"blk.{layer}.{_IN_LAYER[inner]}.{kind}"
+                if interleaved and inner in ("attention.q", "attention.k"):
+                    rows = half_rotation_rows(shape[0] // config.head_dim, config.head_dim)
+        else:
+            tensor = f"{_OUTER[module]}.{kind}"
+        _check(file, tensor, stored)
+        places[name] = _Place(tensor, rows)
+    used = {place.tensor for place in places.values()}
+    extra = [name for name in file.tensors if name not in used and not _NOT_WEIGHTS.fullmatch(name)]
+    if extra:
+        raise ValueError(
+            f"{file.path}: a {config.architecture} model has no use for {len(extra)} of the tensors ({_few(extra)}); "
+            "the file is of another model family, or was converted wrongly"
+        )
+    return places
+
+
+def half_rotation_rows(heads: int, head_dim: int) -> np.ndarray:
+    """For each row in half-rotation order the row of the file that holds it, int64 [heads * head_dim]."""
+    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...]) -> None:
+    found = file.tensors.get(tensor)
+    if found is None:
+        raise ValueError(
+            f"{file.path}: the tensor {tensor!r} (shape {list(shape)}) is missing; fetch or convert the file again"
+        )
+    if found.shape != shape:
+        raise ValueError(
+            f"{file.path}: the tensor {tensor!r} should have shape {list(shape)} and has {list(found.shape)}; the "
+            "file's metadata and tensors do not belong together, fetch or convert it again"
+        )
+
+
+def _read(file: GGUFFile, place: _Place) -> Tensor | QuantizedTensor:
+    tensor = file.tensors[place.tensor]
+    if tensor.has_nonfinite_scale():
+        raise ValueError(
+            f"{file.path}: the tensor {place.tensor!r} holds infinite or NaN numbers; the file is damaged, fetch it "
+            "again"
+        )
+    if tensor.is_packed and len(tensor.shape) == 2:
+        return tensor if place.rows is None else tensor.rows(place.rows)
+    dense = _dense(tensor)
+    return dense if place.rows is None else dense[place.rows]
+
+
+def _dense(tensor: QuantizedTensor) -> Tensor:
+    """A copy in memory, in the file's own dtype (packed vectors, which no file is known to have, become float32)."""
+    if tensor.is_packed:
+        return torch.from_numpy(tensor.dequantize())
+    stored, dtype = _DENSE[tensor.type_name]
+    return torch.from_numpy(tensor.blocks.view(stored).reshape(tensor.shape).copy()).view(dtype)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

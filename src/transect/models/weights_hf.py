@@ -1,0 +1,337 @@
+"""Weights as safetensors in the layout of Hugging Face: one file, or shards with an index. In and out.
+
+The names of ``shapes.py`` and those of transformers are translated one to one, but for GPT-2, whose linear layers are
+stored ``[in, out]`` (``Conv1D``) and whose q, k and v are one matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .config import ModelConfig
+from .shapes import weight_shapes
+
+MAX_SHARD_BYTES = 5 * 10**9
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_LLAMA_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_LLAMA_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_GPT2_OUTER = {"embed": "transformer.wte", "position_embed": "transformer.wpe", "norm": "transformer.ln_f"}
+_GPT2_OUTER["head"] = "lm_head"
+_GPT2_LAYER = {
+    "attention_norm": "ln_1",
+    "attention.q": "attn.c_attn",
+    "attention.k": "attn.c_attn",
+    "attention.v": "attn.c_attn",
+    "attention.o": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_FUSED = ("attention.q", "attention.k", "attention.v")
+_NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias)")
+"""Buffers of old checkpoints: rotary frequencies and GPT-2's causal masks."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where transformers keeps a weight.
+
+    ``part`` counts thirds of the first dimension, after transposing if ``transposed``; ``stored`` is the file's shape.
+    """
+
+    tensor: str
+    stored: tuple[int, ...]
+    transposed: bool = False
+    part: int | None = None
+
+
+def places(config: ModelConfig) -> dict[str, _Place]:
+    """Canonical name to place, for every weight of ``weight_shapes(config)``."""
+    gpt2 = config.architecture == "gpt2"
+    outer, inner_names, stack = (
+        (_GPT2_OUTER, _GPT2_LAYER, "transformer.h") if gpt2 else (_LLAMA_OUTER, _LLAMA_LAYER, "model.layers")
+    )
+    out = {}
+    for name, shape in weight_shapes(config).items():
+        module, kind = name.rsplit(".", 1)
+        if not module.startswith("layers."):
+            out[name] = _Place(f"{outer[module]}.{kind}", shape)
+            continue
+        _, layer, inner = module.split(".", 2)
+        part = _FUSED.index(inner) if gpt2 and inner in _FUSED else None
+        stored = shape if part is None else (3 * shape[0], *shape[1:])
+        transposed = gpt2 and len(shape) == 2
+        tensor = f"{stack}.{layer}.{inner_names[inner]}.{kind}"
+        out[name] = _Place(tensor, stored[::-1] if transposed else stored, transposed, part)
+    return out
+
+
+# ---- in
+
+
+def load_hf(directory: str | os.PathLike[str], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of ``weight_shapes(config)`` once, in the dtype of the file.
+
+    Raises:
+        ValueError: no safetensors, a file missing or damaged, a tensor missing, superfluous, of the wrong shape or an
+            unsupported type; the message names file and tensor. All is found before the first weight is handed out,
+            but for damage that only reading shows.
+    """
+    directory = Path(directory)
+    stack = ExitStack()
+    try:
+        found = _listing(directory, stack)
+        plan = places(config)
+        for place in plan.values():
+            _check(directory, found, place)
+        _refuse_superfluous(directory, found, plan, config)
+    except BaseException:
+        stack.close()
+        raise
+    return _weights(found, plan, stack)
+
+
+def _weights(found: dict[str, _Stored], plan: dict[str, _Place], stack: ExitStack) -> Iterator[tuple[str, Tensor]]:
+    with stack:
+        for name, place in plan.items():
+            where = found[place.tensor]
+            try:
+                tensor = where.file.get_tensor(where.name)
+            except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+                raise _damaged(where.path, error) from None
+            if place.transposed:
+                tensor = tensor.t()
+            yield name, tensor if place.part is None else tensor.chunk(3)[place.part]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of an open safetensors file, under the name it has there."""
+
+    file: Any
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
+    """Every tensor of the checkpoint by its full transformers name."""
+    found: dict[str, _Stored] = {}
+    for path in _files(directory):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+                view = file.get_slice(name)
+                stored = _Stored(file, path, name, tuple(view.get_shape()), str(view.get_dtype()))
+                if found.setdefault(_full_name(name), stored) is not stored:
+                    raise ValueError(f"the tensor {name!r} is in two files")
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise _damaged(path, error) from None
+    return found
+
+
+def _full_name(name: str) -> str:
+    """Checkpoints of a bare model (without the language-model head) lack the leading ``model.`` or ``transformer.``."""
+    if name.startswith(("layers.", "embed_tokens.", "norm.")):
+        return f"model.{name}"
+    if name.startswith(("h.", "wte.", "wpe.", "ln_f.")):
+        return f"transformer.{name}"
+    return name
+
+
+def _files(directory: Path) -> list[Path]:
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    index = directory / _INDEX
+    if not index.is_file():
+        only = sorted(directory.glob("*.safetensors"))
+        if len(only) == 1:
+            return only
+        other = "; it has PyTorch .bin files, which are not read: save it again as safetensors"
+        hint = other if list(directory.glob("*.bin")) else ""
+        raise ValueError(f"{directory} has neither {_SINGLE} nor {_INDEX}{hint or '; download the model again'}")
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted(set(shards))
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("its weight_map must map tensor names to file names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is not a readable index ({_line(error)}); download it again") from None
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ValueError(f"{directory} lacks {len(missing)} of {len(names)} shards ({_few(missing)}); download them")
+    return [directory / name for name in names]
+
+
+def _check(directory: Path, found: dict[str, _Stored], place: _Place) -> None:
+    stored = found.get(place.tensor)
+    shape = list(place.stored)
+    if stored is None:
+        raise ValueError(f"{directory}: the tensor {place.tensor!r} (shape {shape}) is missing; download it again")
+    if stored.shape != place.stored:
+        raise ValueError(
+            f"{stored.path}: the tensor {place.tensor!r} should have shape {shape} and has {list(stored.shape)}; "
+            "config.json and weights do not belong together"
+        )
+    if stored.dtype not in _TYPES:
+        raise ValueError(
+            f"{stored.path}: the tensor {place.tensor!r} is of unsupported type {stored.dtype}; supported: "
+            f"{', '.join(_TYPES)}. Take an unquantized model or a GGUF file"
+        )
+
+
+def _refuse_superfluous(
+    directory: Path, found: dict[str, _Stored], plan: dict[str, _Place], config: ModelConfig
+) -> None:
+    used = {place.tensor for place in plan.values()}
+    if config.tied_embeddings:
+        used.add("lm_head.weight")  # some files hold the shared table twice
+    extra = [name for name in found if name not in used and not _NOT_WEIGHTS.fullmatch(name)]
+    if extra:
+        raise ValueError(
+            f"{directory}: a {config.architecture} model with this config.json has no use for {len(extra)} of the "
+            f"tensors ({_few(extra)}); config.json and weights do not belong together"
+        )
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    return ValueError(f"{path} is truncated or corrupt ({_line(error)}); download it again")
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+# ---- out
+
+
+def save_hf(
+    model_state: Mapping[str, Tensor],
+    config: ModelConfig,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write config.json and safetensors that transformers, vLLM and ``load_hf`` read.
+
+    Args:
+        model_state: ``Decoder.state_dict()``: every weight of ``weight_shapes(config)``, in any float dtypes; with tied
+            embeddings a ``head.weight`` is left out.
+        directory: made if it is not there. Each file is written beside its place and moved there when it is whole;
+            config.json comes last.
+        max_shard_bytes: a new file is begun before one grows past this; one tensor is never cut.
+
+    Raises:
+        ValueError: a weight is missing, superfluous or of the wrong shape; an architecture that config.json cannot
+            express; a directory that cannot be written.
+    """
+    values = config.to_hf()
+    tensors = _to_hf_names(model_state, config)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) == 1:
+        values["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    shards = _shards(tensors, max_shard_bytes)
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        written = {}
+        for number, shard in enumerate(shards, 1):
+            name = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            _write_shard(shard, directory / name)
+            written[name] = shard
+        if len(shards) > 1:
+            weight_map = {tensor: name for name, shard in written.items() for tensor in shard}
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, directory / _INDEX)
+            written[_INDEX] = {}
+        _write_json(values, directory / "config.json")
+        for path in [*directory.glob("model*.safetensors"), directory / _INDEX]:
+            if path.name not in written:  # of a model that was here before
+                path.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot write the model to {directory}: {_line(error)}") from None
+
+
+def _to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    shapes = weight_shapes(config)
+    superfluous = set(state) - set(shapes) - ({"head.weight"} if config.tied_embeddings else set())
+    if superfluous:
+        raise ValueError(f"the model has no weights {_few(sorted(superfluous))}; give Decoder.state_dict()")
+    for name, shape in shapes.items():
+        if name not in state:
+            raise ValueError(f"the weight {name!r} (shape {list(shape)}) is missing; give a whole Decoder.state_dict()")
+        if tuple(state[name].shape) != shape:
+            raise ValueError(f"the weight {name!r} should have shape {list(shape)} and has {list(state[name].shape)}")
+    parts: dict[str, list[Tensor]] = {}
+    transposed = {}
+    for name, place in places(config).items():  # q, k, v in this order
+        parts.setdefault(place.tensor, []).append(state[name].detach().cpu())
+        transposed[place.tensor] = place.transposed
+    joined = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
+    return {name: (tensor.t() if transposed[name] else tensor).contiguous() for name, tensor in joined.items()}
+
+
+def _shards(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    with _replacing(path) as part:
+        save_file(tensors, part, metadata={"format": "pt"})
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    with _replacing(path) as part:
+        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A path to write to instead of ``path``; if all goes well, what is there is flushed and moved to ``path``."""
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        yield part
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
