@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -26,6 +26,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from .chat_messages import normal_messages
+from .gguf_vocab import gguf_chat_template
+from .hf_settings import read_hf_settings
+
+if TYPE_CHECKING:
+    from ..models.resolve import ModelSource
 
 MAX_CHARACTERS = 32 * 1024 * 1024
 """Output at the most; far over the longest context."""
@@ -67,6 +72,20 @@ class ChatTemplate:
             ) from error
         except Exception as error:
             raise ValueError(f"the chat template cannot be compiled ({_describe(error)}): correct it") from error
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> ChatTemplate | None:
+        """The template that a resolved model brings; None when it brings none.
+
+        Raises:
+            ValueError: it cannot be read or is not valid Jinja.
+        """
+        if source.kind == "hf":
+            settings = read_hf_settings(source.path)
+            template, bos, eos = settings.chat_template, settings.bos_token or "", settings.eos_token or ""
+        else:
+            template, bos, eos = gguf_chat_template(source.gguf.metadata)
+        return None if template is None else cls(template, bos, eos)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The text to encode with ``parse_special=True`` and ``add_special_tokens=False``.

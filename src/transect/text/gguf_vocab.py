@@ -32,7 +32,6 @@ class GGUFVocabulary:
     eos_token_ids: tuple[int, ...]
     prefix_ids: tuple[int, ...]
     suffix_ids: tuple[int, ...]
-    chat_template: str | None
 
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
@@ -74,8 +73,19 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         eos_token_ids=eos_ids,
         prefix_ids=(bos,) if add_bos and bos is not None else (),
         suffix_ids=(ends[0],) if add_eos and ends[0] is not None else (),
-        chat_template=metadata.get("tokenizer.chat_template"),
     )
+
+
+def gguf_chat_template(metadata: Mapping[str, Any]) -> tuple[str | None, str, str]:
+    """(template or None, text of the BOS token, text of the EOS token; "" for a token that the file does not name).
+
+    Raises:
+        ValueError: the file has no tokens, or names one that it does not have.
+    """
+    tokens = _strings(metadata, "tokens")
+    bos, eos = (_token_id(metadata, which, len(tokens)) for which in ("bos", "eos"))
+    template = metadata.get("tokenizer.chat_template")
+    return template, "" if bos is None else tokens[bos], "" if eos is None else tokens[eos]
 
 
 def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:

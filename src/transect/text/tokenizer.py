@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -23,14 +23,8 @@ from .gguf_vocab import read_gguf_vocabulary
 from .hf_settings import HFSettings, read_hf_settings
 from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 
-
-class TokenizerSource(Protocol):
-    """Where a model came from: ``kind`` is "hf" (``path`` is a directory) or "gguf" (``path`` is a file)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def path(self) -> Any: ...
+if TYPE_CHECKING:
+    from ..models.resolve import ModelSource
 
 
 class Tokenizer:
@@ -42,7 +36,6 @@ class Tokenizer:
         eos_token_ids: tokens that end a model's answer; may be several, may be empty.
         special_ids: tokens that are no text and that decoding leaves out by default.
         drops_leading_space: this family puts a space before every text, which decoding takes off again.
-        chat_template: Jinja source, or None when the model brings none.
     """
 
     def __init__(
@@ -54,7 +47,6 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         prefix_ids: tuple[int, ...] = (),
         suffix_ids: tuple[int, ...] = (),
-        chat_template: str | None = None,
     ) -> None:
         added = backend.get_added_tokens_decoder()
         self._parsing = backend
@@ -68,10 +60,9 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         self.drops_leading_space = spelling.leading_space
-        self.chat_template = chat_template
 
     @classmethod
-    def from_source(cls, source: TokenizerSource) -> Tokenizer:
+    def from_source(cls, source: ModelSource) -> Tokenizer:
         """The tokenizer that belongs to a resolved model.
 
         Raises:
@@ -79,11 +70,7 @@ class Tokenizer:
         """
         if source.kind == "hf":
             return cls.from_hf(source.path)
-        if source.kind == "gguf":
-            from ..formats.gguf_file import GGUFFile
-
-            return cls.from_gguf(GGUFFile.open(source.path).metadata)
-        raise ValueError(f"a tokenizer can come from a source of kind 'hf' or 'gguf', not {source.kind!r}")
+        return cls.from_gguf(source.gguf.metadata)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -100,12 +87,11 @@ class Tokenizer:
             eos_token_ids=vocabulary.eos_token_ids,
             prefix_ids=vocabulary.prefix_ids,
             suffix_ids=vocabulary.suffix_ids,
-            chat_template=vocabulary.chat_template,
         )
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> Tokenizer:
-        """From a model directory: tokenizer.json, and where they exist tokenizer_config.json, chat_template.jinja,
+        """From a model directory: tokenizer.json, and where they exist tokenizer_config.json, special_tokens_map.json,
         generation_config.json and config.json.
 
         Raises:
@@ -138,7 +124,6 @@ class Tokenizer:
             spelling,
             bos_token_id=settings.bos_token_id if bos is None else bos,
             eos_token_ids=tuple(ends),
-            chat_template=settings.chat_template,
         )
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
