@@ -132,7 +132,14 @@ async def test_sampling_fields_arrive(client, engine):
         "repetition_penalty": 1.2,
         "min_tokens": 2,
     }
-    fields |= {"ignore_eos": True, "presence_penalty": 0.3, "frequency_penalty": 0.4, "stop_token_ids": [3], "n": 2}
+    fields |= {
+        "ignore_eos": True,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "stop_token_ids": [3],
+        "n": 2,
+        "min_tokens": 2,
+    }
     body = {**CHAT, **fields, "priority": -3, "logit_bias": {"65": 5}, "max_completion_tokens": 9, "stop": "x"}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     _, params, priority = engine.seen[-1]

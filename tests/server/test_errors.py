@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a request, on the fake engine: the status, the shape, and what the message names."""
+"""Everything that can be wrong with a request, on the fake engine: status, shape, and what the message names."""
 
 import asyncio
 import json

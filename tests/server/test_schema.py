@@ -1,0 +1,59 @@
+"""schemathesis: whatever the OpenAPI schema allows, or nearly allows, no answer is a 5xx and each is as documented."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+from transect.server.app import create_app
+from transect.server.serving import ServerOptions
+
+ROUTES = [
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{name}", "GET"),
+    ("/health", "GET"),
+]
+
+
+def schema_of(engine):
+    """The schema as the server itself shows it."""
+    return schemathesis.openapi.from_asgi("/openapi.json", create_app(engine, ServerOptions(model_names=("m",))))
+
+
+def explore(schema, path, method, mode, examples):
+    """Send generated requests to one operation."""
+    operation = schema[path][method]
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    def run(case):
+        if mode == GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body.pop("model", None)  # nearly every made-up name would be a 404 and end there
+        checks = [not_a_server_error, status_code_conformance, response_schema_conformance]
+        # An answer that is streamed on request is no JSON, and the schema describes the JSON one.
+        if isinstance(case.body, dict) and case.body.get("stream") is True:
+            checks.pop()
+        case.call_and_validate(checks=checks)
+
+    run()
+
+
+@pytest.mark.parametrize(("path", "method"), ROUTES)
+def test_requests_that_the_schema_allows(engine, path, method):
+    explore(schema_of(engine), path, method, GenerationMode.POSITIVE, 60 if method == "POST" else 10)
+
+
+@pytest.mark.parametrize(("path", "method"), [route for route in ROUTES if route[1] == "POST"])
+def test_requests_that_the_schema_forbids(engine, path, method):
+    explore(schema_of(engine), path, method, GenerationMode.NEGATIVE, 60)
+
+
+def test_every_route_is_explored(app):
+    described = {(path, method.upper()) for path, item in app.openapi()["paths"].items() for method in item}
+    assert described == {*ROUTES, ("/metrics", "GET")}
