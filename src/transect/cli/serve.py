@@ -38,6 +38,9 @@ def command(
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take in all.")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Longest request body.")] = 8 * 1024 * 1024,
+    hung_after: Annotated[
+        float | None, typer.Option(help="Seconds of silence after which /health calls the engine hung.")
+    ] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 30.0,
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
@@ -71,6 +74,7 @@ def command(
         kv_cache_tokens=kv_cache_tokens,
         enable_prefix_caching=prefix_caching,
         max_queue=max_queue,
+        hung_after_s=hung_after,
         threads=threads,
         native=native,
     )

@@ -1,0 +1,144 @@
+"""The ``transect`` command as a user meets it: a process, its output and its exit code."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+TRANSECT = [sys.executable, "-m", "transect"]
+PATIENCE_S = 90
+
+
+def run(*arguments, **options):
+    """Run the command to its end."""
+    return subprocess.run([*TRANSECT, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    return str(smollm2)
+
+
+def one_line_error(done):
+    """The message of a command that failed as it should."""
+    assert done.returncode == 2, done
+    assert done.stderr.startswith("transect: error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["bench"], ["serve", "--help"]])
+def test_help_loads_nothing_heavy(arguments):
+    program = (
+        "import sys\nfrom transect.cli import main\ntry: main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'fastapi', 'tokenizers', 'numpy', 'zmq'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("Usage: transect")
+    assert done.stdout.endswith("[]\n") and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serv"], "serve"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--port", "x"], "--port"),
+        (["serve", "--host", "no.such.host.invalid"], "--host"),
+        (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
+        (["generate"], "model"),
+        (["generate", "smollm2-135m", ""], "prompt is empty"),
+        (["generate", "smollm2-135m", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "smollm2-135m", "x", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "smollm", "x"], "smollm2-135m"),
+        (["generate", "/no/such.gguf", "x"], "/no/such.gguf"),
+        (["pull", "smollm2-153m"], "smollm2-135m"),
+        (["bench", "latency", "--runs", "0"], "--runs"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_change(arguments, words):
+    assert words in one_line_error(run(*arguments))
+
+
+def test_damaged_model_file(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + b"\0" * 50)
+    assert "model.gguf" in one_line_error(run("generate", str(file), "x"))
+
+
+def test_debug_shows_where(tmp_path):
+    done = run("--debug", "generate", "/no/such.gguf", "x")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_generate_streams_to_stdout_and_speed_to_stderr(model):
+    done = run("generate", model, "The capital of France is", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert re.search(r"12 tokens, \d+ tok/s, first after \d", done.stderr)
+    again = run("generate", model, "-", "--max-tokens", "12", input="The capital of France is")
+    assert again.stdout == done.stdout
+
+
+def test_generate_into_a_closed_pipe_is_quiet(model):
+    command = [*TRANSECT, "generate", model, "Once upon a time", "--max-tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 141 and not errors
+
+
+@pytest.mark.parametrize("after", ["the start", "the first text"])
+def test_ctrl_c_is_quiet(model, after):
+    command = [*TRANSECT, "generate", model, "Once upon a time", "--max-tokens", "1500"]
+    # A session of its own: the signal goes to the whole group, as from a terminal.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        if after == "the first text":
+            process.stdout.read(1)
+        else:
+            # Waits for the engine process, which exists well before it is ready.
+            while not subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout:
+                assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        errors = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 130 and not errors
+
+
+def test_chat_remembers_until_reset(model):
+    lines = "My name is Ada. What is my name?\n/what\n/reset\n\n/exit\n"
+    done = run("chat", model, "--temperature", "0", "--max-tokens", "40", input=lines)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "Ada" in done.stdout and "[forgotten]" in done.stdout and "tok/s" in done.stdout
+    assert done.stdout.count("/reset forgets") == 2
+
+
+def test_chat_says_when_the_context_is_full(model):
+    lines = "word " * 300 + "\nHi\n"
+    done = run("chat", model, "--max-tokens", "5", "--max-model-len", "128", input=lines)
+    assert done.returncode == 0, done.stderr
+    assert "context of 128 tokens is full" in done.stdout
+    assert re.search(r"5 tokens, .*cut at", done.stdout)
+
+
+def test_bench(model):
+    arguments = ("--prompt-tokens", "32", "--new-tokens", "8", "--runs", "1", "--model", model)
+    for command in ("latency", "throughput"):
+        extra = ("--batch", "2") if command == "throughput" else ()
+        done = run("bench", command, *arguments, *extra)
+        assert done.returncode == 0, done.stderr
+        assert "decode tok/s" in done.stdout
+
+
+def test_demo_without_a_terminal_prints_plain_lines(model):
+    done = run("demo", model, "--max-tokens", "16")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^chat \d: first token after", done.stdout, re.M)) == 8
+    assert len(re.findall(r"^chat \d: \d+ tokens, \d+ tok/s", done.stdout, re.M)) == 8
+    assert "together" in done.stdout and "KV cache at most" in done.stdout
+    assert done.stdout.rstrip().endswith("the server has stopped cleanly")
+    assert "\x1b" not in done.stdout and not done.stderr
