@@ -42,7 +42,7 @@ def test_preference_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     with_extra(monkeypatch, "rotary", "quick", Implementation("special", lambda: mine, ("sm_90",)))
     ops = resolve_ops("cpu", ("special", "torch"))
     assert ops.gelu is mine and dict(ops.chosen)["gelu"] == "quick"
-    assert ops.swiglu is get("swiglu").reference
+    assert ops.swiglu is get("swiglu").implementations["torch"].load()
     assert ops.passed_over == (
         ("rotary", "quick", "does not run on cpu"),
         ("swiglu", "quick", "no compiler was found"),
@@ -72,3 +72,20 @@ def test_fixed_rows_give_a_row_the_same_bits_in_any_batch(inputs: int, outputs: 
     torch.testing.assert_close(together, x @ weight.T + bias, rtol=1e-4, atol=1e-4)
     for start, end in ((0, 1), (5, 6), (37, 40), (11, 70), (16, 32)):
         assert torch.equal(fixed_rows(x[start:end], weight, bias), together[start:end])
+
+
+def test_swiglu_gives_an_element_the_same_bits_anywhere() -> None:
+    gate, up = 5 * sample(7, 72), sample(7, 72, seed=1)
+    swiglu = resolve_ops(batch_invariant=True).swiglu
+    together = swiglu(gate, up)
+    for row in range(7):
+        assert torch.equal(swiglu(gate[row : row + 1], up[row : row + 1]), together[row : row + 1])
+
+
+def test_swiglu_far_from_zero() -> None:
+    """No overflow forward or backward where exp(-gate) has none left."""
+    gate = torch.tensor([-1e4, -100.0, -89.0, 89.0, 1e4], requires_grad=True)
+    y = resolve_ops().swiglu(gate, torch.ones(5))
+    (gradient,) = torch.autograd.grad(y.sum(), gate)
+    assert y.tolist() == pytest.approx([0, 0, 0, 89, 1e4], abs=1e-30)
+    assert gradient.tolist() == pytest.approx([0, 0, 0, 1, 1], abs=1e-30)

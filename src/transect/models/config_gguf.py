@@ -40,9 +40,13 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
     if integer("expert_count", 0):
         raise ValueError("the GGUF file holds a mixture-of-experts model, which is not supported yet")
     dim, heads = integer("embedding_length"), integer("attention.head_count")
+    if heads <= 0:
+        raise ValueError(
+            f"'{architecture}.attention.head_count' in the GGUF metadata must be greater than 0, not {heads}"
+        )
     if "token_embd.weight" not in tensors:
         raise ValueError("the GGUF file has no tensor 'token_embd.weight': it is not a whole model, fetch it again")
-    default_head_dim = 128 if architecture == "qwen3" else dim // max(heads, 1)
+    default_head_dim = 128 if architecture == "qwen3" else dim // heads
     head_dim = integer("attention.key_length", default_head_dim)
     if integer("attention.value_length", head_dim) != head_dim:
         raise ValueError("GGUF models whose key and value heads differ in size are not supported")

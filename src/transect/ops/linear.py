@@ -15,7 +15,7 @@ bandwidth: about 300 on a data-centre GPU, a few tens on a CPU.
 ``fixed_rows`` always multiplies blocks of 16 rows, padded with zeros: a library picks its kernel, and with that the
 order of its sums, by the number of rows, so a token alone and a token in a batch would otherwise differ in the last
 bits. That a row's place in its block does not matter either is up to the library; a test checks it (MKL keeps it where
-``I`` is a multiple of 4, as in every model). It costs up to 4x for one row and 1.7x for 512 in float32 (576 x 1536, two cores).
+``I`` is a multiple of 4, as in every model). In float32 (576 x 1536, two cores) it costs 4x for one row, 1.7x for 512.
 """
 
 from __future__ import annotations
