@@ -334,10 +334,7 @@ def test_gguf_mistral_is_stored_as_llama() -> None:
         ({"llama.block_count": "30"}, r"'llama\.block_count' in the GGUF metadata must be one number"),
         ({"llama.block_count": 1.5}, "must be a whole number"),
         ({"llama.attention.head_count_kv": [3, 3]}, "must be one number"),
-        (
-            {"llama.attention.head_count": 0, "llama.rope.dimension_count": None},
-            "n_heads must be a whole number greater than 0",
-        ),
+        ({"llama.attention.head_count": 0}, "head_count' in the GGUF metadata must be greater than 0, not 0"),
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.rope.dimension_count": 32}, "rotate only part of a head"),
         ({"llama.attention.value_length": 32}, "key and value heads differ"),
