@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import transformers
 from transect.models.config import ModelConfig, RopeConfig
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
+from transect.models.load import load_model
+from transect.models.resolve import resolve
 from transect.models.shapes import weight_shapes
 
 NEW_TOKENS = 64
@@ -311,3 +314,13 @@ def test_gradients_match(family: str) -> None:
         # Without rotary a key bias shifts all scores of a query alike: its gradient is 0 but for rounding.
         assert (ours - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=0.5), name
     model.zero_grad()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_loads(family: str, tmp_path: Path) -> None:
+    """What transformers writes to disk, read by ``load_model``: the same logits."""
+    theirs(family).save_pretrained(tmp_path)
+    decoder = load_model(resolve(str(tmp_path)), dtype="float32", native=False)
+    sequences = expected(family)
+    ours = varlen_logits(decoder, [tokens for tokens, _ in sequences])
+    assert (ours - torch.cat([logits for _, logits in sequences])).abs().max() <= 1e-4
