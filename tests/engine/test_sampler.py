@@ -10,7 +10,7 @@ from transect.engine import penalties
 from transect.engine.batch import Draw
 from transect.engine.penalties import Pick
 from transect.engine.philox import TOKEN_STREAM, gumbel
-from transect.engine.sampler import BARS, Sampler, _draw_truncated, group_mass, grouped, token_logprobs
+from transect.engine.sampler import BARS, Sampler, _draw_truncated, group_mass, token_logprobs
 from transect.engine.sampling_params import SamplingParams
 
 torch.set_num_threads(2)
@@ -187,12 +187,12 @@ def test_the_draw_is_the_best_perturbed_token_of_the_full_sort(params, scale):
 
 def test_flat_logits_need_the_lower_bars():
     z = torch.zeros(1, 20_000)
-    total = group_mass(grouped(z)).sum(-1)
+    total = group_mass(z).sum(-1)
     one = [pick(top_p=0.9)]
     assert _draw_truncated(torch.cat([z, z]), total.repeat(2), one * 2, BARS[1]) != [None, None]
     with_peak = z.clone()
     with_peak[0, 5] = 3.0
-    assert _draw_truncated(with_peak - 3.0, group_mass(grouped(with_peak - 3.0)).sum(-1), one, BARS[0]) == [None]
+    assert _draw_truncated(with_peak - 3.0, group_mass(with_peak - 3.0).sum(-1), one, BARS[0]) == [None]
     assert 0 <= sample_one(with_peak[0], one[0]) < 20_000
 
 
@@ -242,10 +242,10 @@ def test_a_row_is_the_same_alone_and_in_any_batch(vocab):
 
 def test_group_mass_is_bitwise_the_same_for_any_number_of_rows():
     z = -logits_like_a_model(9, 5000, seed=2).abs()
-    whole = group_mass(grouped(z))
+    whole = group_mass(z)
     for rows in (1, 2, 5):
         for start in (0, 9 - rows):
-            assert torch.equal(group_mass(grouped(z[start : start + rows].clone())), whole[start : start + rows])
+            assert torch.equal(group_mass(z[start : start + rows].clone()), whole[start : start + rows])
 
 
 # Penalties, bias, masks ---------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ GROUP = 128
 BARS = (2.0**-13, 2.0**-18, 0.0)
 """Probability above which a token is a candidate for top-k and top-p: the first bar, and what it is lowered to."""
 SMALLEST_TEMPERATURE = 1e-30
+SCRATCH_FLOATS = 2**20
+"""Rows that need work of their own are taken this many logits at a time (or one row), which fits a cache."""
 NOT_FINITE = (
     "the model's logits are not finite at this position (NaN or infinity): check the weights, or load the model with "
     'dtype="float32"'
@@ -52,10 +54,11 @@ class Samples:
 
 
 class Sampler:
-    """Draws the tokens of a step. Keeps nothing between steps but counts of used tokens (see penalties.py)."""
+    """Draws the tokens of a step. Keeps between steps the counts of used tokens (see penalties.py) and two buffers."""
 
     def __init__(self) -> None:
         self._adjuster = LogitAdjuster()
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def sample(
         self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int] | None = None
@@ -83,22 +86,25 @@ class Sampler:
                 samples.tokens[pick.draw.seq_id] = best_ids[pick.row]
             else:
                 special.append(pick)
-        if special:
-            self._sample_special(logits_RV, special, previous or {}, samples)
+        at_once = max(1, SCRATCH_FLOATS // logits_RV.shape[1])
+        for start in range(0, len(special), at_once):
+            self._sample_special(logits_RV, special[start : start + at_once], previous or {}, samples)
         self._add_logprobs(logits_RV, picks, samples)
         return samples
 
     def _sample_special(
         self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int], samples: Samples
     ) -> None:
-        """Picks that are adjusted or random: on a copy of their rows."""
-        logits_BV = logits_RV[torch.tensor([pick.row for pick in picks], device=logits_RV.device)]
+        """Picks that are adjusted or random: on a copy of their rows, made in memory that is kept between steps."""
+        rows = torch.tensor([pick.row for pick in picks], device=logits_RV.device)
+        logits_BV = self._scratch(0, len(picks), logits_RV)
+        torch.index_select(logits_RV, 0, rows, out=logits_BV)
         adjusted = [b for b, pick in enumerate(picks) if is_adjusted(pick)]
         if adjusted:
-            at = torch.tensor(adjusted, device=logits_BV.device)
-            part = logits_BV[at]
+            part = take_rows(logits_BV, adjusted)
             self._adjuster.apply(part, [picks[b] for b in adjusted], previous)
-            logits_BV[at] = part
+            if part is not logits_BV:
+                logits_BV[torch.tensor(adjusted, device=logits_BV.device)] = part
         best = argmax(logits_BV)
         peak_B1 = logits_BV.gather(1, best[:, None])
         drawable = torch.isfinite(peak_B1[:, 0]).tolist()
@@ -112,10 +118,18 @@ class Sampler:
             else:
                 random.append(b)
         if random:
-            at = torch.tensor(random, device=logits_BV.device)
-            chosen = draw_random(logits_BV[at].sub_(peak_B1[at]), [picks[b] for b in random])
+            z_BV = take_rows(logits_BV, random).sub_(take_rows(peak_B1, random))
+            chosen = draw_random(z_BV, [picks[b] for b in random], self._scratch(1, len(random), logits_RV))
             for b, token in zip(random, chosen, strict=True):
                 samples.tokens[picks[b].draw.seq_id] = token
+
+    def _scratch(self, which: int, rows: int, like_RV: torch.Tensor) -> torch.Tensor:
+        """One of two buffers [rows, V]. (Fresh pages for some megabytes cost more than the arithmetic on them.)"""
+        size = rows * like_RV.shape[1]
+        buffer = self._buffers.get(which)
+        if buffer is None or len(buffer) < size or buffer.device != like_RV.device:
+            buffer = self._buffers[which] = torch.empty(size, dtype=torch.float32, device=like_RV.device)
+        return buffer[:size].view(rows, -1)
 
     @staticmethod
     def _add_logprobs(logits_RV: torch.Tensor, picks: Sequence[Pick], samples: Samples) -> None:
@@ -141,48 +155,51 @@ def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
     return logits_RV.argmax(-1)
 
 
-def grouped(x_BV: torch.Tensor) -> torch.Tensor:
-    """[B, G, 128]: the row in groups, the last one filled up with -inf."""
-    rows, vocab = x_BV.shape
-    if vocab % GROUP:
-        padded = x_BV.new_full((rows, -(-vocab // GROUP) * GROUP), float("-inf"))
-        padded[:, :vocab] = x_BV
-        x_BV = padded
-    return x_BV.reshape(rows, -1, GROUP)
+def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """The given distinct rows in ascending order; ``x`` itself, not a copy, if that is all of them."""
+    return x if len(rows) == len(x) else x.index_select(0, torch.tensor(rows, device=x.device))
 
 
-def group_mass(z_BGT: torch.Tensor) -> torch.Tensor:
+def grouped(x_BV: torch.Tensor, fill: float) -> torch.Tensor:
+    """[B, G, 128]: the rows in groups, the last one filled up with ``fill``."""
+    short = -x_BV.shape[1] % GROUP
+    if short:
+        x_BV = torch.nn.functional.pad(x_BV, (0, short), value=fill)
+    return x_BV.view(len(x_BV), -1, GROUP)
+
+
+def group_mass(z_BV: torch.Tensor, scratch_BV: torch.Tensor | None = None) -> torch.Tensor:
     """float64 [B, G]: sum of exp over each group. One order of summation for any number of rows."""
-    return torch.exp(z_BGT).sum(-1).to(torch.float64)
+    weight_BV = torch.exp(z_BV, out=scratch_BV)
+    return grouped(weight_BV, fill=0.0).sum(-1).to(torch.float64)
 
 
-def draw_random(z_BV: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
+def draw_random(z_BV: torch.Tensor, picks: Sequence[Pick], scratch_BV: torch.Tensor | None = None) -> list[int]:
     """One token for each row.
 
     Args:
         z_BV: float32, adjusted logits less their maximum (so the likeliest is 0); changed in place.
         picks: B picks with temperature above 0.
+        scratch_BV: memory to use, float32.
     """
     device = z_BV.device
     temperature = [max(pick.draw.params.temperature, SMALLEST_TEMPERATURE) for pick in picks]
     z_BV.div_(torch.tensor(temperature, dtype=torch.float32, device=device)[:, None])
-    z_BGT = grouped(z_BV)
-    mass_BG = group_mass(z_BGT)
+    mass_BG = group_mass(z_BV, scratch_BV)
     vocab = z_BV.shape[1]
     truncated = [b for b, pick in enumerate(picks) if _is_truncated(pick, vocab)]
     whole = [b for b, pick in enumerate(picks) if not _is_truncated(pick, vocab)]
     tokens = [0] * len(picks)
     if whole:
-        at = torch.tensor(whole, device=device)
-        drawn = _draw_whole(z_BGT[at], mass_BG[at], [picks[b] for b in whole])
+        drawn = _draw_whole(take_rows(z_BV, whole), take_rows(mass_BG, whole), [picks[b] for b in whole])
         for b, token in zip(whole, drawn, strict=True):
             tokens[b] = token
     pending = truncated
     for bar in BARS:
         if not pending:
             break
-        at = torch.tensor(pending, device=device)
-        drawn_or_none = _draw_truncated(z_BV[at], mass_BG[at].sum(-1), [picks[b] for b in pending], bar)
+        total_B = take_rows(mass_BG, pending).sum(-1)
+        drawn_or_none = _draw_truncated(take_rows(z_BV, pending), total_B, [picks[b] for b in pending], bar)
         for b, found in zip(pending, drawn_or_none, strict=True):
             tokens[b] = -1 if found is None else found
         pending = [b for b in pending if tokens[b] < 0]
@@ -204,15 +221,16 @@ def _noise(picks: Sequence[Pick], ids_BK: torch.Tensor, stream: int) -> torch.Te
     )
 
 
-def _draw_whole(z_BGT: torch.Tensor, mass_BG: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
+def _draw_whole(z_BV: torch.Tensor, mass_BG: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
     """From the whole vocabulary: a group by its mass, then a token of the group."""
-    rows, groups, _ = z_BGT.shape
-    group_ids = torch.arange(groups, device=z_BGT.device).expand(rows, groups)
+    device = z_BV.device
+    group_ids = torch.arange(mass_BG.shape[1], device=device).expand_as(mass_BG)
     group_B = (mass_BG.log() + _noise(picks, group_ids, GROUP_STREAM)).argmax(-1)
-    inside_BT = z_BGT[torch.arange(rows, device=z_BGT.device), group_B].to(torch.float64)
-    ids_BT = group_B[:, None] * GROUP + torch.arange(GROUP, device=z_BGT.device)
-    lane_B1 = (inside_BT + _noise(picks, ids_BT, TOKEN_STREAM)).argmax(-1, keepdim=True)
-    return ids_BT.gather(1, lane_B1)[:, 0].tolist()
+    ids_BT = group_B[:, None] * GROUP + torch.arange(GROUP, device=device)
+    last = z_BV.shape[1] - 1
+    inside_BT = z_BV.gather(1, ids_BT.clamp(max=last)).to(torch.float64)
+    score_BT = (inside_BT + _noise(picks, ids_BT, TOKEN_STREAM)).masked_fill_(ids_BT > last, float("-inf"))
+    return ids_BT.gather(1, score_BT.argmax(-1, keepdim=True))[:, 0].tolist()
 
 
 def _draw_truncated(z_BV: torch.Tensor, total_B: torch.Tensor, picks: Sequence[Pick], bar: float) -> list[int | None]:
@@ -279,7 +297,7 @@ def token_logprobs(
     """
     device = logits_BV.device
     peak_B1 = logits_BV.amax(-1, keepdim=True)
-    mass_B = group_mass(grouped(logits_BV - peak_B1)).sum(-1)
+    mass_B = group_mass(logits_BV - peak_B1).sum(-1)
     lse_B1 = peak_B1.to(torch.float64) + mass_B.log()[:, None]
     at_B1 = logits_BV.gather(1, torch.tensor(token_ids, device=device)[:, None])
     logprob = (at_B1.to(torch.float64) - lse_B1)[:, 0].tolist()
