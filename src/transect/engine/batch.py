@@ -140,7 +140,8 @@ class StepResult:
 
     ``tokens[draw.seq_id]`` is the drawn token for every draw of the batch. ``errors[draw.seq_id]`` is set instead where
     a draw could not be made (logits not finite): that sequence ends with an error, the others go on. An error under the
-    ``seq_id`` of a row without draws ends every choice of that request.
+    ``seq_id`` of a row without draws ends that sequence, and while the prompt is not complete all choices of the
+    request with it.
     """
 
     tokens: dict[int, int]

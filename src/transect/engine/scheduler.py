@@ -422,6 +422,7 @@ def _failures(row: ScheduledRow, seq: Sequence, errors: dict[int, str]) -> list[
     choices = seq.request.choices
     if not row.draws:
         error = errors.get(row.seq_id)
-        return [] if error is None else [(choice, error) for choice in choices if choice.finish_reason is None]
+        concerned = [seq] if seq.request.prompt_done else choices
+        return [] if error is None else [(choice, error) for choice in concerned if choice.finish_reason is None]
     failed = [(choices[draw.choice], errors.get(draw.seq_id)) for draw in row.draws]
     return [(choice, error) for choice, error in failed if error is not None and choice.finish_reason is None]

@@ -1,0 +1,245 @@
+"""A stand-in for the device that knows what every KV slot holds, and complains about each wrong one.
+
+A slot holds no numbers but the *chain* of the prefix whose last token was written there: a hash of all tokens up to and
+including that one. Two slots with equal chains would hold equal keys and values in a real cache. So a row may read a
+slot exactly when its chain is that of the row's own prefix, whoever wrote it. Slots of blocks that are given back, and
+of blocks newly taken, are poisoned.
+
+The tokens that this device draws are a function of seed, choice and prefix, so what a request must yield is known
+without any scheduler (``draw_token``), and each sequence's true tokens are kept here, apart from the scheduler's lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from transect.engine.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from transect.engine.kv_cache import KVCache
+from transect.engine.scheduler_config import SchedulerConfig
+
+VOCAB = 8
+_ROOT = 0x5EED
+_POISON = -1
+
+
+class Violation(AssertionError):
+    """The scheduler broke a promise."""
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise Violation(message)
+
+
+def extend_chain(chain: int, token: int) -> int:
+    """The chain of a prefix with one more token."""
+    return hash((chain, token, 7919))
+
+
+def chain_of(tokens: Sequence[int]) -> int:
+    chain = _ROOT
+    for token in tokens:
+        chain = extend_chain(chain, token)
+    return chain
+
+
+def draw_token(seed: int, choice: int, chain: int, masked: Collection[int]) -> int:
+    """The token that follows the prefix with this chain, for a choice of a request with this seed."""
+    token = hash((seed, choice, chain)) % VOCAB
+    for _ in range(VOCAB):
+        if token not in masked:
+            break
+        token = (token + 1) % VOCAB
+    return token
+
+
+class CheckedCache(KVCache):
+    """The shipping cache, which reports blocks whose contents nobody may read any more."""
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+        super().__init__(num_blocks, enable_prefix_caching=enable_prefix_caching)
+        self.on_garbage: Callable[[int], None] = lambda block_id: None
+
+    def allocate(self) -> int | None:
+        block_id = super().allocate()
+        if block_id is not None:
+            self.on_garbage(block_id)
+        return block_id
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        super().release(block_ids)
+        for block_id in block_ids:
+            if self._refs[block_id] == 0 and block_id not in self._unused:
+                self.on_garbage(block_id)
+
+
+class _Truth:
+    """The real tokens of one sequence and the chains of its prefixes."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self.prompt_len = len(prompt)
+        self.tokens: list[int] = []
+        self.chains: list[int] = []
+        self.failed = False
+        for token in prompt:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        self.chains.append(extend_chain(self.chains[-1] if self.chains else _ROOT, token))
+        self.tokens.append(token)
+
+
+class CheckingExecutor:
+    """Runs batches like a device, in order, and raises ``Violation`` at the first thing that is not as it must be.
+
+    Args:
+        config: of the scheduler, for its limits.
+        late: compute a batch only when its result is asked for, which is after the next one was submitted when the
+            engine runs one step ahead; otherwise on submission.
+        fails: (seq_id, position) -> error message or None, for draws (position of the token) and for prompt chunks
+            without draws (position of the chunk's last token).
+        on_submit: called while the batch is in flight.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        late: bool,
+        fails: Callable[[int, int], str | None] = lambda seq_id, position: None,
+        on_submit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.late = late
+        self.fails = fails
+        self.on_submit = on_submit
+        self.slots = [[_POISON] * config.block_size for _ in range(config.num_blocks)]
+        self.truths: dict[int, _Truth] = {}
+        self.done_step = 0
+        self.num_copies = 0
+
+    def poison(self, block_id: int) -> None:
+        """Nobody may read what the block held."""
+        self.slots[block_id] = [_POISON] * self.config.block_size
+
+    def submit(self, batch: ScheduledBatch) -> _Handle:
+        self._check_limits(batch)
+        handle = _Handle(self, batch)
+        if not self.late:
+            handle.result()
+        self.on_submit()
+        return handle
+
+    def _check_limits(self, batch: ScheduledBatch) -> None:
+        config = self.config
+        check(bool(batch.rows), "a batch without rows")
+        check(batch.num_tokens <= config.max_num_batched_tokens, f"{batch.num_tokens} tokens exceed the budget")
+        check(len(batch.rows) <= config.max_num_seqs, f"{len(batch.rows)} rows exceed max_num_seqs")
+        check(len({row.seq_id for row in batch.rows}) == len(batch.rows), "a sequence has two rows in one batch")
+        for row in batch.rows:
+            check(row.num_tokens >= 1, "an empty row")
+            chunk = config.max_prefill_chunk
+            check(chunk is None or row.num_tokens <= chunk, f"{row.num_tokens} tokens exceed max_prefill_chunk")
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Copy, write, read, draw."""
+        check(batch.step == self.done_step + 1, f"step {batch.step} runs after step {self.done_step}")
+        self.done_step = batch.step
+        self._copy(batch.block_copies)
+        written: set[tuple[int, int]] = set()
+        for row in batch.rows:
+            self._write(row, written)
+        result = StepResult({})
+        for row in batch.rows:
+            self._read(row)
+            self._draw(row, result)
+        return result
+
+    def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+        sources, targets = {s for s, _ in copies}, [t for _, t in copies]
+        check(not sources.intersection(targets), "a block is source and destination of copies")
+        check(len(set(targets)) == len(targets), "two copies into one block")
+        for source, target in copies:
+            self.slots[target] = list(self.slots[source])
+        self.num_copies += len(copies)
+
+    def _truth(self, seq_id: int, prompt: tuple[int, ...]) -> _Truth:
+        if seq_id not in self.truths:
+            self.truths[seq_id] = _Truth(prompt)
+        return self.truths[seq_id]
+
+    def _write(self, row: ScheduledRow, written: set[tuple[int, int]]) -> None:
+        truth = self._truth(row.seq_id, row.prompt_token_ids)
+        size = self.config.block_size
+        check(len(row.block_ids) >= row.num_blocks(size), f"sequence {row.seq_id} has too few blocks")
+        check(truth.failed or row.end <= len(truth.tokens), f"sequence {row.seq_id} runs past its tokens")
+        if truth.failed:  # the step after a failed draw was under way; what it writes must not be read by anybody
+            for position in range(row.start, row.end):
+                self.slots[row.block_ids[position // size]][position % size] = _POISON
+            return
+        tokens = row.token_ids
+        check(len(tokens) == row.num_tokens, "token_ids and num_tokens disagree")
+        for position, token in zip(range(row.start, row.end), tokens, strict=True):
+            true = truth.tokens[position]
+            check(
+                token == true or (token == PLACEHOLDER and position == len(truth.tokens) - 1),
+                f"sequence {row.seq_id} is given token {token} at position {position}, but drew {true}",
+            )
+            slot = (row.block_ids[position // size], position % size)
+            check(slot not in written, f"slot {slot} is written twice in a step")
+            written.add(slot)
+            self.slots[slot[0]][slot[1]] = truth.chains[position]
+
+    def _read(self, row: ScheduledRow) -> None:
+        truth = self.truths[row.seq_id]
+        if truth.failed:
+            return
+        size = self.config.block_size
+        held: list[int] = []
+        for block_id in row.block_ids[: row.num_blocks(size)]:
+            held += self.slots[block_id]
+        if held[: row.end] != truth.chains[: row.end]:
+            wrong = next(p for p in range(row.end) if held[p] != truth.chains[p])
+            what = "freed or never written" if held[wrong] == _POISON else "written by another prefix"
+            block_id = row.block_ids[wrong // size]
+            raise Violation(f"sequence {row.seq_id} reads position {wrong} from block {block_id}, which was {what}")
+
+    def _draw(self, row: ScheduledRow, result: StepResult) -> None:
+        if row.prompt_logprobs is not None:
+            result.prompt_logprobs[row.seq_id] = tuple(
+                TokenLogprobs(token, -float(row.start + 1 + i), 1) for i, token in enumerate(row.next_prompt_token_ids)
+            )
+        if not row.draws and (error := self.fails(row.seq_id, row.end - 1)) is not None:
+            result.errors[row.seq_id] = error
+        for draw in row.draws:
+            self._draw_one(row, draw, result)
+
+    def _draw_one(self, row: ScheduledRow, draw: Draw, result: StepResult) -> None:
+        truth = self._truth(draw.seq_id, draw.prompt_token_ids)
+        if not truth.failed:
+            check(row.end == len(truth.tokens), f"sequence {draw.seq_id} draws for position {row.end} again")
+            known = draw.output_token_ids[: row.end - truth.prompt_len]
+            check(known == truth.tokens[truth.prompt_len :][: len(known)], "output_token_ids are not what was drawn")
+            check(len(known) >= row.end - truth.prompt_len - 1, "output_token_ids lag by more than one token")
+        error = "after a failure" if truth.failed else self.fails(draw.seq_id, row.end)
+        if error is not None:
+            truth.failed = True
+            result.errors[draw.seq_id] = error
+            return
+        token = draw_token(draw.seed, draw.choice, truth.chains[row.end - 1], draw.masked_at(row.end))
+        truth.append(token)
+        result.tokens[draw.seq_id] = token
+        if draw.params.logprobs is not None:
+            result.logprobs[draw.seq_id] = TokenLogprobs(token, -float(row.end), 1)
+
+
+class _Handle:
+    def __init__(self, executor: CheckingExecutor, batch: ScheduledBatch) -> None:
+        self._executor = executor
+        self._batch = batch
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._result = self._executor.execute(self._batch)
+        return self._result
