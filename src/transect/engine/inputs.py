@@ -1,4 +1,4 @@
-"""The forms in which a prompt may come, and what is checked before it is queued. Shared by ``LLM`` and ``AsyncEngine``."""
+"""The forms in which a prompt may come, and what is checked before it is queued; for ``LLM`` and ``AsyncEngine``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def prompt_token_ids(
         if not prompt:
             raise ValueError("the prompt is empty: give at least one character")
         return prompt, tokenizer.encode(prompt, add_special_tokens=True)
-    if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-        return None, list(prompt)
+    if isinstance(prompt, Sequence):
+        ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
+        if len(ids) == len(prompt):
+            return None, ids
     raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
 
 

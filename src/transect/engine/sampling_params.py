@@ -23,7 +23,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than ``min_p`` times the likeliest, in [0, 1].
-        repetition_penalty: logits of tokens in prompt or output are divided (if positive) or multiplied by it; 1 is off.
+        repetition_penalty: logits of tokens in prompt or output are divided (if positive) or multiplied by it.
         presence_penalty: subtracted once from logits of tokens already in the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id to a bias in [-100, 100] added to its logit.

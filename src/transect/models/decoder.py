@@ -106,6 +106,19 @@ class Decoder(nn.Module):
             x_TD = layer(x_TD, rotation, context)
         return x_TD
 
+    def new_kv_cache(self, blocks: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Empty K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``.
+
+        A fused ``stack`` may want another memory layout under the same shape; it then has a ``new_cache`` of its own.
+        """
+        config = self.config
+        shape = (config.n_layers, blocks, config.n_kv_heads, block_size, config.head_dim)
+        layout = getattr(self.stack, "new_cache", None)
+        if layout is not None:
+            return layout(shape, dtype)
+        device = self.norm.weight.device
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
     def tie_weights(self) -> None:
         """Make ``head`` share ``embed``'s table where the configuration says so; again after weights are replaced."""
         if self.config.tied_embeddings:

@@ -7,7 +7,7 @@ depend on what else is in the batch or on how its prompt was cut into chunks, to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..formats.ggml_blocks import QuantizedTensor
 from ..ops.cpu import build
-from ..ops.cpu.library import GROUP_ROWS, Library, PackedWeight, StackLayer
+from ..ops.cpu.library import GROUP_ROWS, Library, PackedWeight, StackLayer, empty_cache
 from ..ops.cpu.packing import pack, read_packed, write_packed
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext
@@ -97,6 +97,10 @@ class NativeStack:
             *(batch.block_tables, batch.query_starts, batch.seq_lens, rotation),
         )
         return x_TD
+
+    def new_cache(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See ``Decoder.new_kv_cache``: the kernels want the positions of K innermost."""
+        return empty_cache(shape, dtype)
 
     def _cos_sin(self, positions: int) -> tuple[Tensor, Tensor] | None:
         """The table of all positions so far; it doubles when a longer sequence comes."""

@@ -1,0 +1,82 @@
+"""From an ``EngineConfig`` to an engine that can take requests: the model, its KV cache, a scheduler and a runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ..models.cost import Storage, kv_bytes_per_token
+from ..models.load import kernels, kv_dtype, load_model
+from ..models.resolve import ModelSource, resolve
+from .clock import WallClock
+from .config import EngineConfig
+from .core import EngineCore
+from .kv_size import free_memory, kv_size
+from .runner import Runner
+from .scheduler import Scheduler
+from .scheduler_config import SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine, and what is to be known about it."""
+
+    core: EngineCore
+    source: ModelSource
+    max_model_len: int
+    kv_tokens: int
+    kernels: str
+    """Which kernels run, and why: the start-up line."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.source.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.source.config.eos_token_ids
+
+
+def build_engine(config: EngineConfig) -> BuiltEngine:
+    """Load the model and make everything around it.
+
+    Raises:
+        ValueError: the model, a setting or the memory is at fault; the message says what to change.
+    """
+    source = resolve(config.model)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    choice = {"dtype": config.dtype, "native": config.native, "threads": threads, "block_size": config.block_size}
+    _, why = kernels(source.config, **choice)  # type: ignore[arg-type]
+    model = load_model(source, **choice)  # type: ignore[arg-type]
+    cache_type = kv_dtype(config.dtype)
+    size = kv_size(
+        config,
+        model_positions=source.config.max_position,
+        bytes_per_token=kv_bytes_per_token(source.config, Storage(kv=cache_type.itemsize * 8)),
+        free_bytes=free_memory(),
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=size.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.batched_tokens,
+            max_model_len=size.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.policy,
+            max_queue=config.max_queue,
+            seed=config.seed,
+        ),
+        WallClock(),
+    )
+    runner = Runner(model, *model.new_kv_cache(size.num_blocks, config.block_size, cache_type))
+    core = EngineCore(scheduler, runner, lag=int(config.async_scheduling))
+    kv_tokens = size.num_blocks * config.block_size
+    log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
+    return BuiltEngine(core, source, size.max_model_len, kv_tokens, why)

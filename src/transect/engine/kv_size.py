@@ -1,0 +1,102 @@
+"""How many KV blocks to have, and whether they fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import EngineConfig
+
+SHARE_OF_FREE_MEMORY = 4
+"""By default the cache takes a quarter of it: other programs live on the machine too."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class KVSize:
+    """``num_blocks`` in the pool and the context length, in tokens, that goes with it."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def kv_size(config: EngineConfig, *, model_positions: int, bytes_per_token: float, free_bytes: int) -> KVSize:
+    """Size the KV cache.
+
+    Args:
+        model_positions: the longest context of the model.
+        bytes_per_token: keys and values of all layers.
+        free_bytes: memory that is free once the weights are loaded.
+
+    Raises:
+        ValueError: the context is longer than the model's, or the cache does not fit; the message has the numbers.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_positions:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model knows {model_positions} positions: set it to that or less"
+        )
+    longest = model_positions if wanted is None else wanted
+    size = config.block_size
+    block_bytes = bytes_per_token * size
+    if config.num_kv_blocks is not None:
+        blocks = config.num_kv_blocks
+    elif config.kv_cache_tokens is not None:
+        blocks = -(-config.kv_cache_tokens // size)
+    elif config.kv_cache_bytes is not None:
+        blocks = int(config.kv_cache_bytes // block_bytes)
+    else:
+        usable = config.max_num_seqs * -(-longest // size)
+        blocks = min(usable, int(free_bytes // SHARE_OF_FREE_MEMORY // block_bytes))
+    if blocks * block_bytes > free_bytes:
+        raise ValueError(
+            f"a KV cache of {blocks} blocks of {size} tokens takes {blocks * block_bytes / MIB:.0f} MiB, but "
+            f"{free_bytes / MIB:.0f} MiB are free: {int(free_bytes // block_bytes)} blocks would fit"
+        )
+    held = blocks * size
+    if blocks < 1:
+        raise ValueError(
+            f"there is no room for one KV block of {size} tokens ({block_bytes / MIB:.1f} MiB): make the cache larger"
+        )
+    if wanted is not None and held < wanted:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the KV cache holds {held} tokens in all: lower max_model_len, or make the "
+            "cache larger"
+        )
+    return KVSize(blocks, min(longest, held))
+
+
+def free_memory() -> int:
+    """Bytes that this process can still take: the machine's, or its container's if that allows less (Linux).
+
+    Raises:
+        ValueError: the system does not say; give the size of the KV cache.
+    """
+    free = _meminfo_available()
+    if free is None:
+        raise ValueError("this system does not say how much memory is free: give num_kv_blocks or kv_cache_bytes")
+    container = _cgroup_available()
+    return free if container is None else min(free, container)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int((root / limit).read_text()) - int((root / used).read_text())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return None

@@ -1,0 +1,233 @@
+"""``LLM``: an engine in this process, for scripts: prompts in, complete results out."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..text.chat_template import ChatTemplate
+from ..text.output_processor import OutputProcessor
+from ..text.outputs import RequestOutput
+from ..text.tokenizer import Tokenizer
+from .build import build_engine
+from .config import EngineConfig
+from .inputs import check_token_ids, prompt_token_ids
+from .limits import max_length
+from .outputs import EngineOutput, SchedulerStats
+from .request import Request
+from .sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a built-in name, a ``.gguf`` file, a directory in Hugging Face layout, or a hub id.
+        settings: fields of ``EngineConfig``, such as ``dtype``, ``max_model_len``, ``max_num_seqs``, ``threads``. The
+            queue has no bound here.
+
+    Raises:
+        ValueError: the model or a setting is at fault; the message says what to change.
+        TypeError: a setting that does not exist.
+
+    One start-up line on stderr says which kernels run and why, and with what configuration.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = EngineConfig(model=model, **settings)
+        built = build_engine(self.config)
+        self._core = built.core
+        self._scheduler_config = built.core.scheduler.config
+        self._eos = built.eos_token_ids
+        self._next_id = 0
+        self.kernels = built.kernels
+        self.max_model_len = built.max_model_len
+        self.vocab_size = built.vocab_size
+        self.tokenizer = Tokenizer.from_source(built.source)
+        self.chat_template = ChatTemplate.from_source(built.source)
+        self._processor = OutputProcessor(self.tokenizer)
+        capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
+        print(f"transect: {built.kernels}; {capacity}; {self.config}", file=sys.stderr)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    # ---- whole requests ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Continue prompts; all of them run together.
+
+        Args:
+            prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.
+            sampling_params: for all, or one for each prompt.
+            use_tqdm: show a progress bar.
+            priority: lower runs earlier.
+
+        Returns:
+            One result for each prompt, in their order.
+
+        Raises:
+            ValueError: a prompt or parameter is at fault; nothing was started.
+        """
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        inputs = [prompt_token_ids(prompt, self.tokenizer) for prompt in ([prompts] if single else prompts)]  # type: ignore[list-item,arg-type]
+        return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int = 0,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
+
+        Raises:
+            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages.
+        """
+        if self.chat_template is None:
+            raise ValueError("this model has no chat template: render the messages yourself and use generate")
+        if not messages:
+            raise ValueError("there are no messages: give at least one")
+        single = isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        inputs = []
+        for conversation in conversations:
+            options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+            text = self.chat_template.render(conversation, **options)
+            inputs.append((text, self.tokenizer.encode(text, parse_special=True)))
+        return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
+        return params
+
+    def _run(
+        self,
+        inputs: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        show_progress: bool,
+        priority: int,
+    ) -> list[RequestOutput]:
+        requests = [
+            self._request(ids, each, priority) for (_, ids), each in zip(inputs, params, strict=True)
+        ]  # all are checked before the first one starts
+        finals: dict[str, RequestOutput] = {}
+        try:
+            for (text, ids), request in zip(inputs, requests, strict=True):
+                self._add(request, text, ids)
+            with _Progress(len(requests), show_progress) as progress:
+                while self._core.has_work:
+                    for output in self._core.step():
+                        update = self._processor.process(output)
+                        if update is None:
+                            continue
+                        for request_id, choice in update.aborts:
+                            self._core.abort(request_id, choice)
+                        if update.final is not None:
+                            finals[update.request_id] = update.final
+                            progress.advance()
+        except BaseException:  # Ctrl-C among them: the next call finds an engine without requests
+            for request in requests:
+                self._processor.finish(request.request_id)
+                self._core.abort(request.request_id)
+            while self._core.has_work:
+                self._core.step()
+            raise
+        return [finals[request.request_id] for request in requests]
+
+    def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
+        check_token_ids(ids, params, self.vocab_size)
+        name = str(self._next_id)
+        self._next_id += 1
+        request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos)
+        max_length(request, self._scheduler_config)
+        return request
+
+    def _add(self, request: Request, text: str | None, ids: list[int]) -> None:
+        params = request.params
+        self._processor.add(
+            *(request.request_id, text, ids),
+            n=params.n,
+            stop=params.stop or (),
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+        self._core.add(request)
+
+    # ---- step by step ------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> str:
+        """Queue token ids and return the request's id; then call ``step`` while ``has_work``. Stop strings are not
+        looked for: this is the engine below the text.
+
+        Raises:
+            ValueError: the request cannot run.
+        """
+        request = self._request(list(prompt_token_ids), params, priority)
+        self._core.add(request)
+        return request.request_id
+
+    def step(self) -> list[EngineOutput]:
+        """One engine step: what became known of submitted requests."""
+        return self._core.step()
+
+    def abort(self, request_id: str) -> None:
+        """End a submitted request."""
+        self._core.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a submitted request has not ended."""
+        return self._core.has_work
+
+    def stats(self) -> SchedulerStats:
+        """Gauges and counters of the scheduler."""
+        return self._core.stats()
+
+
+@dataclasses.dataclass
+class _Progress:
+    """A bar on stderr, or nothing."""
+
+    total: int
+    show: bool
+
+    def __enter__(self) -> _Progress:
+        if self.show:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True))
+            self._task = self._bar.add_task("requests", total=self.total)
+            self._bar.start()
+        return self
+
+    def advance(self) -> None:
+        if self.show:
+            self._bar.advance(self._task)
+
+    def __exit__(self, *exception: object) -> None:
+        if self.show:
+            self._bar.stop()

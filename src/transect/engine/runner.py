@@ -1,0 +1,115 @@
+"""``Runner``: the executor of production. A scheduled batch becomes one ragged forward pass and its drawn tokens.
+
+The step's tokens lie flat in one axis, row after row. One forward pass writes their keys and values to the paged cache
+and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..models.context import PagedContext
+from ..models.decoder import Decoder
+from .batch import PLACEHOLDER, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from .penalties import Pick
+from .sampler import Sampler, token_logprobs
+
+LOGPROB_ROWS = 32
+"""Rows of logits held at a time for prompt logprobs: a vocabulary of 128k takes 16 MiB so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The handle of work that is complete."""
+
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        """What the step drew."""
+        return self.step_result
+
+
+class Runner:
+    """Runs batches on the CPU, each within ``submit``.
+
+    Args:
+        model: computes hidden states and logits.
+        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model wants
+            (``Decoder.new_kv_cache``).
+    """
+
+    def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor) -> None:
+        self._model = model
+        self._k_cache, self._v_cache = k_cache, v_cache
+        self._block_size = v_cache.shape[3]
+        self._sampler = Sampler()
+        self._drawn: dict[int, int] = {}
+        """Tokens of the step before, by seq_id: with async scheduling the next batch was planned without them."""
+
+    @torch.inference_mode()
+    def submit(self, batch: ScheduledBatch) -> Done:
+        """Copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""
+        if batch.block_copies:
+            sources, targets = (torch.tensor(column) for column in zip(*batch.block_copies, strict=True))
+            for cache in (self._k_cache, self._v_cache):
+                cache[:, targets] = cache[:, sources]
+        hidden_TD, starts = self._forward(batch)
+        picks: list[Pick] = []
+        last_tokens: list[int] = []
+        for row, start in zip(batch.rows, starts, strict=True):
+            if row.draws:
+                picks.extend(Pick(draw, row.end, len(last_tokens)) for draw in row.draws)
+                last_tokens.append(start + row.num_tokens - 1)
+        result = StepResult({})
+        if picks:
+            logits_RV = self._model.logits(hidden_TD[torch.tensor(last_tokens)])
+            samples = self._sampler.sample(logits_RV, picks, self._drawn)
+            result = StepResult(samples.tokens, samples.logprobs, {}, samples.errors)
+        for row, start in zip(batch.rows, starts, strict=True):
+            if row.prompt_logprobs is not None and row.next_prompt_token_ids:
+                result.prompt_logprobs[row.seq_id] = self._prompt_logprobs(
+                    row, hidden_TD[start : start + row.num_tokens]
+                )
+        self._drawn = result.tokens
+        return Done(result)
+
+    def _forward(self, batch: ScheduledBatch) -> tuple[Tensor, list[int]]:
+        """Hidden states ``[T, D]`` of the batch, and where each row begins."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        width = max(row.num_blocks(self._block_size) for row in batch.rows)
+        tables: list[list[int]] = []
+        for row in batch.rows:
+            starts.append(len(tokens))
+            new = row.token_ids
+            if new[-1] == PLACEHOLDER:
+                new[-1] = self._drawn.get(row.seq_id, 0)  # a sequence that failed has no token; its step is void
+            tokens.extend(new)
+            positions.extend(range(row.start, row.end))
+            lengths.append(row.end)
+            used = row.num_blocks(self._block_size)
+            tables.append([*row.block_ids[:used], *[0] * (width - used)])
+        context = PagedContext(
+            self._k_cache,
+            self._v_cache,
+            torch.tensor(tables, dtype=torch.int32),
+            torch.tensor([*starts, len(tokens)], dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            self._model.ops,
+        )
+        return self._model(torch.tensor(tokens), torch.tensor(positions), context), starts
+
+    def _prompt_logprobs(self, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
+        """One entry for each prompt token that the row's tokens predict."""
+        following = row.next_prompt_token_ids
+        entries: list[TokenLogprobs] = []
+        for first in range(0, len(following), LOGPROB_ROWS):
+            part = following[first : first + LOGPROB_ROWS]
+            logits_RV = self._model.logits(hidden_TD[first : first + len(part)])
+            entries.extend(token_logprobs(logits_RV, part, [row.prompt_logprobs or 0] * len(part)))
+        return tuple(entries)
