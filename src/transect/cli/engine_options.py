@@ -29,9 +29,14 @@ PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished promp
 def engine_config(model: str, **settings: Any) -> EngineConfig:
     """An ``EngineConfig`` of the settings that were given; None leaves a field at its default.
 
+    The model is looked for, and fetched where need be, before anything is started: here Ctrl-C ends a download at once.
+
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range, or there is no such model.
     """
     from ..engine.config import EngineConfig
+    from ..models.resolve import resolve
 
-    return EngineConfig(model=model, **{name: value for name, value in settings.items() if value is not None})
+    config = EngineConfig(model=model, **{name: value for name, value in settings.items() if value is not None})
+    resolve(model)
+    return config

@@ -65,6 +65,7 @@ def command(
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
     )
+    sock = bind(host, port)
     config = engine_config(
         model,
         dtype=dtype,
@@ -78,7 +79,6 @@ def command(
         threads=threads,
         native=native,
     )
-    sock = bind(host, port)
 
     def ready(engine: AsyncEngine) -> None:
         info = engine.info

@@ -1,0 +1,142 @@
+"""Binding, and the life of a server around the fake engine, in this process."""
+
+import asyncio
+import os
+import signal
+
+import httpx
+import pytest
+
+from transect.server.process import bind, serve, url_of
+from transect.server.serving import ServerOptions
+
+OPTIONS = ServerOptions(model_names=("m",))
+
+
+def test_bind_to_any_port_and_its_url():
+    with bind("127.0.0.1", 0) as sock:
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    with bind("0.0.0.0", 0) as sock:
+        assert url_of(sock).startswith("http://127.0.0.1:")
+
+
+def test_bind_errors_say_what_to_change():
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        with pytest.raises(ValueError, match="is in use: choose another with --port"):
+            bind("127.0.0.1", sock.getsockname()[1])
+    with pytest.raises(ValueError, match="cannot listen on 203"):
+        bind("203.0.113.7", 0)
+    with pytest.raises(ValueError, match="--host"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_two_servers_that_bound_the_same_port_before_listening(engine):
+    """Both may bind while neither listens; the later one to listen is told so."""
+    with bind("127.0.0.1", 0) as first:
+        second = bind("127.0.0.1", first.getsockname()[1])
+        first.listen()
+        with pytest.raises(ValueError, match="is in use"):
+            asyncio.run(run(engine, second, None))
+
+
+async def run(engine, sock, during):
+    """Serve with ``during(url)`` as what happens once the server is ready; returns the exit code."""
+    ended = []
+
+    async def shutdown():
+        ended.append("shutdown")
+        engine.state = "dead"
+        engine.go.set()
+
+    async def start():
+        return engine
+
+    engine.shutdown = shutdown
+    tasks = []
+
+    def ready(given):
+        assert given is engine
+        tasks.append(asyncio.create_task(during(url_of(sock))))
+
+    code = await serve(start, OPTIONS, sock, grace_s=5, ready=ready)
+    await asyncio.gather(*tasks)
+    assert "shutdown" in ended
+    return code
+
+
+def kill_self(which):
+    os.kill(os.getpid(), which)
+
+
+@pytest.mark.parametrize(("which", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_of_an_idle_server(engine, which, code):
+    async def during(url):
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/health")).status_code == 200
+        kill_self(which)
+
+    assert asyncio.run(run(engine, bind("127.0.0.1", 0), during)) == code
+
+
+def test_engine_death_ends_the_server(engine):
+    async def during(url):
+        engine.state = "dead"
+        async with httpx.AsyncClient(base_url=url) as client:
+            response = await client.get("/health")
+        assert (response.status_code, response.json()["state"]) == (503, "dead")
+
+    assert asyncio.run(run(engine, bind("127.0.0.1", 0), during)) == 1
+
+
+def test_sigterm_waits_for_running_requests(engine):
+    async def during(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "HANG", "max_tokens": 9}))
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            kill_self(signal.SIGTERM)
+            while (await client.get("/health")).json()["state"] != "draining":
+                await asyncio.sleep(0.01)
+            engine.go.set()
+            assert (await running).json()["choices"][0]["text"] == "Hello, w\N{REPLACEMENT CHARACTER}"
+
+    assert asyncio.run(run(engine, bind("127.0.0.1", 0), during)) == 0
+
+
+def test_a_second_signal_means_now(engine):
+    async def during(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "HANG", "max_tokens": 9}))
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            kill_self(signal.SIGTERM)
+            while (await client.get("/health")).json()["state"] != "draining":
+                await asyncio.sleep(0.01)
+            kill_self(signal.SIGTERM)
+            await running
+
+    assert asyncio.run(run(engine, bind("127.0.0.1", 0), during)) == 0
+
+
+def test_signal_while_the_engine_starts(engine):
+    cancelled = []
+
+    async def start():
+        kill_self(signal.SIGINT)
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    code = asyncio.run(serve(start, OPTIONS, bind("127.0.0.1", 0), ready=lambda engine: pytest.fail("not ready")))
+    assert code == 130 and cancelled
+
+
+def test_engine_that_cannot_start():
+    async def start():
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        asyncio.run(serve(start, OPTIONS, bind("127.0.0.1", 0), ready=lambda engine: None))
