@@ -24,7 +24,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, or max_num_seqs if larger.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: a quarter of
-            the memory that is free, or what max_num_seqs sequences of max_model_len can use, if that is less.
+            the memory that is free, at most 2 GiB, or what max_num_seqs sequences of max_model_len can use, if less.
         enable_prefix_caching: keep the KV of finished prompts for later ones that begin alike.
         policy: ``continuous``, or ``static`` to compare with.
         max_queue: requests that may wait; one more is refused. None: no bound.

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from .config import EngineConfig
 
-SHARE_OF_FREE_MEMORY = 4
-"""By default the cache takes a quarter of it: other programs live on the machine too."""
 MIB = 2**20
+SHARE_OF_FREE_MEMORY = 4
+"""By default the cache takes a quarter of it: other programs live on the machine too ..."""
+DEFAULT_MOST_BYTES = 2048 * MIB
+"""... and no more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def kv_size(config: EngineConfig, *, model_positions: int, bytes_per_token: floa
         blocks = int(config.kv_cache_bytes // block_bytes)
     else:
         usable = config.max_num_seqs * -(-longest // size)
-        blocks = min(usable, int(free_bytes // SHARE_OF_FREE_MEMORY // block_bytes))
+        blocks = min(usable, int(min(free_bytes // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES) // block_bytes))
     if blocks * block_bytes > free_bytes:
         raise ValueError(
             f"a KV cache of {blocks} blocks of {size} tokens takes {blocks * block_bytes / MIB:.0f} MiB, but "

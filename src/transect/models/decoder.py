@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         return x_TD
 
     def new_kv_cache(self, blocks: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Empty K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``.
+        """K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``; not filled.
 
         A fused ``stack`` may want another memory layout under the same shape; it then has a ``new_cache`` of its own.
         """
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         if layout is not None:
             return layout(shape, dtype)
         device = self.norm.weight.device
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
     def tie_weights(self) -> None:
         """Make ``head`` share ``embed``'s table where the configuration says so; again after weights are replaced."""

@@ -284,7 +284,8 @@ class LayerStack:
 
 
 def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V caches of ``shape`` [..., block_size, head_dim], K stored with positions innermost.
+    """K and V caches of ``shape`` [..., block_size, head_dim], K stored with positions innermost; not filled, so that
+    memory is taken only as blocks are written.
 
     Raises:
         ValueError: block size or head size is not a multiple of 16, or the dtype is neither bf16 nor float32.
@@ -297,8 +298,8 @@ def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tenso
         )
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"the C++ kernels keep K and V as bfloat16 or float32, not {dtype}")
-    k = torch.zeros(*outer, head_dim, block_size, dtype=dtype).transpose(-1, -2)
-    return k, torch.zeros(*outer, block_size, head_dim, dtype=dtype)
+    k = torch.empty(*outer, head_dim, block_size, dtype=dtype).transpose(-1, -2)
+    return k, torch.empty(*outer, block_size, head_dim, dtype=dtype)
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
