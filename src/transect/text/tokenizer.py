@@ -13,6 +13,7 @@ tokens that are not special (``<think>`` in Qwen3, runs of spaces) are text and 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 
 if TYPE_CHECKING:
     from ..models.resolve import ModelSource
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -129,6 +132,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
 
+        A byte that the vocabulary has no token for is left out, as in llama.cpp (SmolLM2 has none for six control
+        characters and for the planes of Unicode that are not in use); an "unknown" token there could be one that ends
+        the text.
+
         Args:
             text: any valid Unicode string.
             add_special_tokens: put around it what the model expects around a text (often BOS, often nothing). False for
@@ -141,10 +148,13 @@ class Tokenizer:
         backend = self._parsing if parse_special else self._plain
         try:
             ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
+        except TypeError as error:
+            found = _LONE_SURROGATE.search(text)
+            if found is None:
+                raise
             raise ValueError(
-                f"the text is not valid Unicode (lone surrogate {text[error.start]!r} at character {error.start}): "
-                "send well-formed UTF-8"
+                f"the text is not valid Unicode (lone surrogate {found[0]!r} at character {found.start()}): send "
+                "well-formed UTF-8"
             ) from error
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
