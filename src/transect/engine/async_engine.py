@@ -96,7 +96,9 @@ class AsyncEngine:
             endpoint = f"ipc://{directory}/engine"
             socket.bind(endpoint)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "transect.engine.process", endpoint), stdin=asyncio.subprocess.PIPE
+                *(sys.executable, "-m", "transect.engine.process", endpoint),
+                stdin=asyncio.subprocess.PIPE,
+                process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
             )
             assert process.stdin is not None
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import zmq
@@ -35,7 +35,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     length = int.from_bytes(sys.stdin.buffer.read(CONFIG_LENGTH_BYTES), "little")
     settings = msgspec.msgpack.decode(sys.stdin.buffer.read(length))
-    threading.Thread(target=_exit_with_parent, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
@@ -135,9 +135,12 @@ class _Loop:
         self._last_sent = time.monotonic()
 
 
-def _exit_with_parent(pipe: BinaryIO) -> None:
-    """Blocks until the parent's end of the pipe closes, then ends the process whatever it is doing."""
-    while pipe.read(1):
+def _exit_with_parent(pipe: int) -> None:
+    """Blocks until the parent's end of the pipe closes, then ends the process whatever it is doing.
+
+    Reads the file descriptor itself: a buffered reader would hold a lock that the interpreter wants at its own end.
+    """
+    while os.read(pipe, 1):
         pass
     os._exit(0)
 
