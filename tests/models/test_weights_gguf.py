@@ -1,5 +1,7 @@
 """GGUF weights: the same tensors as the safetensors of the same model, and a sentence for each thing that is wrong."""
 
+import dataclasses
+
 import gguf
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from tiny_checkpoints import FAMILIES, make_model, write_gguf
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.formats.gguf_file import GGUFFile
 from transect.models.config import ModelConfig
+from transect.models.resolve import resolve
 from transect.models.shapes import weight_shapes
 from transect.models.weights_gguf import half_rotation_rows, load_gguf
 from transect.models.weights_hf import load_hf
@@ -91,6 +94,35 @@ def test_missing_wrong_and_superfluous_tensors(tmp_path):
     refuses(path, r"'blk.0.attn_k.weight' should have shape \[32, 64\] and has \[31, 64\]")
     biased = make_model("llama-bias")
     refuses(write_gguf(path, biased, leave_out=["blk.0.attn_q.bias"]), "no use for .* of the tensors")
+
+
+def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path):
+    file, config = open_with_config(write_gguf(tmp_path / "m.gguf", make_model("llama")))
+    with pytest.raises(ValueError, match="21 tensors cannot be the 2147483648 layers"):
+        load_gguf(file, dataclasses.replace(config, n_layers=2**31))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_random_damage_never_makes_anything_but_a_value_error(tmp_path, family):
+    path = write_gguf(tmp_path / "m.gguf", make_model(family), "Q8_0")
+    whole = np.frombuffer(path.read_bytes(), np.uint8)
+    header = bytes(whole).rindex(b"output") + 64
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(400):
+        data = whole.copy()
+        for at in rng.integers(0, header, rng.integers(1, 3)):
+            data[at] = rng.choice([0, 1, 0x7F, 0xFF, data[at] ^ (1 << rng.integers(8)), rng.integers(256)])
+        path.write_bytes(data.tobytes())
+        try:
+            source = resolve(str(path))
+            weights = dict(load_gguf(source.gguf, source.config))
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            assert {name: tuple(weight.shape) for name, weight in weights.items()} == weight_shapes(source.config)
+    assert refused > 100
 
 
 @pytest.mark.parametrize("type_name, name", [("Q8_0", "blk.0.attn_q.weight"), ("F32", "output_norm.weight")])

@@ -136,6 +136,12 @@ def test_tensors_that_do_not_fit_the_configuration(tmp_path, llama, change, mess
     refuses(copied(llama, tmp_path, change), message)
 
 
+def test_an_absurd_number_of_layers_is_refused_at_once(llama):
+    config = dataclasses.replace(ModelConfig.from_hf_directory(llama), n_layers=2**31)
+    with pytest.raises(ValueError, match=r"21 tensors cannot be the 2147483648 layers of config.json"):
+        load_hf(llama, config)
+
+
 def test_missing_files(tmp_path, llama):
     copied(llama, tmp_path)
     (tmp_path / "model.safetensors").unlink()

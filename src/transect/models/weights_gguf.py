@@ -70,25 +70,34 @@ def load_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor
 def _places(file: GGUFFile, config: ModelConfig) -> dict[str, _Place]:
     fused = config.architecture == "gpt2"
     interleaved = file.metadata.get("general.architecture") == "llama"
+    if config.n_layers > len(file.tensors):  # before a list of billions of names is made
+        raise ValueError(
+            f"{file.path}: {len(file.tensors)} tensors cannot be the {config.n_layers} layers that the metadata names; "
+            "fetch or convert the file again"
+        )
     places: dict[str, _Place] = {}
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         stored = shape
-        rows: slice | np.ndarray | None = None
+        part: int | None = None
+        paired = False
         if module.startswith("layers."):
             _, layer, inner = module.split(".", 2)
             if fused and inner in _FUSED:
                 part = _FUSED.index(inner)
                 tensor = f"blk.{layer}.attn_qkv.{kind}"
                 stored = (3 * config.q_dim, *shape[1:])
-                rows = slice(part * config.q_dim, (part + 1) * config.q_dim)
             else:
                 tensor = f"blk.{layer}.{_IN_LAYER[inner]}.{kind}"
-                if interleaved and inner in ("attention.q", "attention.k"):
-                    rows = half_rotation_rows(shape[0] // config.head_dim, config.head_dim)
+                paired = interleaved and inner in ("attention.q", "attention.k")
         else:
             tensor = f"{_OUTER[module]}.{kind}"
         _check(file, tensor, stored)
+        rows: slice | np.ndarray | None = None
+        if part is not None:
+            rows = slice(part * config.q_dim, (part + 1) * config.q_dim)
+        elif paired:
+            rows = half_rotation_rows(shape[0] // config.head_dim, config.head_dim)
         places[name] = _Place(tensor, rows)
     used = {place.tensor for place in places.values()}
     extra = [name for name in file.tensors if name not in used and not _NOT_WEIGHTS.fullmatch(name)]

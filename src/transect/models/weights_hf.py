@@ -109,6 +109,11 @@ def load_hf(directory: str | os.PathLike[str], config: ModelConfig) -> Iterator[
     stack = ExitStack()
     try:
         found = _listing(directory, stack)
+        if config.n_layers > len(found):  # before a list of billions of names is made
+            raise ValueError(
+                f"{directory}: {len(found)} tensors cannot be the {config.n_layers} layers of config.json; config.json "
+                "and weights do not belong together"
+            )
         plan = places(config)
         for place in plan.values():
             _check(directory, found, place)
