@@ -8,37 +8,37 @@ def examples(number: int) -> settings:
     return settings(max_examples=number, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@examples(600)
+@examples(800)
 @given(workloads(lag=0))
 def test_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(800)
+@examples(1000)
 @given(workloads(lag=1))
 def test_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(250)
+@examples(350)
 @given(workloads(lag=0, storm=True))
 def test_preemption_storm_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(350)
+@examples(450)
 @given(workloads(lag=1, storm=True))
 def test_preemption_storm_with_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(100)
+@examples(150)
 @given(workloads(lag=0, policy="static"))
 def test_static_batches_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(100)
+@examples(150)
 @given(workloads(lag=1, policy="static"))
 def test_static_batches_with_tokens_one_step_late(workload: Workload):
     run(workload)

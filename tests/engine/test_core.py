@@ -1,0 +1,85 @@
+"""The engine loop: how far it plans ahead, and that nobody can tell from the outputs."""
+
+import pytest
+from kv_checker import CheckingExecutor
+
+from transect.engine.batch import PLACEHOLDER, ScheduledBatch
+from transect.engine.clock import VirtualClock, WallClock
+from transect.engine.core import EngineCore
+from transect.engine.request import Request
+from transect.engine.sampling_params import SamplingParams
+from transect.engine.scheduler import Scheduler
+from transect.engine.scheduler_config import SchedulerConfig
+
+CONFIG = SchedulerConfig(num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
+
+
+class Spy:
+    """Notes what is submitted and when results are asked for."""
+
+    def __init__(self, log: list[str], tokens: list[list[int]]) -> None:
+        self.device = CheckingExecutor(CONFIG, late=True)
+        self.log = log
+        self.tokens = tokens
+
+    def submit(self, batch: ScheduledBatch):
+        self.log.append(f"submit {batch.step}")
+        self.tokens.append([token for row in batch.rows for token in row.token_ids])
+        handle = self.device.submit(batch)
+
+        class Handle:
+            def result(_self):
+                self.log.append(f"result {batch.step}")
+                return handle.result()
+
+        return Handle()
+
+
+def run(lag: int):
+    log: list[str] = []
+    tokens: list[list[int]] = []
+    core = EngineCore(Scheduler(CONFIG, VirtualClock()), Spy(log, tokens), lag=lag)
+    core.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=3, seed=4)))
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    return log, tokens, outputs
+
+
+def test_without_lag_each_result_is_awaited_before_the_next_step_is_planned():
+    log, tokens, outputs = run(0)
+    assert log == ["submit 1", "result 1", "submit 2", "result 2", "submit 3", "result 3"]
+    drawn = [output.new_token_ids[0] for output in outputs]
+    assert tokens == [[1, 2, 3], drawn[:1], drawn[1:2]]
+
+
+def test_with_lag_the_next_step_is_submitted_on_placeholders():
+    log, tokens, _ = run(1)
+    assert log == ["submit 1", "submit 2", "result 1", "submit 3", "result 2", "result 3"]
+    assert tokens == [[1, 2, 3], [PLACEHOLDER], [PLACEHOLDER]]
+
+
+def test_the_outputs_are_the_same():
+    assert run(0)[2] == run(1)[2]
+
+
+def test_other_lags_are_refused():
+    with pytest.raises(ValueError, match="lag must be 0 or 1, got 2"):
+        EngineCore(Scheduler(CONFIG, VirtualClock()), CheckingExecutor(CONFIG, late=False), lag=2)
+
+
+def test_a_step_without_work_does_nothing():
+    core = EngineCore(Scheduler(CONFIG, VirtualClock()), CheckingExecutor(CONFIG, late=False))
+    assert core.step() == []
+    assert not core.has_work
+    assert core.stats().steps == 0
+
+
+def test_the_virtual_clock_never_goes_back():
+    clock = VirtualClock()
+    clock.advance(1.5)
+    assert clock.now() == 1.5
+    with pytest.raises(ValueError, match="never goes back"):
+        clock.advance(-1.0)
+    wall = WallClock()
+    assert wall.now() <= wall.now()
