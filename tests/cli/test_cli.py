@@ -19,7 +19,7 @@ def run(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def model(smollm2):
-    return str(smollm2)
+    return str(smollm2.path)
 
 
 def one_line_error(done):
@@ -88,7 +88,7 @@ def test_generate_into_a_closed_pipe_is_quiet(model):
         process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read()
-        assert process.wait(PATIENCE_S) == 141 and not errors
+        assert process.wait(PATIENCE_S) == 1 and not errors
 
 
 @pytest.mark.parametrize("after", ["the start", "the first text"])
@@ -110,23 +110,18 @@ def test_ctrl_c_is_quiet(model, after):
 
 
 def test_chat_remembers_until_reset(model):
-    lines = "My name is Ada. What is my name?\n/what\n/reset\n\n/exit\n"
-    done = run("chat", model, "--temperature", "0", "--max-tokens", "40", input=lines)
+    question = "word " * 40
+    lines = f"{question}\n/what\n{question}\n/reset\n{question}\n\n/exit\nnever read\n"
+    done = run("chat", model, "--max-tokens", "5", "--max-model-len", "128", input=lines)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert "Ada" in done.stdout and "[forgotten]" in done.stdout and "tok/s" in done.stdout
+    # One question fits into the context, two and an answer do not.
+    answers = re.findall(r"5 tokens, \d+ tok/s.*cut at|context of 128 tokens is full|forgotten", done.stdout)
+    assert [answer.split()[0] for answer in answers] == ["5", "context", "forgotten", "5"]
     assert done.stdout.count("/reset forgets") == 2
 
 
-def test_chat_says_when_the_context_is_full(model):
-    lines = "word " * 300 + "\nHi\n"
-    done = run("chat", model, "--max-tokens", "5", "--max-model-len", "128", input=lines)
-    assert done.returncode == 0, done.stderr
-    assert "context of 128 tokens is full" in done.stdout
-    assert re.search(r"5 tokens, .*cut at", done.stdout)
-
-
 def test_bench(model):
-    arguments = ("--prompt-tokens", "32", "--new-tokens", "8", "--runs", "1", "--model", model)
+    arguments = ("--prompt-tokens", "8", "--new-tokens", "4", "--runs", "1", "--model", model)
     for command in ("latency", "throughput"):
         extra = ("--batch", "2") if command == "throughput" else ()
         done = run("bench", command, *arguments, *extra)

@@ -72,7 +72,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def model(smollm2):
-    return str(smollm2)
+    return str(smollm2.path)
 
 
 @pytest.fixture(scope="module")
@@ -311,11 +311,11 @@ def test_hung_engine_turns_health_red_and_recovers(own_server):
 
 
 def test_sigterm_drains(own_server):
-    server = own_server()
+    server = own_server("--grace", "300")
     keep_alive = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
     assert keep_alive.get("/v1/models").status_code == 200
     running = server.client.chat.completions.create(
-        model="m", messages=HELLO, stream=True, max_tokens=300, extra_body={"ignore_eos": True}
+        model="m", messages=HELLO, stream=True, max_tokens=150, extra_body={"ignore_eos": True}
     )
     chunks = iter(running)
     next(chunks)

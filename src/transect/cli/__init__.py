@@ -46,7 +46,7 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): no message, and none from the interpreter at its end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 1
     except Exception as error:
         if debug:
             raise
