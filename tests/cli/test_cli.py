@@ -110,7 +110,7 @@ def test_ctrl_c_is_quiet(model, after):
 
 
 def test_chat_remembers_until_reset(model):
-    question = "word " * 40
+    question = "word " * 60
     lines = f"{question}\n/what\n{question}\n/reset\n{question}\n\n/exit\nnever read\n"
     done = run("chat", model, "--max-tokens", "5", "--max-model-len", "128", input=lines)
     assert done.returncode == 0 and not done.stderr, done.stderr
