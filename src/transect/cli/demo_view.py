@@ -70,7 +70,7 @@ class View:
         self._console, self._talks, self._gauges = console, talks, gauges
         self._live: Live | None = None
         if console.is_terminal:
-            self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=8, transient=True)
+            self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=8)
 
     def __enter__(self) -> View:
         if self._live is not None:
