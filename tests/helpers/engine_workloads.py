@@ -6,14 +6,12 @@ choice must yield is computed beforehand by ``expected_tokens``, from the reques
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import note
 from hypothesis import strategies as st
-from kv_checker import VOCAB, CheckedCache, CheckingExecutor, Violation, chain_of, check, draw_token, extend_chain
+from kv_checker import VOCAB, CheckedCache, CheckingExecutor, chain_of, check, draw_token, extend_chain
 
-from transect.engine.batch import ScheduledBatch
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
 from transect.engine.outputs import EngineOutput
@@ -386,21 +384,3 @@ def run(workload: Workload, **classes: type) -> Run:
     """Run a workload to its end and check everything. Raises Violation, or an assertion inside the engine."""
     note(repr(workload))
     return Run(workload, **classes).finish()
-
-
-def recorded_batches(core: EngineCore, limit: int = 10_000) -> tuple[list[ScheduledBatch], list[EngineOutput]]:
-    """Run an engine until it has no work; the batches it submitted and all its outputs."""
-    batches: list[ScheduledBatch] = []
-    submit: Callable = core.executor.submit
-
-    def record(batch: ScheduledBatch):  # type: ignore[no-untyped-def]
-        batches.append(batch)
-        return submit(batch)
-
-    core.executor.submit = record  # type: ignore[method-assign]
-    outputs: list[EngineOutput] = []
-    while core.has_work:
-        outputs += core.step()
-        if len(batches) > limit:
-            raise Violation("no end")
-    return batches, outputs

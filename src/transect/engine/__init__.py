@@ -14,10 +14,12 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
 
-With tensors:
+With tensors, or on the way to them:
 
-* ``config``: ``EngineConfig``, everything a user can set.
+* ``config``: ``EngineConfig``, everything a user can set. ``build``: from it to a running engine.
+* ``kv_size``: how many KV blocks to have.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
 * ``sampler``, ``penalties``, ``philox``: from logits to tokens; draws depend on seed, choice and position alone.
-* ``llm``: ``LLM``, the engine in the caller's process. ``async_engine``, ``process``: the engine in one of its own.
+* ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
+* ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
 """
