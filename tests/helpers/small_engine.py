@@ -1,4 +1,4 @@
-"""A small engine on the checking device, requests for it, and what one looks at afterwards: for tests of single rules."""
+"""A small engine on the checking device, requests for it, and what to look at afterwards: for tests of single rules."""
 
 from collections.abc import Callable
 from typing import Any
