@@ -84,7 +84,7 @@ def command(
         info = engine.info
         print(
             f"transect: ready on {url_of(sock)} | model {names[0]} | context {info.max_model_len} tokens"
-            f" | KV cache {info.kv_tokens} tokens | {info.kernels} | loaded in {info.load_seconds:.1f} s",
+            f" | KV cache {info.kv_tokens} tokens | {info.kernels} | loaded in {info.load_seconds:.1f} s | {config}",
             flush=True,
         )
 

@@ -6,7 +6,7 @@
 * ``body.py``: reading a JSON body, bounded while it arrives.
 * ``protocol.py``: what clients may send. ``errors.py``: what they hear when they sent something else.
 * ``prompts.py``: chat template and tokenizer. ``generation.py``: the engine requests behind one HTTP request.
-* ``chat.py``, ``completions.py``: the two APIs. ``replies.py``: the shapes of answers. ``logprobs.py``: log-probabilities.
+* ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
 * ``health.py``, ``metrics.py``: what operators see. ``serving.py``: the state that all of these share.
 

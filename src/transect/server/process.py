@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import uvicorn
 
 from .app import create_app
 from .serving import Engine, ServerOptions, Serving
+
+log = logging.getLogger("transect.server")
 
 WATCH_S = 0.5
 """How often the engine is asked whether it lives, in seconds."""
@@ -178,6 +181,7 @@ async def _serve(
         await asyncio.wait((running, death, signals.first), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             code = ENGINE_DIED
+            log.error("transect: error: the engine has stopped (%s): start the server again", death.result())
             await _settle(serving, SETTLE_S)
             await asyncio.sleep(RED_S)
         else:
@@ -191,13 +195,16 @@ async def _serve(
         await asyncio.gather(running, death, return_exceptions=True)
 
 
-async def _death(engine: Engine) -> None:
-    """Returns when the engine process is gone."""
-    while (await engine.health()).state != "dead":
+async def _death(engine: Engine) -> str | None:
+    """Returns when the engine process is gone, with what is known of the cause."""
+    while (health := await engine.health()).state != "dead":
         await asyncio.sleep(WATCH_S)
+    return health.detail
 
 
-async def _drain(serving: Serving, engine: Any, signals: _Signals, death: asyncio.Task[None], grace_s: float) -> None:
+async def _drain(
+    serving: Serving, engine: Any, signals: _Signals, death: asyncio.Task[str | None], grace_s: float
+) -> None:
     """Let running requests finish; what is left after the grace period, or at a second signal, gets one clean error."""
     waiting = [asyncio.ensure_future(each) for each in (serving.idle.wait(), signals.again.wait())]
     await asyncio.wait((*waiting, death), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
