@@ -81,7 +81,6 @@ def work_of_transect(model: str, threads: int) -> dict[str, Any]:
 
 def work_of_llamacpp(model: str, threads: int, settings: dict[str, Any]) -> dict[str, Any]:
     from peer_llamacpp import LlamaCpp
-
     from transect.models.resolve import resolve
 
     peer = LlamaCpp(str(resolve(model).path), threads, settings)
@@ -111,7 +110,7 @@ def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | N
 
 def floors(model: str, threads: int) -> dict[str, float]:
     """Tokens per second that the measured memory bandwidth and multiply-add rate allow at the most."""
-    from transect.models.cost import step_cost
+    from transect.models.cost import Row, floor, step_cost
     from transect.models.resolve import resolve
     from transect.ops.cpu import ceilings, library
 
@@ -119,15 +118,24 @@ def floors(model: str, threads: int) -> dict[str, float]:
     source = resolve(model)
     rates = {}
     for work, (count, length, new) in WORK.items():
-        if work == "prefill":
-            rows = [(length, length)]
-            tokens = length
-        else:
-            rows = [(1, length + new // 2)] * count
-            tokens = count
-        cost = step_cost(source.config, rows, weight_bytes=source.path.stat().st_size, kv_element_bytes=2)
-        rates[work] = tokens / machine.floor(cost.flops, cost.bytes_read, "float32")
+        prefill = work == "prefill"
+        rows = [Row(length, length) if prefill else Row(1, length + new // 2)] * count
+        costs = step_cost(source.config, rows, storage=storage(source))
+        seconds = floor(costs, machine.flops_per_second["float32"], machine.read_bytes_per_second)
+        rates[work] = count * (length if prefill else 1) / seconds
     return rates
+
+
+def storage(source: Any) -> Any:
+    """Bits per weight as the GGUF file has them; float32 activations, K and V in bfloat16."""
+    from transect.models.cost import Storage
+
+    tensors = source.gguf.tensors
+    table = tensors["token_embd.weight"]
+    layers = [t for name, t in tensors.items() if name.startswith("blk.") and len(t.shape) == 2]
+    linear = 8 * sum(t.nbytes for t in layers) / sum(t.shape[0] * t.shape[1] for t in layers)
+    embed = 8 * table.nbytes / (table.shape[0] * table.shape[1])
+    return Storage(linear=linear, embed=embed, head=embed, norm=32, activation=32, kv=16)
 
 
 def table(result: dict[str, Any]) -> str:

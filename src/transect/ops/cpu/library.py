@@ -275,10 +275,11 @@ class LayerStack:
             raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
         _check_cache(k_cache, v_cache)
         positions = positions.to(torch.int64).contiguous()
+        cosine, sine = (None, None) if rotation is None else (table.data_ptr() for table in rotation)
         self.library._c.transect_stack_run(
             *(self._stack, x.data_ptr(), x.shape[0], positions.data_ptr()),
             *_batch_arguments(block_tables, query_starts, seq_lens),
-            *(None if rotation is None else table.data_ptr() for table in (rotation or (None, None))),
+            *(cosine, sine),
             *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
         )
 
