@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -140,3 +142,8 @@ def test_engine_that_cannot_start():
 
     with pytest.raises(ValueError, match="no such model"):
         asyncio.run(serve(start, OPTIONS, bind("127.0.0.1", 0), ready=lambda engine: None))
+
+
+def test_no_torch_in_the_server_process():
+    program = "import sys, transect.server.process, transect.engine.async_engine; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

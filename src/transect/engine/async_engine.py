@@ -35,7 +35,6 @@ from . import wire
 from .config import EngineConfig
 from .inputs import check_token_ids, prompt_token_ids
 from .outputs import SchedulerStats
-from .process import CONFIG_LENGTH_BYTES
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
 
@@ -102,7 +101,7 @@ class AsyncEngine:
             )
             assert process.stdin is not None
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
-            process.stdin.write(len(settings_bytes).to_bytes(CONFIG_LENGTH_BYTES, "little") + settings_bytes)
+            process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
             engine = cls(config, *(await text))
             engine._attach(process, socket, context, directory)
             await engine._ready

@@ -27,13 +27,11 @@ from .request import Request
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
 
-CONFIG_LENGTH_BYTES = 8
-
 
 def main() -> None:
     """Entry point; exits 0 after ``Shutdown``, 1 when the engine cannot start or go on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    length = int.from_bytes(sys.stdin.buffer.read(CONFIG_LENGTH_BYTES), "little")
+    length = int.from_bytes(sys.stdin.buffer.read(wire.CONFIG_LENGTH_BYTES), "little")
     settings = msgspec.msgpack.decode(sys.stdin.buffer.read(length))
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     context = zmq.Context()

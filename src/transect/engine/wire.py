@@ -85,6 +85,8 @@ class Alive(msgspec.Struct, tag="alive"):
 FromEngine = Ready | Failed | Refused | Outputs | Stats | Alive
 
 HEARTBEAT_S = 0.5
+CONFIG_LENGTH_BYTES = 8
+"""On its standard input the engine process first gets the length of its configuration, in this many bytes."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
