@@ -1,0 +1,207 @@
+"""Every implementation of an operator against float64, in both directions, from its registry entry alone.
+
+The yardstick is torch: ``error / allowed`` where ``allowed`` is ``Op.error_ratio`` (2) times the larger of two
+errors: the one that torch's own operator (the peer called ``torch``, else the reference) makes in the same dtype on
+the same inputs, and the one made by rounding the float64 answer to that dtype. An error is ``|out - exact| /
+|exact|`` in the 2-norm. Results of few elements (sums) are drawn many times, and their errors pooled: a single one
+may be right by luck.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..registry import Implementation, Op
+
+FEW = 64
+DRAWS = 16
+LAYOUTS = ("contiguous", "apart", "padded")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One output or gradient of one implementation on one example."""
+
+    op: str
+    implementation: str
+    dtype: str
+    example: int
+    layout: str
+    quantity: str
+    error: float
+    torch_error: float
+    allowed: float
+    same_special: bool
+    """NaN and infinities stand where they do in float64 (or in torch's own result)."""
+
+    @property
+    def passed(self) -> bool:
+        return self.same_special and self.error <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """Error as a multiple of torch's."""
+        return self.error / self.torch_error if self.torch_error else (0.0 if self.error == 0 else float("inf"))
+
+
+def check(
+    op: Op, implementation: Implementation, dtype: torch.dtype, device: str = "cpu", *, examples: Any = None
+) -> Iterator[Finding]:
+    """Compare on every example; the first two also with elements apart and with rows padded.
+
+    Raises:
+        Unavailable: the implementation cannot run here.
+    """
+    plain = implementation.load()
+    forms: list[tuple[str, Callable[..., Any], bool]] = [("", plain, False)]
+    if implementation.autograd is not None:
+        forms.append(("operator ", implementation.autograd(), True))
+    for index, example in enumerate(op.examples() if examples is None else examples):
+        for layout in LAYOUTS if index < 2 else LAYOUTS[:1]:
+            for prefix, call, with_gradient in forms:
+                if prefix and layout == "padded":
+                    continue
+                for quantity, measured in _compare(op, call, example, dtype, device, layout, with_gradient).items():
+                    name = str(dtype).removeprefix("torch.")
+                    yield Finding(
+                        op.name,
+                        implementation.backend,
+                        name,
+                        index,
+                        layout,
+                        prefix + quantity,
+                        *measured.verdict(op, dtype),
+                    )
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Squared errors added over draws."""
+
+    exact: float = 0.0
+    ours: float = 0.0
+    theirs: float = 0.0
+    rounded: float = 0.0
+    elements: int = 0
+    same_special: bool = True
+
+    def add(self, exact: Tensor, ours: Tensor, theirs: Tensor) -> None:
+        rounded = exact.to(ours.dtype)
+        wide, other = ours.double(), theirs.double()
+        nothing = torch.zeros_like(exact)
+        normal = rounded.isfinite()
+        same = torch.equal(wide.isnan(), exact.isnan()) and torch.equal(
+            wide.where(~normal & ~wide.isnan(), nothing), rounded.double().where(~normal & ~exact.isnan(), nothing)
+        )
+        self.same_special &= same
+        usable = normal & wide.isfinite() & other.isfinite()
+        self.exact += float(exact.where(usable, nothing).square().sum())
+        self.ours += float((wide - exact).where(usable, nothing).square().sum())
+        self.theirs += float((other - exact).where(usable, nothing).square().sum())
+        self.rounded += float((rounded.double() - exact).where(usable, nothing).square().sum())
+        self.elements = max(self.elements, exact.numel())
+
+    def verdict(self, op: Op, dtype: torch.dtype) -> tuple[float, float, float, bool]:
+        scale = self.exact**0.5 or 1.0
+        unit = torch.finfo(dtype).eps / 2 if self.elements < FEW else 0.0
+        if not self.exact:  # the answer is 0 (a softmax over one key): nothing to be relative to
+            unit = 8 * torch.finfo(dtype).eps
+        theirs = self.theirs**0.5 / scale
+        allowed = op.error_ratio * max(theirs, self.rounded**0.5 / scale, unit)
+        return self.ours**0.5 / scale, theirs, allowed, self.same_special
+
+
+def _compare(
+    op: Op,
+    call: Callable[..., Any],
+    example: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    layout: str,
+    with_gradient: bool,
+) -> dict[str, _Pool]:
+    pools: dict[str, _Pool] = {}
+    peer = op.peers.get("torch", op.reference)
+    for draw in range(DRAWS):
+        inputs = {key: _cast(op, key, value, dtype, device, draw) for key, value in example.items()}
+        exact_inputs = {key: v.double() if _floating(v) else v for key, v in inputs.items()}
+        laid = {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
+        exact, weights = _run(op, op.reference, exact_inputs, with_gradient, draw, dtype, None)
+        ours, _ = _run(op, call, laid, with_gradient, draw, dtype, weights)
+        theirs, _ = _run(op, peer, inputs, with_gradient, draw, dtype, weights)
+        for quantity, value in exact.items():
+            pools.setdefault(quantity, _Pool()).add(value, ours[quantity], theirs[quantity])
+        if all(pool.elements >= FEW or pool.elements == 0 for pool in pools.values()):
+            break
+    return pools
+
+
+def _run(
+    op: Op,
+    call: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    with_gradient: bool,
+    draw: int,
+    dtype: torch.dtype,
+    weights: Any,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Outputs and, if asked, gradients for random upstream gradients (drawn here, or ``weights`` of an earlier run)."""
+    arguments = {key: _fresh(op, key, value, with_gradient) for key, value in inputs.items()}
+    result = call(**arguments)
+    outputs = [arguments[key] for key in op.mutates] if op.mutates else _listed(result)
+    found = {f"output {i}": value.detach() for i, value in enumerate(outputs)}
+    if weights is None:  # rounded to the dtype under test, so that float64 sees the same upstream gradient
+        generator = torch.Generator().manual_seed(1000 + draw)
+        weights = [torch.randn(o.shape, generator=generator).to(o.device, dtype) for o in outputs]
+    if with_gradient and op.differentiable:
+        names = [key for key in op.differentiable if _floating(arguments.get(key))]
+        upstream = [w.to(o.dtype) for w, o in zip(weights, outputs, strict=True)]
+        gradients = torch.autograd.grad(outputs, [arguments[key] for key in names], upstream)
+        found |= {f"gradient of {key}": value for key, value in zip(names, gradients, strict=True)}
+    return found, weights
+
+
+def _fresh(op: Op, key: str, value: Any, with_gradient: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key in op.mutates:
+        return value.clone()
+    wanted = with_gradient and key in op.differentiable
+    return value.detach().requires_grad_() if wanted else value
+
+
+def _listed(result: Any) -> Sequence[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _cast(op: Op, key: str, value: Any, dtype: torch.dtype, device: str, draw: int) -> Any:
+    """An example's value for one draw: floating-point tensors in ``dtype``, other than ``op.keeps_dtype``."""
+    if not isinstance(value, Tensor):
+        return value.to(device) if hasattr(value, "to") else copy.copy(value)
+    if not value.is_floating_point():
+        return value.to(device)
+    if draw and key not in op.keeps_dtype:
+        value = value * (0.75 + 0.5 * torch.rand(value.shape, generator=torch.Generator().manual_seed(draw)))
+    return value.to(device, torch.float32 if key in op.keeps_dtype else dtype)
+
+
+def _lay_out(value: Any, layout: str) -> Any:
+    """The same values in other strides."""
+    if layout == "contiguous" or not _floating(value) or value.dim() == 0:
+        return value
+    *front, last = value.shape
+    if layout == "apart":
+        roomy = value.new_full((*front, 2 * last + 1), float("nan"))[..., 1::2]
+    else:
+        roomy = value.new_full((*front, last + 3), float("nan"))[..., 1 : 1 + last]
+    return roomy.copy_(value)

@@ -1,0 +1,78 @@
+"""Which configuration a launcher runs with: the one found by ``transect tune`` for this device and size, or a rule.
+
+Choices live in ``tuned/<device>.json`` of this folder (shipped) and of the user's cache (``$TRANSECT_CACHE`` or
+``~/.cache/transect``; it wins). A file maps a launcher's name to size buckets, and a bucket to its knobs. Buckets are
+powers of two: a row of 3000 elements belongs to bucket 4096.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+SHIPPED = Path(__file__).parent / "tuned"
+
+Config = Mapping[str, int]
+
+
+def user_folder() -> Path:
+    """Where ``transect tune`` keeps its findings."""
+    base = os.environ.get("TRANSECT_CACHE")
+    if base:
+        return Path(base) / "tuned"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transect" / "tuned"
+
+
+def file_name(device_name: str) -> str:
+    """``NVIDIA H200`` -> ``nvidia_h200.json``."""
+    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json"
+
+
+def bucket(size: int) -> int:
+    """The power of two that holds ``size``."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+@cache
+def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
+    """Everything known of a device: shipped findings, overlaid by the user's own."""
+    merged: dict[str, dict[str, Config]] = {}
+    for folder in (SHIPPED, user_folder()):
+        path = folder / file_name(device_name)
+        if path.is_file():
+            for launcher, buckets in json.loads(path.read_text())["choices"].items():
+                merged.setdefault(launcher, {}).update(buckets)
+    if not merged:
+        log.info("no tuned kernel configurations for %s: rules of thumb are used; run `transect tune`", device_name)
+    return merged
+
+
+@cache
+def choose(launcher: str, size: int, device: torch.device, rule: Callable[[int], Config]) -> Config:
+    """The configuration for a launcher at a size: tuned if its bucket was, else ``rule(size)``."""
+    if device.type == "cuda":
+        found = choices(torch.cuda.get_device_name(device)).get(launcher, {}).get(str(bucket(size)))
+        if found is not None:
+            return found
+    return rule(size)
+
+
+def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder: Path | None = None) -> Path:
+    """Add findings to a device's file (the user's unless ``folder`` is given); returns its path."""
+    path = (folder or user_folder()) / file_name(device_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text()) if path.is_file() else {"device": device_name, "choices": {}}
+    for launcher, buckets in findings.items():
+        known["choices"].setdefault(launcher, {}).update(buckets)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    temporary.replace(path)
+    return path
