@@ -30,7 +30,7 @@ import record
 
 WORK = {"decode": (1, 512, 65), "prefill": (1, 512, 1), "batch": (16, 128, 33)}
 """Name: number of prompts, tokens of each, new tokens of each (the first one comes out of the prefill)."""
-REPEATS = 3
+REPEATS = 2
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
     "Write a short poem about the sea.",
-    "How do I boil an egg?",
+    "How do plants make food?",
     "Tell me a fact about octopuses.",
     "What is a prime number?",
     "Explain gravity to a child.",
@@ -109,8 +109,8 @@ async def _talk(client: httpx.AsyncClient, talk: Talk, view: View, max_tokens: i
     body = {
         "messages": [{"role": "user", "content": talk.question}],
         "max_tokens": max_tokens,
-        "temperature": 0.3,
-        "seed": talk.number,
+        "temperature": 0.0,
+        "repetition_penalty": 1.1,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
