@@ -45,7 +45,7 @@ class Server:
         )
         self.ready = self.process.stdout.readline()
         if " ready on " not in self.ready:
-            self.kill()
+            self.stop()
             raise AssertionError(f"no ready line: {self.ready!r} {self.process.stderr.read()}")
         self.url = self.ready.split(" ready on ")[1].split()[0]
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
@@ -68,10 +68,14 @@ class Server:
         code = self.process.wait(PATIENCE_S)
         return code, self.process.stderr.read()
 
-    def kill(self):
-        if self.process.poll() is None:
+    def stop(self):
+        """End it in good order if it will, else by force."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.wait()
+            self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,7 @@ def model(smollm2):
 def server(model):
     server = Server(model, "--max-model-len", "2048", "--max-body-bytes", "100000")
     yield server
-    server.kill()
+    server.stop()
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def own_server(model):
 
     yield start
     for server in started:
-        server.kill()
+        server.stop()
 
 
 def test_ready_line_says_what_runs(server):
