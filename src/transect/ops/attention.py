@@ -23,7 +23,7 @@ n H / (2 (H + K)) FLOPs per byte in bfloat16, 512 tokens with H = K giving 128.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .counting import visible_pairs
+from .jit import TRITON_TARGETS, available
 from .numerics import compute_dtype, sample
 from .registry import Cost, Implementation, Op, register
 
@@ -108,12 +109,29 @@ def _examples() -> Sequence[dict[str, Any]]:
     return examples
 
 
+def _triton() -> Callable[..., Tensor]:
+    from . import flash_attention
+
+    return available(flash_attention.attention)()
+
+
+def _triton_autograd() -> Callable[..., Tensor]:
+    from . import flash_attention
+
+    return available(flash_attention.attention_autograd)()
+
+
 register(
     Op(
         name="attention",
         reference=reference,
         cost=cost,
-        implementations={"torch": Implementation("torch", lambda: by_document, ("any",), batch_invariant=True)},
+        implementations={
+            "torch": Implementation("torch", lambda: by_document, ("any",), batch_invariant=True),
+            "triton": Implementation(
+                "triton", _triton, TRITON_TARGETS, batch_invariant=True, autograd=_triton_autograd
+            ),
+        },
         examples=_examples,
         differentiable=("q", "k", "v"),
     )

@@ -21,13 +21,14 @@ cores) one row costs 4x, as much as 16; 512 rows cost the same. Meant for infere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .jit import TRITON_TARGETS, available
 from .numerics import sample
 from .registry import Cost, Implementation, Op, register
 
@@ -66,6 +67,25 @@ def _examples() -> Sequence[dict[str, Any]]:
     ]
 
 
+def _triton() -> Callable[..., Tensor]:
+    """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
+    from . import matmul, small_matmul
+
+    few = available(small_matmul.launcher())()
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As ``reference``, on the GPU."""
+        return few(x, weight, bias) if x.shape[0] <= small_matmul.MOST_ROWS else matmul.matmul(x, weight, bias)
+
+    return linear
+
+
+def _triton_autograd() -> Callable[..., Tensor]:
+    from . import matmul
+
+    return available(matmul.linear_autograd)()
+
+
 register(
     Op(
         name="linear",
@@ -74,6 +94,7 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: F.linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: fixed_rows, ("any",), batch_invariant=True),
+            "triton": Implementation("triton", _triton, TRITON_TARGETS, autograd=_triton_autograd),
         },
         examples=_examples,
         peers={"torch": F.linear},

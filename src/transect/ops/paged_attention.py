@@ -16,6 +16,11 @@ Slots that a row does not own may hold anything, NaN too: scores are masked, and
 Shapes: q ``[T, H, d]``, caches of one layer ``[blocks, K, block_size, d]``, result like q. float32 inside.
 Source: Kwon et al. 2023, arXiv:2309.06180 (paging); Dao et al. 2022, arXiv:2205.14135 (tiles).
 
+On a GPU (``PagedTriton``) a program holds one tile of queries of one key head: the heads that share it lie together,
+so K and V are read once for all of them. Prefill chunks take ``BM / G`` queries to a tile. A decode row has only its
+G heads, too few programs to fill the chip when rows are few, so its positions are cut into splits of a fixed length,
+each with its own m, l and o, and a second kernel combines them by the same rule (flash decoding, Dao et al. 2023).
+
 Bound by bytes in decode: 4 H d FLOPs for each 2 K d cached elements: H / K FLOPs per byte in bfloat16 (3 for SmolLM2).
 A prefill chunk of c queries reads them once for all c: c H / K, bound by arithmetic from a few hundred on.
 """
@@ -24,16 +29,20 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .counting import visible_keys, visible_pairs
+from .flash_attention import LOG2E, find_tile
+from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl
 from .kv_cache_write import example_batch
 from .numerics import compute_dtype, sample
 from .paged_batch import PagedBatch, WorkGroup
-from .registry import Cost, Implementation, Op, register
+from .registry import Cost, Implementation, Kernel, Op, register
+from .tiles import after_previous, dot
 
 TILE = 64
 """Positions of a tile; rounded to whole blocks."""
@@ -142,6 +151,215 @@ def _gather(cache: Tensor, blocks_WN: Tensor, dtype: torch.dtype) -> Tensor:
     return tile.reshape(items, kv_heads, count * block_size, size).to(dtype)
 
 
+@kernel
+def _paged(  # type: ignore[no-untyped-def]
+    q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, B, scale2, window, q_t, q_h, k_b, k_h, k_s,
+    v_b, v_h, v_s, table_b, split_length, splits,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr, MIXED: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BM / GP queries of one row with the G heads of one key head (axis 1), over all positions or a split (axis 2).
+
+    Axis 0: rows (DECODE) or tiles of queries. MIXED: the batch holds rows of one query and rows of several, and each
+    of the two launches leaves the other's rows alone.
+    """
+    after_previous(EARLY)
+    QUERIES: tl.constexpr = BM // GP
+    kv_head = tl.program_id(1)
+    if DECODE:
+        row = tl.program_id(0)
+        tile = 0
+    else:
+        row, tile = find_tile(tl.num_programs(0) - 1 - tl.program_id(0), starts, B, QUERIES)
+    first_token = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - first_token
+    length = tl.load(lengths + row)
+    mine = tile * QUERIES < count
+    if MIXED:
+        mine = mine & ((count == 1) == DECODE)
+    first_position = length - count + tile * QUERIES
+    low = 0
+    high = min(length, first_position + QUERIES)
+    if WINDOW:
+        low = max(0, first_position - window + 1)
+    oldest = low
+    if SPLIT:
+        low = max(low, tl.program_id(2) * split_length)
+        high = min(high, (tl.program_id(2) + 1) * split_length)
+        mine = mine & (tl.program_id(2) * split_length < length)
+    if mine:
+        r = tl.arange(0, BM)
+        query = tile * QUERIES + r // GP
+        head = kv_head * G + r % GP
+        real = (r % GP < G) & (query < count)
+        position = length - count + query
+        d = tl.arange(0, DP)
+        token = (first_token + query).to(tl.int64)
+        inside = real[:, None] & (d < D)[None, :]
+        queries = tl.load(q + token[:, None] * q_t + head[:, None] * q_h + d[None, :], inside, 0.0)
+        acc = tl.zeros((BM, DP), tl.float32)
+        l = tl.zeros((BM,), tl.float32)
+        m = tl.full((BM,), -float("inf"), tl.float32)
+        for start in range(low // BN * BN, high, BN):
+            j = start + tl.arange(0, BN)
+            owned = (j < high) & (j >= oldest)
+            block = tl.load(tables + row * table_b + j // BLOCK, owned, 0).to(tl.int64)
+            k_at = block * k_b + kv_head * k_h + (j % BLOCK) * k_s
+            v_at = block * v_b + kv_head * v_h + (j % BLOCK) * v_s
+            tile_inside = owned[:, None] & (d < D)[None, :]
+            keys = tl.load(k_cache + k_at[:, None] + d[None, :], tile_inside, 0.0)
+            s = dot(queries, keys.to(queries.dtype).T, tl.zeros((BM, BN), tl.float32))
+            seen = owned[None, :] & (j[None, :] <= position[:, None])
+            if WINDOW:
+                seen = seen & (j[None, :] > position[:, None] - window)
+            s = tl.where(seen, s, -float("inf"))
+            new_m = tl.maximum(m, tl.max(s, 1) * scale2)
+            shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+            p = tl.exp2(s * scale2 - shift[:, None])
+            fade = tl.exp2(m - shift)
+            l = l * fade + tl.sum(p, 1)
+            values = tl.load(v_cache + v_at[:, None] + d[None, :], tile_inside, 0.0)
+            acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
+            m = new_m
+        if SPLIT:
+            part = (row.to(tl.int64) * H + head) * splits + tl.program_id(2)
+            tl.store(part_o + part[:, None] * D + d[None, :], acc, inside)
+            tl.store(part_l + part * 2, m, real)
+            tl.store(part_l + part * 2 + 1, l, real)
+        else:
+            at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
+            tl.store(at_out, (acc / l[:, None]).to(out.dtype.element_ty), inside)
+
+
+@kernel
+def _combine(  # type: ignore[no-untyped-def]
+    out, part_o, part_l, starts, lengths, split_length, splits,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MIXED: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """The splits of one head (axis 1) of one decode row (axis 0), in the order of their positions."""
+    after_previous(EARLY)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    first_token = tl.load(starts + row)
+    mine = True
+    if MIXED:
+        mine = tl.load(starts + row + 1) - first_token == 1
+    if mine:
+        length = tl.load(lengths + row)
+        part = (row.to(tl.int64) * H + head) * splits
+        n = tl.arange(0, SPLITS)
+        used = n * split_length < length
+        d = tl.arange(0, DP)
+        m = tl.load(part_l + (part + n) * 2, used, -float("inf"))
+        l = tl.load(part_l + (part + n) * 2 + 1, used, 0.0)
+        weight = tl.exp2(m - tl.max(m, 0))
+        o = tl.load(part_o + (part + n)[:, None] * D + d[None, :], used[:, None] & (d < D)[None, :], 0.0)
+        total = tl.sum(o * weight[:, None], 0) / tl.sum(l * weight, 0)
+        tl.store(out + first_token.to(tl.int64) * (H * D) + head * D + d, total.to(out.dtype.element_ty), d < D)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Knobs of ``PagedTriton``: rows and positions of a tile for prefill and decode, and the positions of a split."""
+
+    bm: int = 64
+    bn: int = 64
+    warps: int = 4
+    stages: int = 3
+    decode_bn: int = 64
+    decode_warps: int = 4
+    decode_stages: int = 4
+    split: int = 0
+    """Positions of a split; 0 chooses by how many programs there would be, negative never splits."""
+
+
+MOST_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTriton:
+    """``paged_attention`` on a GPU. ``tiles.split`` above 0 makes the cuts the same in every batch."""
+
+    tiles: Tiles = Tiles()
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    ) -> Tensor:
+        """As ``reference``. Reads no length on the host, so that it can be captured in a CUDA graph."""
+        require("paged_attention", q, k_cache, v_cache)
+        tokens, heads, d = q.shape
+        _, kv_heads, block_size, _ = k_cache.shape
+        if heads % kv_heads or k_cache.shape != v_cache.shape or k_cache.shape[3] != d:
+            raise ValueError(
+                f"paged_attention: q {list(q.shape)} does not fit caches {list(k_cache.shape)}, {list(v_cache.shape)}"
+            )
+        k_cache, v_cache = (t if t.stride(3) == 1 else t.contiguous() for t in (k_cache, v_cache))
+        q = q if q.stride(2) == 1 else q.contiguous()
+        out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
+        rows = batch.num_rows
+        if tokens == 0:
+            return out
+        group = heads // kv_heads
+        padded_group, padded_d = next_power_of_2(group), max(16, next_power_of_2(d))
+        tiles = self.tiles
+        if INTERPRETED:
+            tiles = Tiles(16, 16, 1, 1, 16, 1, 1, split=min(self.tiles.split, 32) if self.tiles.split else 48)
+        bm = max(tiles.bm, padded_group)
+        decode_only = tokens == rows
+        early: dict[str, Any] = {"EARLY": False}
+        if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] >= 9:
+            early = {"EARLY": True, "launch_pdl": True}
+        shared = {
+            "H": heads, "G": group, "GP": padded_group, "D": d, "DP": padded_d, "BLOCK": block_size,
+            "WINDOW": window is not None, "MIXED": not decode_only, **early,
+        }  # fmt: skip
+        tables = batch.block_tables
+        inputs = (q, k_cache, v_cache, tables, batch.query_starts, batch.seq_lens, out)
+        numbers = (
+            rows, scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:3],
+            *v_cache.stride()[:3], tables.stride(0),
+        )  # fmt: skip
+        if not decode_only:
+            _paged[(tokens // (bm // padded_group) + rows, kv_heads)](
+                *inputs, None, None, *numbers, 0, 1, **shared, BM=bm, BN=tiles.bn, DECODE=False, SPLIT=False,
+                num_warps=tiles.warps, num_stages=tiles.stages,
+            )  # fmt: skip
+        longest = tables.shape[1] * block_size
+        split = _split_length(tiles, longest, rows * kv_heads, q.device)
+        splits = -(-longest // split)
+        part_o = part_l = None
+        if splits > 1:
+            part_o = q.new_empty((rows, heads, splits, d), dtype=torch.float32)
+            part_l = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
+        _paged[(rows, kv_heads, splits)](
+            *inputs, part_o, part_l, *numbers, split, splits, **shared, BM=max(16, padded_group), BN=tiles.decode_bn,
+            DECODE=True, SPLIT=splits > 1, num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
+        )  # fmt: skip
+        if splits > 1:
+            _combine[(rows, heads)](
+                out, part_o, part_l, batch.query_starts, batch.seq_lens, split, splits, H=heads, D=d, DP=padded_d,
+                MIXED=not decode_only, SPLITS=next_power_of_2(splits), num_warps=4,
+                **early,
+            )  # fmt: skip
+        return out
+
+
+def _split_length(tiles: Tiles, longest: int, programs: int, device: torch.device) -> int:
+    """Positions of a split: enough splits for about four programs on each multiprocessor, none under 256 positions."""
+    if tiles.split < 0:
+        return longest
+    bn = tiles.decode_bn
+    if tiles.split > 0:
+        split = tiles.split
+    else:
+        splits = max(1, round(4 * multiprocessors(device) / programs))
+        split = max(256, -(-longest // splits))
+    split = max(split, -(-longest // MOST_SPLITS))
+    return -(-split // bn) * bn
+
+
 def cost(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
 ) -> Cost:
@@ -178,6 +396,58 @@ def _examples() -> Sequence[dict[str, Any]]:
     return examples
 
 
+def _kernels() -> Sequence[Kernel]:
+    ints = dict.fromkeys(
+        ("B", "window", "q_t", "q_h", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s",
+         "table_b", "split_length", "splits"), "i32"
+    )  # fmt: skip
+    indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
+    halves = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
+    shape = {
+        "H": 32,
+        "G": 4,
+        "GP": 4,
+        "D": 128,
+        "DP": 128,
+        "BLOCK": 16,
+        "WINDOW": False,
+        "MIXED": False,
+        "EARLY": False,
+    }
+    parts = {"part_o": "*fp32", "part_l": "*fp32"}
+    divisible = ("q_t", "q_h", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "split_length")
+    return [
+        Kernel(
+            name="decode",
+            function=_paged,
+            arguments={**halves, **indices, **parts, "scale2": "fp32", **ints},
+            constants={**shape, "BM": 16, "BN": 64, "DECODE": True, "SPLIT": True},
+            divisible=divisible,
+        ),
+        Kernel(
+            name="prefill",
+            function=_paged,
+            arguments={**halves, **indices, "scale2": "fp32", **ints},
+            constants={**shape, "BM": 64, "BN": 64, "DECODE": False, "SPLIT": False, "part_o": None, "part_l": None},
+            divisible=divisible,
+        ),
+        Kernel(
+            name="combine",
+            function=_combine,
+            arguments={
+                "out": "*bf16",
+                **parts,
+                "starts": "*i32",
+                "lengths": "*i32",
+                "split_length": "i32",
+                "splits": "i32",
+            },
+            constants={"H": 32, "D": 128, "DP": 128, "MIXED": False, "SPLITS": 16, "EARLY": False},
+            divisible=("split_length",),
+        ),
+    ]
+
+
 register(
     Op(
         name="paged_attention",
@@ -186,7 +456,12 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: tiled, ("any",)),
             "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
+            "triton": Implementation("triton", available(PagedTriton()), TRITON_TARGETS),
+            "triton_uniform": Implementation(
+                "triton", available(PagedTriton(Tiles(split=1024))), TRITON_TARGETS, batch_invariant=True
+            ),
         },
         examples=_examples,
+        kernels=_kernels,
     )
 )
