@@ -14,6 +14,7 @@ from ..text.tokenizer import Tokenizer
 from .build import build_engine
 from .config import EngineConfig
 from .inputs import check_token_ids, prompt_token_ids
+from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
@@ -133,28 +134,37 @@ class LLM:
             self._request(ids, each, priority) for (_, ids), each in zip(inputs, params, strict=True)
         ]  # all are checked before the first one starts
         finals: dict[str, RequestOutput] = {}
-        try:
-            for (text, ids), request in zip(inputs, requests, strict=True):
-                self._add(request, text, ids)
-            with _Progress(len(requests), show_progress) as progress:
-                while self._core.has_work:
-                    for output in self._core.step():
-                        update = self._processor.process(output)
-                        if update is None:
-                            continue
-                        for request_id, choice in update.aborts:
-                            self._core.abort(request_id, choice)
-                        if update.final is not None:
-                            finals[update.request_id] = update.final
+        with HeldInterrupts() as interrupts:
+            try:
+                for (text, ids), request in zip(inputs, requests, strict=True):
+                    self._add(request, text, ids)
+                with _Progress(len(requests), show_progress) as progress:
+                    while self._core.has_work:
+                        for final in self._step():
+                            finals[final.request_id] = final
                             progress.advance()
-        except BaseException:  # Ctrl-C among them: the next call finds an engine without requests
-            for request in requests:
-                self._processor.finish(request.request_id)
-                self._core.abort(request.request_id)
-            while self._core.has_work:
-                self._core.step()
-            raise
+                        interrupts.check()
+            except BaseException:  # Ctrl-C among them: the next call finds an engine without requests
+                for request in requests:
+                    self._processor.finish(request.request_id)
+                    self._core.abort(request.request_id)
+                while self._core.has_work:
+                    self._core.step()
+                raise
         return [finals[request.request_id] for request in requests]
+
+    def _step(self) -> list[RequestOutput]:
+        """One engine step; the requests that it completed."""
+        finals = []
+        for output in self._core.step():
+            update = self._processor.process(output)
+            if update is None:
+                continue
+            for request_id, choice in update.aborts:
+                self._core.abort(request_id, choice)
+            if update.final is not None:
+                finals.append(update.final)
+        return finals
 
     def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
         check_token_ids(ids, params, self.vocab_size)

@@ -1,0 +1,47 @@
+"""Ctrl-C between two engine steps, never inside one: half a step would leave KV blocks that nobody owns."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class HeldInterrupts:
+    """While entered, SIGINT is noted and delivered by ``check`` or on leaving. A second one does not wait.
+
+    Does nothing outside the main thread, which alone receives signals, or where SIGINT is not handled by Python code.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+        self._noted = False
+
+    def __enter__(self) -> HeldInterrupts:
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted:
+            self._deliver(frame)
+        self._noted = True
+
+    def _deliver(self, frame: FrameType | None = None) -> None:
+        self._noted = False
+        if self._handler is not None:
+            self._handler(signal.SIGINT, frame)
+
+    def check(self) -> None:
+        """Deliver a SIGINT that has come: as a rule this raises KeyboardInterrupt."""
+        if self._noted:
+            self._deliver()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self.check()

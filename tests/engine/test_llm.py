@@ -1,0 +1,317 @@
+"""``LLM`` end to end: on a tiny random model through plain torch, and on the real SmolLM2."""
+
+import math
+import signal
+
+import pytest
+import torch
+import transformers
+from tiny_llm import CONTEXT, EOS, VOCAB, greedy_tokens, save_tiny_llm
+
+from transect import LLM, SamplingParams
+
+torch.set_num_threads(1)
+PROMPTS = [[5, 6, 7], list(range(40, 90)), [1], [9] * 33, list(range(100, 117))]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny")
+    return directory, save_tiny_llm(directory)
+
+
+def make(tiny, **settings):
+    settings = {"dtype": "float32", "native": False, "num_kv_blocks": 96, "threads": 1, "max_num_seqs": 16} | settings
+    return LLM(str(tiny[0]), **settings)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    return make(tiny)
+
+
+def greedy(max_tokens=12, **params):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)
+
+
+def tokens_of(results):
+    return [[choice.token_ids for choice in result.outputs] for result in results]
+
+
+# What comes out -----------------------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_are_those_of_transformers(tiny, llm):
+    expected = [[greedy_tokens(tiny[1], prompt, 12)] for prompt in PROMPTS]
+    results = llm.generate(PROMPTS, greedy())
+    assert tokens_of(results) == expected
+    assert [result.prompt_token_ids for result in results] == PROMPTS
+    assert all(result.finished and result.outputs[0].finish_reason == "length" for result in results)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": True},
+        {"block_size": 4, "num_kv_blocks": 40, "max_model_len": 128},  # so few blocks that sequences are preempted
+        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+        {"policy": "static", "max_num_seqs": 3},
+        {"async_scheduling": True, "block_size": 4, "num_kv_blocks": 40, "max_model_len": 128},
+    ],
+)
+def test_tokens_do_not_depend_on_how_the_engine_runs(tiny, llm, settings):
+    """Other batches, chunks, preemptions and lag; and every slot of the cache that nobody wrote holds NaN."""
+    params = [
+        greedy(40, logprobs=3),
+        SamplingParams(seed=3, max_tokens=40, ignore_eos=True, top_p=0.9),
+        SamplingParams(seed=4, max_tokens=40, ignore_eos=True, temperature=1.5, frequency_penalty=0.5),
+        SamplingParams(seed=5, n=3, max_tokens=20, top_k=20, min_p=0.01),
+        SamplingParams(seed=6, n=2, max_tokens=30, min_tokens=25, repetition_penalty=1.2, logprobs=0),
+    ]
+    other = make(tiny, **settings)
+    other._core.executor._k_cache.fill_(math.nan)
+    other._core.executor._v_cache.fill_(math.nan)
+    alone = [llm.generate([prompt], each)[0] for prompt, each in zip(PROMPTS, params, strict=True)]
+    together = other.generate(PROMPTS, params)
+    assert tokens_of(together) == tokens_of(alone)
+    if settings.get("num_kv_blocks"):
+        assert other.stats().preemptions > 0
+    stats = other.stats()
+    assert stats.kv_blocks_used == 0 and stats.running == 0 and stats.waiting == 0
+
+
+def test_repeated_prompts_come_from_the_prefix_cache_with_the_same_tokens(llm):
+    prompt = list(range(60, 130))
+    first, second = (llm.generate([prompt], greedy())[0] for _ in range(2))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert second.num_cached_tokens == 64
+
+
+def test_seeds_repeat_and_choices_differ(llm):
+    params = SamplingParams(n=3, seed=11, max_tokens=16, ignore_eos=True)
+    first, second = (llm.generate([PROMPTS[1]], params)[0] for _ in range(2))
+    assert tokens_of([first]) == tokens_of([second])
+    assert len({tuple(choice.token_ids) for choice in first.outputs}) == 3
+    assert [choice.index for choice in first.outputs] == [0, 1, 2]
+    unseeded = [llm.generate([PROMPTS[1]], params.with_(seed=None))[0] for _ in range(2)]
+    assert tokens_of(unseeded[:1]) != tokens_of(unseeded[1:])
+
+
+def test_logprobs_and_prompt_logprobs_are_of_the_full_forward(tiny, llm):
+    prompt = PROMPTS[1]
+    params = greedy(6, logprobs=4, prompt_logprobs=2)
+    result = llm.generate([prompt], params)[0]
+    choice = result.outputs[0]
+    with torch.no_grad():
+        everything = torch.tensor([prompt + choice.token_ids])
+        expected = torch.log_softmax(tiny[1](everything).logits[0].double(), -1)
+    assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == len(prompt)
+    for position in range(1, len(prompt)):
+        entry = result.prompt_logprobs[position]
+        assert prompt[position] in entry and len(entry) in (2, 3)
+        for token, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(expected[position - 1, token]), abs=1e-4)
+    for offset, (token, entry) in enumerate(zip(choice.token_ids, choice.logprobs, strict=True)):
+        row = expected[len(prompt) - 1 + offset]
+        assert list(entry) == row.topk(4).indices.tolist()
+        assert entry[token].rank == 1
+        assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+    total = sum(entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs, strict=True))
+    assert choice.cumulative_logprob == pytest.approx(total)
+
+
+def test_prompt_logprobs_survive_chunks_and_the_prefix_cache(tiny, llm):
+    params = greedy(1, prompt_logprobs=0)
+    whole = llm.generate([PROMPTS[1]], params)[0].prompt_logprobs
+    chunked = make(tiny, max_num_batched_tokens=16)
+    for _ in range(2):
+        again = chunked.generate([PROMPTS[1]], params)[0].prompt_logprobs
+        assert len(again) == len(whole)
+        for a, b in zip(whole[1:], again[1:], strict=True):
+            assert list(a) == list(b)
+            assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
+
+
+# Where it ends ------------------------------------------------------------------------------------------------------
+
+
+def test_stop_string_cuts_the_text_and_frees_the_engine(llm):
+    free = llm.generate(["hello"], greedy(40))[0].outputs[0]
+    stop = next(piece for piece in (free.text[i : i + 2] for i in range(8, 30)) if piece.isprintable())
+    cut = llm.generate(["hello"], greedy(40, stop=[stop]))[0].outputs[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < 40
+    kept = llm.generate(["hello"], greedy(40, stop=[stop], include_stop_str_in_output=True))[0].outputs[0]
+    assert kept.text == cut.text + stop
+    assert not llm.has_work and llm.stats().kv_blocks_used == 0
+
+
+def test_stop_tokens_eos_and_min_tokens(llm):
+    free = llm.generate([PROMPTS[0]], greedy(20))[0].outputs[0].token_ids
+    stop = free[5]
+    at = free.index(stop)
+    stopped = llm.generate([PROMPTS[0]], greedy(20, stop_token_ids=[stop]))[0].outputs[0]
+    assert stopped.token_ids == free[: at + 1]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    later = llm.generate([PROMPTS[0]], greedy(20, stop_token_ids=[stop], min_tokens=10))[0].outputs[0]
+    assert stop not in later.token_ids[:10] and len(later.token_ids) >= 10
+    bias = SamplingParams(temperature=0.0, max_tokens=9, logit_bias={EOS: 100.0})
+    ended = llm.generate([PROMPTS[0]], bias)[0].outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason, ended.text) == ([EOS], "stop", None, "")
+
+
+def test_the_context_ends_a_request_without_max_tokens(llm):
+    result = llm.generate([list(range(200))], greedy(None))[0]
+    assert len(result.outputs[0].token_ids) == CONTEXT - 200
+    assert result.outputs[0].finish_reason == "length"
+
+
+def test_logits_that_are_not_finite_end_that_request_alone(tiny, tmp_path):
+    """A NaN in the embedding of token 77 spoils the request that holds it, and no other."""
+    model = save_tiny_llm(tmp_path, seed=1)
+    expected = greedy_tokens(model, PROMPTS[0], 8)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77] = math.nan
+    model.save_pretrained(tmp_path)
+    for lag in (False, True):
+        bad = make((tmp_path, model), async_scheduling=lag)
+        results = bad.generate([PROMPTS[0], [3, 77, 4], PROMPTS[0]], greedy(8, logit_bias={77: -100.0}))
+        assert results[1].outputs[0].finish_reason == "error" and "not finite" in results[1].outputs[0].error
+        assert results[1].outputs[0].token_ids == []
+        assert [results[i].outputs[0].token_ids for i in (0, 2)] == [expected, expected]
+        assert bad.stats().kv_blocks_used == 0
+
+
+# How it is called ---------------------------------------------------------------------------------------------------
+
+
+def test_prompt_forms(llm):
+    ids = llm.tokenizer.encode("hi you")
+    forms = ["hi you", ids, {"prompt": "hi you"}, {"prompt_token_ids": ids}]
+    results = [llm.generate(form, greedy(4)) for form in forms]
+    assert all(len(result) == 1 for result in results)
+    assert len({tuple(result[0].outputs[0].token_ids) for result in results}) == 1
+    assert [result[0].prompt for result in results] == ["hi you", None, "hi you", None]
+    assert len(llm.generate(["a", [1, 2], {"prompt": "b"}], greedy(1))) == 3
+    assert llm.generate([], greedy()) == []
+
+
+def test_one_params_for_each_prompt(llm):
+    results = llm.generate([[1], [2]], [greedy(3), greedy(5)])
+    assert [len(result.outputs[0].token_ids) for result in results] == [3, 5]
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+        llm.generate([[1], [2]], [greedy(3)])
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    one = llm.chat(messages, greedy(5))
+    assert one[0].prompt == text
+    assert one[0].prompt_token_ids == llm.tokenizer.encode(text, parse_special=True)
+    assert one[0].prompt_token_ids[0] == 256
+    two = llm.chat([messages, [*messages, {"role": "assistant", "content": "yo"}]], greedy(5))
+    assert tokens_of(two[:1]) == tokens_of(one) and len(two) == 2
+
+
+@pytest.mark.parametrize(
+    "prompts,params,message",
+    [
+        ("", {}, "prompt is empty"),
+        ([[1, 2], []], {}, "prompt is empty"),
+        ([[1], {"prmpt": "x"}], {}, "prompt mapping"),
+        ([[1], 3.5], {}, "text or a list of token ids"),
+        ([[1], [VOCAB]], {}, f"token id {VOCAB}"),
+        ([[1], [-1]], {}, "token id -1"),
+        ([[1], [2]], {"logit_bias": {VOCAB + 7: 1.0}}, "logit_bias holds token id"),
+        ([[1], [2]], {"stop_token_ids": [VOCAB]}, "stop_token_ids holds token id"),
+        ([[1], [2] * CONTEXT], {}, f"{CONTEXT} tokens"),
+        ([[1], [2]], {"n": 17}, "n is 17"),
+    ],
+)
+def test_a_bad_request_is_refused_before_anything_starts(llm, prompts, params, message):
+    steps = llm.stats().steps
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, SamplingParams(max_tokens=4, **params))
+    assert not llm.has_work and llm.stats().steps == steps
+
+
+def test_typos_are_errors(tiny, llm):
+    with pytest.raises(TypeError, match="max_nun_seqs"):
+        LLM(str(tiny[0]), max_nun_seqs=3)
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
+    with pytest.raises(TypeError, match="sampling_parms"):
+        llm.generate("x", sampling_parms=greedy())
+
+
+def test_settings_that_cannot_be_name_what_to_change(tiny):
+    for settings, message in [
+        ({"max_model_len": CONTEXT + 1}, f"max_model_len is {CONTEXT + 1}"),
+        ({"num_kv_blocks": 10**12}, "MiB are free"),
+        ({"num_kv_blocks": None, "kv_cache_bytes": 10}, "no room for one KV block"),
+        ({"num_kv_blocks": 4, "kv_cache_bytes": 1000}, "given twice"),
+        ({"num_kv_blocks": 4, "max_model_len": 100}, "the KV cache holds 64 tokens"),
+        ({"dtype": "int8"}, "dtype must be"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(tiny, **settings)
+
+
+def test_start_up_line_says_what_runs(tiny, capsys):
+    make(tiny, max_num_seqs=3)
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    for part in ("plain torch", "native=False", "max_num_seqs=3", "KV cache 1536 tokens", f"context {CONTEXT}"):
+        assert part in line
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_ctrl_c_in_the_middle_of_a_step_leaves_a_usable_engine(tiny, monkeypatch, lag):
+    llm = make(tiny, async_scheduling=lag)
+    expected = tokens_of(llm.generate(PROMPTS, greedy()))
+    runner = llm._core.executor
+    forward, calls = runner._forward, []
+
+    def interrupted(batch):
+        calls.append(batch.step)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy())
+    assert not llm.has_work and llm.stats().kv_blocks_used == 0
+    assert len(calls) <= 4
+    assert tokens_of(llm.generate(PROMPTS, greedy())) == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# The real model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(smollm2):
+    return LLM(str(smollm2.path), dtype="float32", max_model_len=512, num_kv_blocks=64)
+
+
+def test_real_model_float32_gives_the_tokens_of_transformers(real, smollm2):
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2.path.parent, gguf_file=smollm2.path.name, dtype=torch.float32
+    ).eval()
+    prompt = real.tokenizer.encode("The three laws of thermodynamics say that")
+    with torch.no_grad():
+        output = reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+    others = [real.tokenizer.encode(text) for text in ("Once upon a time", "def main():\n", "1 2 3 4 5 6 7")]
+    results = real.generate([*others, prompt], SamplingParams(temperature=0.0, max_tokens=24))
+    assert results[-1].outputs[0].token_ids == output[0, len(prompt) :].tolist()
+
+
+def test_real_model_knows_the_capital_of_france(real):
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    choice = real.chat(messages, SamplingParams(temperature=0.0, max_tokens=24))[0].outputs[0]
+    assert "Paris" in choice.text
+    assert choice.finish_reason == "stop"
