@@ -1,7 +1,7 @@
 // A few threads that run one function together, meet at barriers, and share out the work between two barriers.
 //
 // A decode step is some 150 phases of 10 to 100 microseconds; starting a thread team for each would cost as much as the
-// work. Here the team starts once per call, and a phase ends with a barrier that spins for a while before it yields.
+// work. Here the team starts once per call, and a phase ends with a barrier that spins for a while before it sleeps.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -9,7 +9,6 @@
 #include <mutex>
 #include <thread>
 #include <vector>
-#include <sched.h>
 
 namespace transect {
 
@@ -18,6 +17,8 @@ inline void relax() {
   __builtin_ia32_pause();
 #endif
 }
+
+constexpr int SPINS = 2000;  // some 20 to 50 microseconds: longer than teammates are apart when the machine is ours
 
 class Pool {
  public:
@@ -61,11 +62,14 @@ class Pool {
       arrived_.store(0, std::memory_order_relaxed);
       next_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
+      round_.notify_all();
       return;
     }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
-      if (spins < 4096) relax(); else sched_yield();
+    for (int spins = 0; spins < SPINS; spins++) {
+      if (round_.load(std::memory_order_acquire) != round) return;
+      relax();
     }
+    round_.wait(round, std::memory_order_acquire);  // another process has the core that a teammate needs: let it go
   }
 
   // Shares items 0 .. count-1 of a phase among the team, then meets.
@@ -79,7 +83,7 @@ class Pool {
   void work(int index) {
     unsigned seen = 0;
     while (true) {
-      for (int spins = 0; spins < 20000 && epoch_.load(std::memory_order_acquire) == seen; spins++) relax();
+      for (int spins = 0; spins < SPINS && epoch_.load(std::memory_order_acquire) == seen; spins++) relax();
       if (epoch_.load(std::memory_order_acquire) == seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         wake_.wait(lock, [&] { return epoch_.load() != seen; });
