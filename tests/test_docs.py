@@ -1,0 +1,71 @@
+"""What the pages say is true: commands and programs run, links lead somewhere, numbers are recorded."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def _blocks(language: str) -> list[tuple[str, str]]:
+    return [(page.name, text) for page in PAGES for kind, text in FENCE.findall(page.read_text()) if kind == language]
+
+
+def _commands() -> list[tuple[str, str]]:
+    return [
+        (page, line)
+        for page, text in _blocks("bash")
+        for line in text.splitlines()
+        if line.startswith("transect ")  # `make` targets are what CI itself is made of
+    ]
+
+
+@pytest.mark.parametrize(("page", "command"), _commands())
+def test_commands_in_the_pages_run(smollm2, page: str, command: str) -> None:
+    shell = f"{sys.executable} -m {command}"
+    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{page}: {command}\n{done.stderr}"
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(("page", "program"), _blocks("python"))
+def test_programs_in_the_pages_run(smollm2, tmp_path: Path, page: str, program: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, f"{page}:\n{done.stderr}"
+    assert done.stdout.strip()
+
+
+def test_the_pages_have_what_is_tested_here() -> None:
+    assert len(_commands()) >= 2
+    assert _blocks("python")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|h|cpp|cu))`", page.read_text())
+    places = (ROOT / "src" / "transect", ROOT)
+    missing = [name for name in named if not any((place / name).exists() for place in places)]
+    assert not missing
+
+
+def test_quoted_results_are_the_recorded_ones() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/render.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
