@@ -30,7 +30,7 @@ def reference(x: Tensor, y: Tensor) -> Tensor:
 
 
 @kernel
-def _partial_kernel(x_ptr, y_ptr, part_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _partial_kernel(x_ptr, y_ptr, part_ptr, n, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):

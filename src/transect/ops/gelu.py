@@ -18,15 +18,18 @@ bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import shapes
+from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import compute_dtype, sample
-from .registry import Cost, Implementation, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from .tuning import Config, choose, flat_rule
 
 
 def reference(x: Tensor, tanh: bool) -> Tensor:
@@ -37,6 +40,124 @@ def reference(x: Tensor, tanh: bool) -> Tensor:
     else:
         p = 0.5 * (1 + torch.erf(wide / math.sqrt(2)))
     return (wide * p).to(x.dtype)
+
+
+@kernel
+def _half_erfc(z):
+    """erfc(z) / 2 for z >= 0 (Abramowitz & Stegun 7.1.26, error below 1.5e-7): one division, one exp."""
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    p = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    return p * tl.exp2(-1.4426950408889634 * z * z)
+
+
+@kernel
+def _probability(x, TANH: tl.constexpr, EXACT: tl.constexpr):
+    """P(x). For half types the cheap erfc is far below their rounding; float32 takes the exact erf."""
+    if TANH:
+        return 1.0 / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
+    elif EXACT:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tail = _half_erfc(tl.abs(x) * 0.7071067811865476)
+        return tl.where(x < 0, tail, 1.0 - tail)
+
+
+@kernel
+def _forward_kernel(x_ptr, y_ptr, n, TANH: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    y = x * _probability(x, TANH, EXACT)
+    tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=index < n)
+
+
+@kernel
+def _backward_kernel(g_ptr, x_ptr, dx_ptr, n, TANH: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    p = _probability(x, TANH, EXACT)
+    if TANH:  # (1 - tanh(u)^2) / 2 = 2 p (1 - p)
+        rest = _probability(-x, TANH, EXACT) if EXACT else 1.0 - p
+        slope = 2.0 * p * rest * x * (0.7978845608028654 + 0.1070322243 * x * x)
+    else:
+        slope = x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
+    tl.store(dx_ptr + index, (g * (p + slope)).to(dx_ptr.dtype.element_ty), mask=index < n)
+
+
+def triton_gelu(x: Tensor, tanh: bool, *, config: Config | None = None) -> Tensor:
+    """``reference`` in Triton; copies an input that is not contiguous."""
+    require("gelu", x)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    n = x.numel()
+    if n:
+        knobs = config or choose("gelu", n, x.device, flat_rule)
+        grid = (-(-n // knobs["block"]),)
+        exact = x.dtype == torch.float32
+        _forward_kernel[grid](x, y, n, TANH=tanh, EXACT=exact, BLOCK=knobs["block"], num_warps=knobs["warps"])
+    return y
+
+
+def triton_backward(grad: Tensor, x: Tensor, tanh: bool, *, config: Config | None = None) -> Tensor:
+    """dL/dx in Triton."""
+    require("gelu backward", grad, x)
+    grad, x = grad.contiguous(), x.contiguous()
+    dx = torch.empty_like(x)
+    n = x.numel()
+    if n:
+        knobs = config or choose("gelu.backward", n, x.device, flat_rule)
+        grid = (-(-n // knobs["block"]),)
+        exact = x.dtype == torch.float32
+        _backward_kernel[grid](grad, x, dx, n, TANH=tanh, EXACT=exact, BLOCK=knobs["block"], num_warps=knobs["warps"])
+    return dx
+
+
+def reference_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    """dL/dx, the formula above."""
+    wide, g = x.to(compute_dtype(x.dtype)), grad.to(compute_dtype(x.dtype))
+    if tanh:
+        t = torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
+        slope = 0.5 * (1 + t) + 0.5 * wide * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * wide**2)
+    else:
+        bell = torch.exp(-0.5 * wide * wide) / math.sqrt(2 * math.pi)
+        slope = 0.5 * (1 + torch.erf(wide / math.sqrt(2))) + wide * bell
+    return (g * slope).to(x.dtype)
+
+
+@torch.library.custom_op("transect::gelu", mutates_args=())
+def gelu(x: Tensor, tanh: bool) -> Tensor:
+    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    return triton_gelu(x, tanh) if runs_triton(x) else reference(x, tanh).contiguous()
+
+
+@torch.library.custom_op("transect::gelu_backward", mutates_args=())
+def gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    """Its gradient."""
+    made = triton_backward(grad, x, tanh) if runs_triton(grad, x) else reference_backward(grad, x, tanh)
+    return made.contiguous()
+
+
+@gelu.register_fake
+def _(x: Tensor, tanh: bool) -> Tensor:
+    return torch.empty(x.shape, device=x.device, dtype=x.dtype)
+
+
+@gelu_backward.register_fake
+def _(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    return torch.empty(x.shape, device=x.device, dtype=x.dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.tanh = inputs[1]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (x,) = ctx.saved_tensors
+    return gelu_backward(grad, x, ctx.tanh), None
+
+
+gelu.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, tanh: bool) -> Cost:
@@ -53,14 +174,54 @@ def _peer(x: Tensor, tanh: bool) -> Tensor:
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
+CHOICES = {"block": (1024, 2048, 4096), "warps": (4, 8)}
+
+
+def _cases() -> Sequence[Case]:
+    width = shapes.LLAMA_8B.ffn_dim
+    rows = shapes.rows_for_bytes(2 * width)
+
+    def make(device: torch.device, seed: int, tanh: bool) -> Mapping[str, Any]:
+        generator = torch.Generator(device).manual_seed(seed)
+        x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, generator=generator)
+        return {"x": x, "tanh": tanh}
+
+    form = {False: "erf", True: "tanh"}
+    return [
+        Case(f"{name}, MLP of {shapes.LLAMA_8B.name}, {rows} tokens", lambda d, s, t=tanh: make(d, s, t))
+        for tanh, name in form.items()
+    ]
+
+
+def _kernels() -> Sequence[Kernel]:
+    made = []
+    for tanh in (False, True):
+        constants = {"TANH": tanh, "EXACT": False, "BLOCK": 2048}
+        name = "tanh" if tanh else "erf"
+        forward = {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
+        backward = {"g_ptr": "*bf16", "x_ptr": "*bf16", "dx_ptr": "*bf16", "n": "i32"}
+        made.append(Kernel(f"{name} forward", _forward_kernel, forward, constants, ("n",)))
+        made.append(Kernel(f"{name} backward", _backward_kernel, backward, constants, ("n",)))
+    return made
+
+
 register(
     Op(
         name="gelu",
         reference=reference,
         cost=cost,
-        implementations={"torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True)},
+        implementations={
+            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
+            "triton": Implementation(
+                "triton", available(triton_gelu), TRITON_TARGETS, batch_invariant=True, autograd=lambda: gelu
+            ),
+        },
         examples=_examples,
         peers={"torch": _peer},
         differentiable=("x",),
+        gradient_cost=lambda x, tanh: Cost(20 * x.numel(), 2 * x.nbytes, x.nbytes),
+        cases=_cases,
+        kernels=_kernels,
+        knobs=[Knobs("gelu", CHOICES, flat_rule, triton_gelu, dict, lambda inputs: inputs["x"].numel())],
     )
 )

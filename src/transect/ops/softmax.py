@@ -51,8 +51,7 @@ def reference_backward(grad: Tensor, y: Tensor) -> Tensor:
 
 
 @kernel
-def _rows_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type:
-ignore[no-untyped-def]
+def _rows_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """ROWS whole rows a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -64,7 +63,7 @@ ignore[no-untyped-def]
 
 
 @kernel
-def _long_kernel(x_ptr, y_ptr, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _long_kernel(x_ptr, y_ptr, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):
     """One long row a program: a pass for maximum and sum, and one, backwards, for the result."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -94,7 +93,7 @@ def _long_kernel(x_ptr, y_ptr, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):
 @kernel
 def _rows_backward_kernel(
     g_ptr, y_ptr, dx_ptr, n_rows, n_cols, g_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
@@ -105,8 +104,8 @@ def _rows_backward_kernel(
 
 
 @kernel
-def _long_backward_kernel(g_ptr, y_ptr, dx_ptr, n_cols, g_stride, y_stride, BLOCK: tl.constexpr):  # type:
-ignore[no-untyped-def] row = tl.program_id(0).to(tl.int64)
+def _long_backward_kernel(g_ptr, y_ptr, dx_ptr, n_cols, g_stride, y_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     g_ptr += row * g_stride
     y_ptr += row * y_stride
     dx_ptr += row * n_cols

@@ -32,7 +32,7 @@ def reference(x: Tensor) -> Tensor:
 
 
 @kernel
-def _partial_kernel(x_ptr, part_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _partial_kernel(x_ptr, part_ptr, n, BLOCK: tl.constexpr):
     """Program p adds the blocks p, p + P, p + 2P, ... of the input."""
     total = tl.zeros([BLOCK], tl.float32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -43,7 +43,7 @@ def _partial_kernel(x_ptr, part_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no
 
 
 @kernel
-def _combine_kernel(part_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine_kernel(part_ptr, out_ptr, n, BLOCK: tl.constexpr):
     """One program adds the partial sums."""
     index = tl.arange(0, BLOCK)
     total = tl.sum(tl.load(part_ptr + index, mask=index < n, other=0.0), 0)

@@ -15,15 +15,18 @@ bfloat16. Worth fusing into whatever produces gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import shapes
+from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import compute_dtype, sample
-from .registry import Cost, Implementation, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from .tuning import Config, choose, flat_rule
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -41,6 +44,102 @@ def by_exp(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-wide.clamp(min=-80))) * up.to(wide.dtype)).to(gate.dtype)
 
 
+@kernel
+def _forward_kernel(gate_ptr, up_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
+    tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=index < n)
+
+
+@kernel
+def _backward_kernel(g_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * gate))
+    tl.store(dup_ptr + index, (g * gate * s).to(dup_ptr.dtype.element_ty), mask=index < n)
+    dgate = g * up * s * (1.0 + gate * (1.0 - s))
+    tl.store(dgate_ptr + index, dgate.to(dgate_ptr.dtype.element_ty), mask=index < n)
+
+
+def triton_swiglu(gate: Tensor, up: Tensor, *, config: Config | None = None) -> Tensor:
+    """``reference`` in Triton; copies inputs that are not contiguous. ValueError if the shapes differ."""
+    require("swiglu", gate, up)
+    if gate.shape != up.shape:
+        raise ValueError(f"swiglu: gate and up must have one shape; got {list(gate.shape)} and {list(up.shape)}")
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    n = gate.numel()
+    if n:
+        knobs = config or choose("swiglu", n, gate.device, flat_rule)
+        grid = (-(-n // knobs["block"]),)
+        _forward_kernel[grid](gate, up, y, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
+    return y
+
+
+def triton_backward(grad: Tensor, gate: Tensor, up: Tensor, *, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """(dL/dgate, dL/dup) in Triton."""
+    require("swiglu backward", grad, gate, up)
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    n = gate.numel()
+    if n:
+        knobs = config or choose("swiglu.backward", n, gate.device, flat_rule)
+        grid = (-(-n // knobs["block"]),)
+        _backward_kernel[grid](grad, gate, up, dgate, dup, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
+    return dgate, dup
+
+
+def reference_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """(dL/dgate, dL/dup), the formulas above."""
+    wide = compute_dtype(gate.dtype)
+    g, a, u = grad.to(wide), gate.to(wide), up.to(wide)
+    s = a.sigmoid()
+    return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(up.dtype)
+
+
+@torch.library.custom_op("transect::swiglu", mutates_args=())
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    return triton_swiglu(gate, up) if runs_triton(gate, up) else reference(gate, up).contiguous()
+
+
+@torch.library.custom_op("transect::swiglu_backward", mutates_args=())
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradients."""
+    if runs_triton(grad, gate, up):
+        return triton_backward(grad, gate, up)
+    dgate, dup = reference_backward(grad, gate, up)
+    return dgate.contiguous(), dup.contiguous()
+
+
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
+
+
+@swiglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(gate.shape, device=gate.device, dtype=gate.dtype),
+        torch.empty(up.shape, device=up.device, dtype=up.dtype),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return swiglu_backward(grad, *ctx.saved_tensors)
+
+
+swiglu.register_autograd(_backward, setup_context=_setup)
+
+
 def cost(gate: Tensor, up: Tensor) -> Cost:
     """5 FLOPs an element: exp, add, divide, and two products."""
     return Cost(5 * gate.numel(), gate.nbytes + up.nbytes, gate.nbytes)
@@ -54,14 +153,48 @@ def _peer(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+CHOICES = {"block": (1024, 2048, 4096), "warps": (4, 8)}
+
+
+def _cases() -> Sequence[Case]:
+    width = shapes.LLAMA_8B.ffn_dim
+    rows = shapes.rows_for_bytes(2 * width)
+
+    def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+        generator = torch.Generator(device).manual_seed(seed)
+        gate, up = torch.randn(2, rows, width, device=device, dtype=torch.bfloat16, generator=generator)
+        return {"gate": gate, "up": up}
+
+    return [Case(f"MLP of {shapes.LLAMA_8B.name}, {rows} tokens", make)]
+
+
+def _kernels() -> Sequence[Kernel]:
+    tensors = ("g_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr")
+    forward = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
+    backward = {**dict.fromkeys(tensors, "*bf16"), "n": "i32"}
+    return [
+        Kernel("forward", _forward_kernel, forward, {"BLOCK": 2048}, ("n",)),
+        Kernel("backward", _backward_kernel, backward, {"BLOCK": 2048}, ("n",)),
+    ]
+
+
 register(
     Op(
         name="swiglu",
         reference=reference,
         cost=cost,
-        implementations={"torch": Implementation("torch", lambda: by_exp, ("any",), batch_invariant=True)},
+        implementations={
+            "torch": Implementation("torch", lambda: by_exp, ("any",), batch_invariant=True),
+            "triton": Implementation(
+                "triton", available(triton_swiglu), TRITON_TARGETS, batch_invariant=True, autograd=lambda: swiglu
+            ),
+        },
         examples=_examples,
         peers={"torch": _peer},
         differentiable=("gate", "up"),
+        gradient_cost=lambda gate, up: Cost(10 * gate.numel(), 3 * gate.nbytes, 2 * gate.nbytes),
+        cases=_cases,
+        kernels=_kernels,
+        knobs=[Knobs("swiglu", CHOICES, flat_rule, triton_swiglu, dict, lambda inputs: inputs["gate"].numel())],
     )
 )

@@ -76,3 +76,15 @@ def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder:
     temporary.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     temporary.replace(path)
     return path
+
+
+def row_rule(width: int) -> Config:
+    """Whole rows in registers: 16 elements a thread, narrow rows several to a program. By the width alone."""
+    block = bucket(width)
+    rows = max(1, 2048 // block)
+    return {"rows": rows, "warps": min(16, max(1, rows * block // 512))}
+
+
+def flat_rule(n: int) -> Config:
+    """Element by element: 16 bytes of a half type a thread and access, two accesses in flight."""
+    return {"block": 2048, "warps": 4}

@@ -34,7 +34,7 @@ def reference(x: Tensor, y: Tensor) -> Tensor:
 
 
 @kernel
-def _add_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < n
     x = tl.load(x_ptr + index, mask=inside).to(tl.float32)
