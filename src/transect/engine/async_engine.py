@@ -34,7 +34,7 @@ from ..text.tokenizer import Tokenizer
 from . import wire
 from .config import EngineConfig
 from .inputs import check_token_ids, prompt_token_ids
-from .outputs import SchedulerStats
+from .outputs import EngineOutput, SchedulerStats
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
 
@@ -125,6 +125,7 @@ class AsyncEngine:
     ) -> None:
         self._process, self._socket, self._context, self._directory = process, socket, context, directory
         self._receiver = asyncio.create_task(self._receive())
+        self._receiver.add_done_callback(self._receiver_ended)
         self._watcher = asyncio.create_task(self._watch())
 
     # ---- what it is --------------------------------------------------------------------------------------------------
@@ -177,7 +178,10 @@ class AsyncEngine:
         stream = self.stream(ids, params or SamplingParams(), name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
-                yield update.final if update.final is not None else self._processor.snapshot(name)
+                if update.final is not None:
+                    yield update.final
+                elif name in self._processor:  # else it has ended meanwhile, and its last update is in the queue
+                    yield self._processor.snapshot(name)
 
     async def stream(
         self,
@@ -256,14 +260,14 @@ class AsyncEngine:
 
     async def shutdown(self) -> None:
         """End the engine process. Streams that still run raise ``EngineDeadError``. Harmless when repeated."""
-        if self._death is None:
-            self._die("it was shut down")
-            with contextlib.suppress(zmq.ZMQError):
-                await self._send(wire.Shutdown())
+        self._die("it was shut down")
+        if self._process.returncode is None:
+            self._send_soon(wire.Shutdown())
             try:
                 await asyncio.wait_for(self._process.wait(), STOP_WAIT_S)
             except TimeoutError:
-                self._process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
         await self._process.wait()
         for task in (self._receiver, self._watcher):
             task.cancel()
@@ -298,7 +302,7 @@ class AsyncEngine:
             match message:
                 case wire.Outputs():
                     for output in message.outputs:
-                        self._deliver(self._processor.process(output))
+                        self._take(output)
                 case wire.Refused():
                     self._refuse(message)
                 case wire.Stats():
@@ -312,6 +316,22 @@ class AsyncEngine:
                         kind = ValueError if message.user_error else EngineDeadError
                         self._ready.set_exception(kind(message.message))
                     self._die(message.message)
+
+    def _receiver_ended(self, receiver: asyncio.Task[None]) -> None:
+        """Nobody would hear the engine any more: better a clear end than streams that wait for ever."""
+        if not receiver.cancelled() and receiver.exception() is not None:
+            self._die(f"its messages could not be read: {receiver.exception()!r}")
+
+    def _take(self, output: EngineOutput) -> None:
+        """Turn an output into text. Should that fail, it is the end of this request, and nothing else is disturbed."""
+        try:
+            update = self._processor.process(output)
+        except Exception as error:
+            queue = self._streams.get(output.request_id)
+            if queue is not None:
+                queue.put_nowait(error)
+        else:
+            self._deliver(update)
 
     def _deliver(self, update: Update | None) -> None:
         if update is None:

@@ -1,0 +1,328 @@
+"""``AsyncEngine`` with a real engine process: streams, aborts, refusals, and every way in which a process can end."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tiny_llm import CONTEXT, save_tiny_llm
+
+from transect import LLM, AsyncEngine, SamplingParams
+from transect.engine.async_engine import EngineDeadError
+from transect.engine.waiting_queue import QueueFull
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
+PROMPTS = [[5, 6, 7], list(range(40, 90)), [1], [9] * 33]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny")
+    save_tiny_llm(directory)
+    return str(directory)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny):
+    async with await AsyncEngine.start(model=tiny, **SETTINGS) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def own_engine(tiny, **settings):
+    async with await AsyncEngine.start(model=tiny, **SETTINGS | settings) as running:
+        yield running
+
+
+def endless(**params):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": None, "ignore_eos": True} | params)
+
+
+async def last(generator):
+    final = None
+    async for output in generator:
+        final = output
+    return final
+
+
+async def assert_idle(engine):
+    """Called right after an abort was sent: the engine takes both messages between the same two steps."""
+    stats = await engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
+
+
+def gone(pid):
+    """The process has ended (a zombie has: nobody needs to have waited for it)."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+async def eventually(condition, what):
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"not within 20 s: {what}")
+
+
+# Streams ------------------------------------------------------------------------------------------------------------
+
+
+async def test_concurrent_streams_give_what_llm_gives(engine, tiny):
+    params = [
+        endless(max_tokens=20, logprobs=2, prompt_logprobs=1),
+        SamplingParams(seed=2**64 - 1, max_tokens=20, logit_bias={7: -5.0}),
+        SamplingParams(seed=-3, n=3, max_tokens=15, top_p=0.9),
+        endless(max_tokens=25, stop_token_ids=[4], min_tokens=5),
+    ]
+    expected = LLM(tiny, **SETTINGS).generate(PROMPTS, params)
+    together = await asyncio.gather(
+        *(last(engine.generate(prompt, each)) for prompt, each in zip(PROMPTS, params, strict=True))
+    )
+    for ours, theirs in zip(together, expected, strict=True):
+        assert [choice.token_ids for choice in ours.outputs] == [choice.token_ids for choice in theirs.outputs]
+        assert [choice.text for choice in ours.outputs] == [choice.text for choice in theirs.outputs]
+        assert ours.finished and ours.prompt_token_ids == theirs.prompt_token_ids
+    assert len(together[0].prompt_logprobs) == len(PROMPTS[0]) and len(together[0].outputs[0].logprobs) == 20
+    await assert_idle(engine)
+
+
+async def test_generate_grows_and_survives_a_consumer_slower_than_the_engine(engine):
+    lengths = []
+    async for output in engine.generate("hello", SamplingParams(n=3, seed=1, max_tokens=12, ignore_eos=True)):
+        lengths.append(output.num_output_tokens)
+        final = output
+        await asyncio.sleep(0.02)
+    assert lengths == sorted(lengths)
+    assert final.finished and final.num_output_tokens == 36
+
+
+async def test_stream_deltas_add_up_and_end_once_per_choice(engine):
+    tokens, texts, ends = {0: [], 1: []}, {0: "", 1: ""}, []
+    async for update in engine.stream([1, 2, 3], SamplingParams(n=2, seed=5, max_tokens=30), "deltas"):
+        tokens[update.index] += update.token_ids
+        texts[update.index] += update.text
+        if update.finished:
+            ends.append(update.index)
+        final = update.final
+    assert sorted(ends) == [0, 1]
+    for choice in final.outputs:
+        assert (choice.token_ids, choice.text) == (tokens[choice.index], texts[choice.index])
+
+
+async def test_stop_string_ends_the_choice_in_the_engine(engine):
+    free = (await last(engine.generate("hello", endless(max_tokens=60)))).outputs[0]
+    stop = next(piece for piece in (free.text[i : i + 2] for i in range(8, 50)) if piece.isprintable())
+    cut = (await last(engine.generate("hello", endless(stop=stop)))).outputs[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    await assert_idle(engine)
+
+
+# Leaving ------------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_the_generator_frees_the_blocks_before_the_next_step(engine):
+    stream = engine.generate(PROMPTS[1], endless())
+    await anext(stream)
+    assert (await engine.stats()).running == 1
+    await stream.aclose()
+    await assert_idle(engine)
+
+
+async def test_cancelling_the_task_aborts(engine):
+    started = asyncio.Event()
+
+    async def consume():
+        async for _ in engine.generate(PROMPTS[1], endless(n=3, temperature=1.0)):
+            started.set()
+
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await assert_idle(engine)
+
+
+async def test_abort_by_id_gives_each_choice_one_terminal_update(engine):
+    ends = []
+    async for update in engine.stream(PROMPTS[0], endless(n=2, temperature=1.0), "to-abort"):
+        if not ends and not update.finished:
+            await engine.abort("to-abort")
+        if update.finished:
+            ends.append((update.index, update.finish_reason))
+    assert sorted(ends) == [(0, "abort"), (1, "abort")]
+    await engine.abort("to-abort")
+    await engine.abort("never-there")
+    await assert_idle(engine)
+
+
+async def test_drain_waits_for_the_last_stream(engine):
+    await asyncio.wait_for(engine.drain(), 5)
+    task = asyncio.create_task(last(engine.generate(PROMPTS[0], endless(max_tokens=60))))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(engine.drain(), 60)
+    assert task.done() or len((await task).outputs[0].token_ids) == 60
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt,params,message",
+    [
+        ("", {}, "prompt is empty"),
+        ([], {}, "prompt is empty"),
+        ([1] * CONTEXT, {}, f"context length is {CONTEXT}"),
+        ([10**6], {}, "token id 1000000"),
+        ([1], {"n": 9}, "n is 9"),
+        ([1], {"stop_token_ids": [10**6]}, "stop_token_ids holds"),
+    ],
+)
+async def test_bad_requests_are_value_errors_and_disturb_nothing(engine, prompt, params, message):
+    other = engine.generate(PROMPTS[0], endless(max_tokens=10))
+    await anext(other)
+    with pytest.raises(ValueError, match=message):
+        await last(engine.generate(prompt, SamplingParams(**params)))
+    assert len((await last(other)).outputs[0].token_ids) == 10
+    await assert_idle(engine)
+
+
+async def test_an_id_in_use_is_refused_and_the_first_goes_on(engine):
+    first = engine.generate(PROMPTS[0], endless(max_tokens=30), "same")
+    await anext(first)
+    with pytest.raises(ValueError, match="already running"):
+        await last(engine.generate(PROMPTS[0], endless(), "same"))
+    assert len((await last(first)).outputs[0].token_ids) == 30
+
+
+async def test_a_full_queue_is_queue_full(tiny):
+    async with own_engine(tiny, max_num_seqs=1, max_queue=1, max_num_batched_tokens=64) as engine:
+        running = engine.generate(PROMPTS[0], endless())
+        await anext(running)
+        waiting = asyncio.create_task(last(engine.generate(PROMPTS[1], endless(max_tokens=3))))
+        while (await engine.stats()).waiting < 1:
+            await asyncio.sleep(0.01)
+        with pytest.raises(QueueFull) as refused:
+            await last(engine.generate(PROMPTS[2], endless()))
+        assert refused.value.retry_after > 0
+        await running.aclose()
+        assert (await waiting).finished
+
+
+# Ends of the process ------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_engine_gives_every_stream_one_clean_error(tiny):
+    async with own_engine(tiny) as engine:
+        directory = engine._directory
+        streams = [engine.generate(prompt, endless()) for prompt in PROMPTS]
+        for stream in streams:
+            await anext(stream)
+        os.kill(engine.pid, signal.SIGKILL)
+        results = await asyncio.wait_for(asyncio.gather(*map(last, streams), return_exceptions=True), 20)
+        assert [type(result) for result in results] == [EngineDeadError] * len(PROMPTS)
+        assert all("killed by signal 9" in str(result) for result in results)
+        assert (await engine.health()).state == "dead"
+        with pytest.raises(EngineDeadError):
+            await last(engine.generate([1]))
+        with pytest.raises(EngineDeadError):
+            await engine.stats()
+        await asyncio.wait_for(engine.drain(), 5)
+    assert not directory.exists()
+
+
+async def test_a_hung_engine_is_told_from_a_live_one_and_ctrl_c_does_not_reach_it(tiny):
+    async with own_engine(tiny, hung_after_s=2.0) as engine:
+        os.kill(engine.pid, signal.SIGINT)
+        assert (await engine.health()).state == "ok"
+        os.kill(engine.pid, signal.SIGSTOP)
+        try:
+            stream = asyncio.create_task(last(engine.generate([1], endless(max_tokens=5))))
+            for _ in range(200):
+                if (await engine.health()).state == "hung":
+                    break
+                await asyncio.sleep(0.05)
+            assert (await engine.health()).state == "hung"
+        finally:
+            os.kill(engine.pid, signal.SIGCONT)
+        assert len((await asyncio.wait_for(stream, 20)).outputs[0].token_ids) == 5
+        assert (await engine.health()).state == "ok"
+
+
+async def test_shutdown_ends_streams_and_may_be_repeated(tiny):
+    engine = await AsyncEngine.start(model=tiny, **SETTINGS)
+    stream = engine.generate(PROMPTS[0], endless())
+    await anext(stream)
+    await engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await last(stream)
+    await engine.shutdown()
+    assert gone(engine.pid)
+
+
+async def test_a_start_that_fails_is_one_clean_exception(tiny, capfd):
+    with pytest.raises(ValueError, match="max_model_len is 100000"):
+        await AsyncEngine.start(model=tiny, **SETTINGS, max_model_len=100000)
+    with pytest.raises(ValueError, match="MiB are free"):
+        await AsyncEngine.start(model=tiny, **SETTINGS | {"num_kv_blocks": 10**12})
+    assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(TypeError, match="max_nun_seqs"):
+        await AsyncEngine.start(model=tiny, max_nun_seqs=1)
+
+
+async def test_an_engine_ends_with_its_parent(tiny):
+    script = f"""
+        import asyncio, os, signal
+        from transect import AsyncEngine
+        async def main():
+            engine = await AsyncEngine.start(model={tiny!r}, **{SETTINGS!r})
+            print(engine.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        asyncio.run(main())
+    """
+    parent = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100
+    )
+    assert parent.returncode == -signal.SIGKILL
+    pid = int(parent.stdout)
+    await eventually(lambda: gone(pid), "the engine has ended")
+
+
+async def test_a_bug_in_one_request_s_text_ends_that_request_alone(engine, monkeypatch):
+    process = engine._processor.process
+
+    def broken(output):
+        if output.request_id == "unlucky":
+            raise RuntimeError("planted")
+        return process(output)
+
+    monkeypatch.setattr(engine._processor, "process", broken)
+    lucky = asyncio.create_task(last(engine.generate(PROMPTS[0], endless(max_tokens=20), "lucky")))
+    with pytest.raises(RuntimeError, match="planted"):
+        await asyncio.wait_for(last(engine.generate(PROMPTS[1], endless(), "unlucky")), 20)
+    assert len((await asyncio.wait_for(lucky, 20)).outputs[0].token_ids) == 20
+    await assert_idle(engine)
+    assert time.monotonic() - engine._heard < engine.config.hung_after_s
+
+
+async def test_streams_end_when_the_engine_s_messages_cannot_be_read(tiny, monkeypatch):
+    async with own_engine(tiny) as engine:
+        stream = engine.generate(PROMPTS[0], endless())
+        await anext(stream)
+        monkeypatch.setattr(engine, "_take", None)
+        with pytest.raises(EngineDeadError, match="could not be read"):
+            await asyncio.wait_for(last(stream), 20)
+        assert (await engine.health()).state == "dead"
+    await eventually(lambda: gone(engine.pid), "the engine has ended")
