@@ -14,7 +14,7 @@ c.
 Packing: pairs of groups share bytes, so that unpacking moves nothing between threads. Byte j of pair p of a row holds
 code 2 p G + j in its low half and code (2 p + 1) G + j in its high half (``pack``).
 
-Shapes: x ``[M, K]`` bfloat16 or float16 (float32 in the reference), codes uint8 ``[N, K / 2]``, scale and zero ``[N,
+Shapes: x ``[M, K]``, codes uint8 ``[N, K / 2]``, scale and zero ``[N,
 K / G]`` of one floating dtype (fastest as transposed views of ``[K / G, N]``), bias ``[N]``, result ``[M, N]``. G is
 32, 64 or 128 and K a multiple of 2 G. Inference only.
 
@@ -41,7 +41,7 @@ from .tiles import INTERPRETS, after_previous, dot
 
 GROUPS = (32, 64, 128)
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
-"""What the or-trick adds to a code; float32 (in the interpreter only) does without it."""
+"""What the or-trick adds to a code; float32 does without it."""
 
 
 def pack(codes: Tensor, group: int) -> Tensor:
@@ -79,10 +79,12 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tenso
 @kernel
 def _as_float(nibbles, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """0..15 as OFFSET + nibble: the bits of OFFSET with the nibble in their lowest places."""
-    if INTERPRETS:
-        return nibbles.to(tl.float32) + OFFSET
-    BITS: tl.constexpr = 0x4300 if OFFSET == 128 else 0x6400
-    return (nibbles.to(tl.int16) | BITS).to(dtype, bitcast=True)
+    if INTERPRETS or OFFSET == 0:
+        number = nibbles.to(tl.float32) + OFFSET
+    else:
+        BITS: tl.constexpr = 0x4300 if OFFSET == 128 else 0x6400
+        number = (nibbles.to(tl.int16) | BITS).to(dtype, bitcast=True)
+    return number
 
 
 @kernel
@@ -172,7 +174,7 @@ def launcher() -> Callable[..., Tensor]:
     def call(
         x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *, cut: Cut | None = None
     ) -> Tensor:
-        """As ``reference``, on the GPU; x in bfloat16 or float16, or float32 in the interpreter."""
+        """As ``reference``, on the GPU."""
         require("int4_matmul", *(t for t in (x, scale, zero, bias) if t is not None))
         m, k = x.shape
         n = codes.shape[0]
@@ -182,8 +184,6 @@ def launcher() -> Callable[..., Tensor]:
                 f"int4_matmul: x {list(x.shape)}, codes {list(codes.shape)} and scale {list(scale.shape)} do not fit; "
                 f"codes must be [N, K / 2], scale and zero [N, K / G] with G in {GROUPS} and K a multiple of 2 G"
             )
-        if x.dtype not in OFFSETS or (x.dtype == torch.float32 and not INTERPRETED):
-            raise ValueError(f"int4_matmul: x must be bfloat16 or float16 on a GPU, not {x.dtype}")
         x = x if x.stride(1) == 1 else x.contiguous()
         codes = codes.contiguous()
         if scale.stride() != zero.stride():
@@ -278,6 +278,6 @@ register(
         peers={"torch": _peer},
         kernels=_kernels,
         error_ratio=4.0,
-        error_note="in float32, run by the interpreter only, the zero's share cancels against the codes' in the sum",
+        error_note="in float32 the zero's share cancels against the codes' in the sum",
     )
 )

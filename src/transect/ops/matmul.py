@@ -325,6 +325,8 @@ def matmul(
     if out.numel() == 0:
         return out
     tiles = tiles or choose(m, n, k, x, gate is not None)
+    if tiles.stages > 3 and (residual is not None or x.stride(1) != 1 or weight.stride(1) != 1):
+        tiles = replace(tiles, stages=3)  # a residual, or an operand turned around, takes the shared memory of a stage
     matrices = (x, weight, out) if gate is None else (x, weight, gate, out)
     bias = None if bias is None else bias.contiguous()
     if tiles.persistent and x.element_size() == 2 and k > 0 and fits_descriptor(*matrices):

@@ -153,8 +153,8 @@ def _gather(cache: Tensor, blocks_WN: Tensor, dtype: torch.dtype) -> Tensor:
 
 @kernel
 def _paged(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, B, scale2, window, q_t, q_h, k_b, k_h, k_s,
-    v_b, v_h, v_s, table_b, split_length, splits,
+    q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, B, scale2, window, q_t, q_h, cache_b, cache_k,
+    table_b, split_length, splits,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr, MIXED: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr,
@@ -205,10 +205,9 @@ def _paged(  # type: ignore[no-untyped-def]
             j = start + tl.arange(0, BN)
             owned = (j < high) & (j >= oldest)
             block = tl.load(tables + row * table_b + j // BLOCK, owned, 0).to(tl.int64)
-            k_at = block * k_b + kv_head * k_h + (j % BLOCK) * k_s
-            v_at = block * v_b + kv_head * v_h + (j % BLOCK) * v_s
+            at = block * cache_b + kv_head * cache_k + (j % BLOCK) * D
             tile_inside = owned[:, None] & (d < D)[None, :]
-            keys = tl.load(k_cache + k_at[:, None] + d[None, :], tile_inside, 0.0)
+            keys = tl.load(k_cache + at[:, None] + d[None, :], tile_inside, 0.0)
             s = dot(queries, keys.to(queries.dtype).T, tl.zeros((BM, BN), tl.float32))
             seen = owned[None, :] & (j[None, :] <= position[:, None])
             if WINDOW:
@@ -219,7 +218,7 @@ def _paged(  # type: ignore[no-untyped-def]
             p = tl.exp2(s * scale2 - shift[:, None])
             fade = tl.exp2(m - shift)
             l = l * fade + tl.sum(p, 1)
-            values = tl.load(v_cache + v_at[:, None] + d[None, :], tile_inside, 0.0)
+            values = tl.load(v_cache + at[:, None] + d[None, :], tile_inside, 0.0)
             acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
             m = new_m
         if SPLIT:
@@ -295,7 +294,9 @@ class PagedTriton:
             raise ValueError(
                 f"paged_attention: q {list(q.shape)} does not fit caches {list(k_cache.shape)}, {list(v_cache.shape)}"
             )
-        k_cache, v_cache = (t if t.stride(3) == 1 else t.contiguous() for t in (k_cache, v_cache))
+        if k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (d, 1):
+            # Never so in an engine; one set of strides for both saves the registers that a fourth program needs.
+            k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
         q = q if q.stride(2) == 1 else q.contiguous()
         out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
         rows = batch.num_rows
@@ -318,8 +319,7 @@ class PagedTriton:
         tables = batch.block_tables
         inputs = (q, k_cache, v_cache, tables, batch.query_starts, batch.seq_lens, out)
         numbers = (
-            rows, scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:3],
-            *v_cache.stride()[:3], tables.stride(0),
+            rows, scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], tables.stride(0),
         )  # fmt: skip
         if not decode_only:
             _paged[(tokens // (bm // padded_group) + rows, kv_heads)](
@@ -398,8 +398,7 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 def _kernels() -> Sequence[Kernel]:
     ints = dict.fromkeys(
-        ("B", "window", "q_t", "q_h", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s",
-         "table_b", "split_length", "splits"), "i32"
+        ("B", "window", "q_t", "q_h", "cache_b", "cache_k", "table_b", "split_length", "splits"), "i32"
     )  # fmt: skip
     indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
     halves = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
@@ -415,7 +414,7 @@ def _kernels() -> Sequence[Kernel]:
         "EARLY": False,
     }
     parts = {"part_o": "*fp32", "part_l": "*fp32"}
-    divisible = ("q_t", "q_h", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "split_length")
+    divisible = ("q_t", "q_h", "cache_b", "cache_k", "split_length")
     return [
         Kernel(
             name="decode",

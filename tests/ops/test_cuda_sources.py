@@ -1,0 +1,35 @@
+"""Every CUDA C++ source compiles with nvcc for each target, without spilling more than a few registers."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from transect.ops.cuda import compile_source, sources
+from transect.ops.registry import Unavailable
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("source", sources(), ids=lambda path: path.name)
+def test_compiles(source: Path, target: str, tmp_path: Path) -> None:
+    report = compile_source(source, target, tmp_path / "out.cubin")
+    assert (tmp_path / "out.cubin").stat().st_size > 0
+    assert "Used" in report
+    assert all(int(spilled) <= 32 for spilled in re.findall(r"(\d+) bytes spill stores", report)), report
+    assert 'extern "C"' in source.read_text()
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_compiler_message_reaches_the_caller(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.cu"
+    broken.write_text("__global__ void f() { undeclared = 1; }")
+    with pytest.raises(RuntimeError, match="undeclared"):
+        compile_source(broken, "sm_90", tmp_path / "out.cubin")
+
+
+def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match="nvcc"):
+        compile_source(sources()[0], "sm_90", tmp_path / "out.cubin")
