@@ -18,7 +18,7 @@ import triton
 from record import commit
 from transect.hardware import gpu
 from transect.ops import tuning
-from transect.ops.registry import get
+from transect.ops.registry import all_ops
 from transect.ops.tools.accuracy import check
 from transect.ops.tools.bench import bench_case
 from transect.ops.tools.search import search, worth
@@ -55,8 +55,9 @@ def main() -> None:
     def save() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
+    registry = {op.name: op for op in all_ops()}
     for name in options.ops:
-        op = get(name)
+        op = registry[name]
         for dtype in HALF_AND_FULL:
             try:
                 findings = list(check(op, op.implementations["triton"], dtype, "cuda"))
@@ -68,16 +69,14 @@ def main() -> None:
             worst = max(finding.error / finding.allowed for finding in findings if finding.allowed)
             row = {"op": name, "dtype": str(dtype), "checks": len(findings), "failed": len(bad), "worst": worst}
             result["accuracy"].append(row)
-            print(
-                f"{name:12} {dtype!s:15} {len(findings)} checks, worst {worst:.2f} of allowed", bad[:3], flush=True
-            )
+            print(f"{name:12} {dtype!s:15} {len(findings)} checks, worst {worst:.2f} of allowed", bad[:3], flush=True)
         for case in op.cases():
             try:
                 for timing in bench_case(op, case, ceilings):
                     result["timings"].append({**asdict(timing), "of_floor": timing.of_floor})
                     print(
-                        f"{name:12} {case.name:44} {timing.direction:8} {timing.contender:7} {timing.seconds * 1e6:8.1f} us"
-                        f" {timing.bytes / timing.seconds / 1e12:5.2f} TB/s {timing.of_floor:6.1%} of floor",
+                        f"{name} {case.name:43} {timing.direction:8} {timing.contender:6} {timing.seconds * 1e6:8.1f}"
+                        f" us {timing.bytes / timing.seconds / 1e12:5.2f} TB/s {timing.of_floor:6.1%} of floor",
                         flush=True,
                     )
             except Exception as error:

@@ -42,7 +42,6 @@ def measure(device: str = "cuda") -> Ceilings:
     target = torch.empty_like(source)
     copy = 2 * PROBE_BYTES / median_seconds(lambda: target.copy_(source))
     read = PROBE_BYTES / median_seconds(lambda: source.sum())
-    del source, target
     rates = {}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = torch.randn(2, MATRIX, MATRIX, device=device).to(dtype)

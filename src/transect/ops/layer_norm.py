@@ -264,6 +264,11 @@ def _kernels() -> Sequence[Kernel]:
     ]
 
 
+def _prepare_backward(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    kept = {key: inputs[key] for key in ("x", "weight", "eps")}
+    return {"grad": torch.randn_like(inputs["x"]), **kept}
+
+
 register(
     Op(
         name="layer_norm",
@@ -285,6 +290,16 @@ register(
         gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("layer_norm", CHOICES, row_rule, triton_layer_norm, dict, lambda inputs: inputs["x"].shape[-1])],
+        knobs=[
+            Knobs("layer_norm", CHOICES, row_rule, triton_layer_norm, dict, lambda inputs: inputs["x"].shape[-1]),
+            Knobs(
+                "layer_norm.backward",
+                {"warps": (1, 2, 4, 8, 16), "waves": (2, 4, 8, 16)},
+                _backward_rule,
+                triton_backward,
+                _prepare_backward,
+                lambda inputs: inputs["x"].shape[-1],
+            ),
+        ],
     )
 )

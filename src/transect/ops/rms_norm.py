@@ -244,6 +244,11 @@ def _kernels() -> Sequence[Kernel]:
     ]
 
 
+def _prepare_backward(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    kept = {key: inputs[key] for key in ("x", "weight", "eps")}
+    return {"grad": torch.randn_like(inputs["x"]), **kept}
+
+
 register(
     Op(
         name="rms_norm",
@@ -261,6 +266,16 @@ register(
         gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("rms_norm", CHOICES, row_rule, triton_rms_norm, dict, lambda inputs: inputs["x"].shape[-1])],
+        knobs=[
+            Knobs("rms_norm", CHOICES, row_rule, triton_rms_norm, dict, lambda inputs: inputs["x"].shape[-1]),
+            Knobs(
+                "rms_norm.backward",
+                {"warps": (1, 2, 4, 8, 16), "waves": (2, 4, 8, 16)},
+                _backward_rule,
+                triton_backward,
+                _prepare_backward,
+                lambda inputs: inputs["x"].shape[-1],
+            ),
+        ],
     )
 )

@@ -127,10 +127,10 @@ def _long_backward_kernel(g_ptr, y_ptr, dx_ptr, n_cols, g_stride, y_stride, BLOC
 def rule(width: int) -> Config:
     """By the row's width alone, so that a row's result does not depend on how many rows there are."""
     if width > ONE_PASS:
-        return {"rows": 1, "block": 8192, "warps": 16}
+        return {"block": 8192, "warps": 16}
     block = next_power_of_2(width)
     rows = max(1, 2048 // block)
-    return {"rows": rows, "block": block, "warps": min(16, max(1, rows * block // 512))}
+    return {"rows": rows, "warps": min(16, max(1, rows * block // 512))}
 
 
 def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -33,7 +34,7 @@ def search(knobs: Knobs, case: Case) -> tuple[int, list[Trial]]:
     for values in itertools.product(*(knobs.choices[name] for name in names)):
         config = dict(zip(names, values, strict=True))
         try:
-            times = time_graph([lambda p=p, c=config: knobs.launch(**p, config=c) for p in prepared], replays=7)  # type: ignore[misc]
+            times = time_graph([partial(knobs.launch, **p, config=config) for p in prepared], replays=7)
         except (RuntimeError, torch.OutOfMemoryError):
             continue
         trials.append(Trial(config, statistics.median(times)))
@@ -41,7 +42,7 @@ def search(knobs: Knobs, case: Case) -> tuple[int, list[Trial]]:
 
 
 def worth(trials: list[Trial]) -> dict[str, float]:
-    """For each knob: how much slower the best trial gets when that knob alone must take its worst value (1.0: nothing)."""
+    """For each knob: how much slower the best trial gets with that knob alone at its worst value (1.0: nothing)."""
     best = trials[0]
     found = {}
     for name in best.config:
