@@ -52,8 +52,12 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     choice = {"dtype": config.dtype, "native": config.native, "threads": threads, "block_size": config.block_size}
-    _, why = kernels(source.config, **choice)  # type: ignore[arg-type]
+    library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
     model = load_model(source, **choice)  # type: ignore[arg-type]
+    if library is not None:
+        # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
+        # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.
+        torch.set_num_threads(1)
     cache_type = kv_dtype(config.dtype)
     size = kv_size(
         config,

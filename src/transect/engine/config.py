@@ -29,7 +29,8 @@ class EngineConfig:
         policy: ``continuous``, or ``static`` to compare with.
         max_queue: requests that may wait; one more is refused. None: no bound.
         async_scheduling: plan a step ahead of the tokens.
-        threads: CPU threads of the model; None: the cores that this process may use.
+        threads: CPU threads of the model; None: the cores that this process may use. They become torch's number of
+            threads in this process too, or 1 where the C++ kernels run, which have their own.
         native: the C++ kernels: True insists, False forbids, None uses them if they can run.
         seed: for requests without a seed of their own; None: a random one.
         hung_after_s: silence of the engine process, in seconds, that counts as a hung step.
