@@ -21,5 +21,6 @@ With tensors, or on the way to them:
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
 * ``sampler``, ``penalties``, ``philox``: from logits to tokens; draws depend on seed, choice and position alone.
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
+  ``interrupts``: Ctrl-C between steps.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
 """
