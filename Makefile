@@ -14,6 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PIP) torch numpy
 	@$(PIP) -e '.[test,lint]'
+	@$(BIN)/python -m transect.ops.cpu.build
 	@touch $@
 
 demo: setup

@@ -89,3 +89,15 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Build ahead of the first use, and say what came of it."""
+    try:
+        print(f"C++ kernels: {library_path().name}")
+    except Unavailable as reason:
+        print(f"C++ kernels: none, the models will run on torch alone: {reason}")
+
+
+if __name__ == "__main__":
+    main()
