@@ -397,8 +397,8 @@ def choose(which: str, q: Tensor) -> Tiles:
         return Tiles(32, 32, 4, 1)
     hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
     # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores. The kernel of
-    # the keys must not be pipelined: with 2 stages and more Triton 3.6 lets the copy of the next queries overwrite those
-    # that the last product of dk still reads (seen on an H200 with GROUP 1: dk off by 1e-2 and different in every run).
+    # the keys must not be pipelined: with 2 stages and more Triton 3.6 lets the copy of the next queries overwrite what
+    # the last product of dk still reads (seen on an H200 with GROUP 1: dk off by 1e-2 and different in every run).
     return Tiles(64, 64, 4, {FORWARD: 3, KEYS: 1, QUERIES: 2}[which], bulk=hopper)
 
 
