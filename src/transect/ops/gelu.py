@@ -17,6 +17,7 @@ bfloat16.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -188,7 +189,7 @@ def _cases() -> Sequence[Case]:
 
     form = {False: "erf", True: "tanh"}
     return [
-        Case(f"{name}, MLP of {shapes.LLAMA_8B.name}, {rows} tokens", lambda d, s, t=tanh: make(d, s, t))
+        Case(f"{name}, MLP of {shapes.LLAMA_8B.name}, {rows} tokens", functools.partial(make, tanh=tanh))
         for tanh, name in form.items()
     ]
 

@@ -62,8 +62,8 @@ class Kernel:
     """How one device function is compiled ahead of time, for ``transect inspect`` and the compile tests.
 
     ``arguments`` gives the type of every run-time argument as Triton writes it (``*bf16``, ``i32``, ``fp32``), in the
-    function's order; ``constants`` the compile-time ones. Pointers and the integers named in ``divisible`` are taken to be
-    multiples of 16, as they are for real shapes.
+    function's order; ``constants`` the compile-time ones. Pointers and the integers named in ``divisible`` are taken to
+    be multiples of 16, as they are for real shapes.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Knobs:
     """What can be tuned in one launcher, declared beside it.
 
     ``launch`` takes the arguments that ``prepare`` makes from a case's, and ``config``: one value for each name in
-    ``choices``. ``heuristic`` and ``bucket`` look at the row width (or the number of elements) that the launcher keys on.
+    ``choices``. ``heuristic`` looks at the row width (or the number of elements) that the launcher keys on.
     """
 
     name: str

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,7 +70,9 @@ def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder:
     """Add findings to a device's file (the user's unless ``folder`` is given); returns its path."""
     path = (folder or user_folder()) / file_name(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text()) if path.is_file() else {"device": device_name, "choices": {}}
+    known: dict[str, Any] = {"device": device_name, "choices": {}}
+    if path.is_file():
+        known = json.loads(path.read_text())
     for launcher, buckets in findings.items():
         known["choices"].setdefault(launcher, {}).update(buckets)
     temporary = path.with_suffix(".tmp")
