@@ -20,7 +20,7 @@ import batching
 import cpu_vs_llamacpp
 import record
 
-PAGES = ("README.md",)
+PAGES = ("README.md", "docs/operators-memory-bound.md")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -52,7 +52,30 @@ def batching_table() -> str:
     return batching.table(result) + "\n" + _origin(result, runs)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"llamacpp": llamacpp, "batching": batching_table}
+def memory_bound() -> str:
+    """The operators bound by memory on one GPU, each beside its floor and torch."""
+    result = _load("h200/ops_memory_bound.json")
+    lines = ["| operator | shape | direction | µs | TB/s | of floor | torch µs |", "|---|---|---|---|---|---|---|"]
+    peers = {(r["op"], r["case"], r["direction"]): r["seconds"] for r in result["timings"] if r["contender"] == "torch"}
+    for row in result["timings"]:
+        if row["is_peer"]:
+            continue
+        peer = peers.get((row["op"], row["case"], row["direction"]))
+        lines.append(
+            f"| {row['op']} | {row['case']} | {row['direction']} | {row['seconds'] * 1e6:.0f} | "
+            f"{row['bytes'] / row['seconds'] / 1e12:.2f} | {row['of_floor']:.0%} | "
+            f"{'' if peer is None else f'{peer * 1e6:.0f}'} |"
+        )
+    versions = f"torch {result['torch']}, Triton {result['triton']}, driver {result['driver']}"
+    origin = f"\n`{result['command']}` on one {result['device']}, {versions}, commit {result['commit']}.\n"
+    return "\n".join(lines) + "\n" + origin
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "llamacpp": llamacpp,
+    "batching": batching_table,
+    "memory-bound": memory_bound,
+}
 
 
 def rendered(text: str) -> str:

@@ -7,7 +7,9 @@ from .engine_options import BUILTIN, ModelArgument
 
 def command(model: ModelArgument = BUILTIN) -> None:
     """Fetch a model into the user cache, checking it. Does nothing where it is there already."""
+    from ..models.pull import BUILTIN_MODELS, pull
     from ..models.resolve import resolve
 
-    source = resolve(model)
-    print(f"{model}: {source.path}")
+    if model in BUILTIN_MODELS:
+        pull(model)  # a damaged copy is fetched anew
+    print(f"{model}: {resolve(model).path}")

@@ -62,7 +62,7 @@ def time_graph(calls: list[Callable[[], Any]], replays: int = REPLAYS) -> list[f
             calls[0]()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # the autograd thread may free memory meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
         kept.extend(call() for call in calls)
     times = []
     for replay in range(replays + 2):
