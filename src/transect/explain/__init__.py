@@ -1,1 +1,1 @@
-"""(map of this folder)"""
+"""Timelines, idle gaps, findings: why a run took as long as it did. Nothing is here yet; the level keeps its place."""

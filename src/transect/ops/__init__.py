@@ -1,9 +1,13 @@
 """Operators, one file each, top to bottom: the math, a readable reference, implementations, gradient, cost, examples.
 
+What all of them lean on:
+
 * ``registry.py``: ``Op``, ``Implementation``, ``Cost``: what an operator file declares; tests, benchmarks and
-  inspection are derived from it
+  inspection are derived from it, in ``tools/``
 * ``opset.py``: ``resolve_ops`` picks an implementation of every operator of the decoder for a device, once
 * ``numerics.py``: dtypes to compute in, sample inputs; ``counting.py``: how much causal attention looks at
+* ``jit.py``: where Triton kernels run; ``tiles.py``: what kernels on tiles share; ``cuda.py``: builds the ``.cu`` files
+* ``tuning.py``, ``tuned/``: launch configurations found on a device; ``shapes.py``: true shapes of known models
 
 Operators of the decoder:
 
@@ -16,4 +20,11 @@ Operators of the decoder:
 * ``kv_cache_write.py``: keys and values into the paged cache
 * ``paged_attention.py``: causal attention through the block table
 * ``cpu/``: the C++ kernels for the processor
+
+Operators on the GPU that no model runs on yet:
+
+* ``vector_add.py`` (begin here), ``sum.py``, ``dot.py``, ``softmax.py``
+* ``matmul.py``: tiled and persistent, with fused epilogues; ``small_matmul.py``: few rows; ``int4_matmul.py``
+* ``flash_attention.py``: forward and backward; ``linear_cross_entropy.py``: the loss without the logits
+* ``*.cu``: CUDA C++ versions of some of them, the ladder of matrix products among them
 """

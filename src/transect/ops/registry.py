@@ -137,7 +137,6 @@ class Op:
     """Real shapes, from ``shapes.py``."""
     kernels: Callable[[], Sequence[Kernel]] = lambda: ()
     knobs: Sequence[Knobs] = ()
-    trace: Callable[[], str] | None = None
     """Draws which program instance touches which tile, at a tiny size, from a run in the interpreter."""
     error_ratio: float = 2.0
     """The largest error allowed, as a multiple of what torch's own operator makes in the same dtype."""

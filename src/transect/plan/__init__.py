@@ -1,1 +1,1 @@
-"""(map of this folder)"""
+"""Capacity planning: the real scheduler on a virtual clock and the cost model. Nothing is here yet; it keeps its place."""

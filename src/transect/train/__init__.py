@@ -1,1 +1,1 @@
-"""(map of this folder)"""
+"""Data, loss, optimizers, trainer, checkpoints, LoRA. Nothing is here yet; the level keeps its place in the order."""
