@@ -1,1 +1,1 @@
-"""Timelines, idle gaps, findings: why a run took as long as it did. Nothing is here yet; the level keeps its place."""
+"""Timelines, idle gaps, findings: why a run took as long as it did. Nothing is here yet."""

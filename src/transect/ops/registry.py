@@ -59,7 +59,7 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How one device function is compiled ahead of time, for ``transect inspect`` and the compile tests.
+    """How one device function is compiled ahead of time, for ``tools/compile.py`` and its tests.
 
     ``arguments`` gives the type of every run-time argument as Triton writes it (``*bf16``, ``i32``, ``fp32``), in the
     function's order; ``constants`` the compile-time ones. Pointers and the integers named in ``divisible`` are taken to

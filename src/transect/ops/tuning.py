@@ -1,4 +1,4 @@
-"""Which configuration a launcher runs with: the one found by ``transect tune`` for this device and size, or a rule.
+"""Which configuration a launcher runs with: the one found by ``tools/search.py`` for this device and size, or a rule.
 
 Choices live in ``tuned/<device>.json`` of this folder (shipped) and of the user's cache (``$TRANSECT_CACHE`` or
 ``~/.cache/transect``; it wins). A file maps a launcher's name to size buckets, and a bucket to its knobs. Buckets are
@@ -25,7 +25,7 @@ Config = Mapping[str, int]
 
 
 def user_folder() -> Path:
-    """Where ``transect tune`` keeps its findings."""
+    """Where findings are kept."""
     base = os.environ.get("TRANSECT_CACHE")
     if base:
         return Path(base) / "tuned"
@@ -52,7 +52,7 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
             for launcher, buckets in json.loads(path.read_text())["choices"].items():
                 merged.setdefault(launcher, {}).update(buckets)
     if not merged:
-        log.info("no tuned kernel configurations for %s: rules of thumb are used; run `transect tune`", device_name)
+        log.info("no tuned kernel configurations for %s: rules of thumb are used", device_name)
     return merged
 
 

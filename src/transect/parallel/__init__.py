@@ -1,1 +1,1 @@
-"""Device mesh and the ways to spread a model over devices. Nothing is here yet; the level keeps its place in the order."""
+"""Device mesh and the ways to spread a model over devices. Nothing is here yet."""

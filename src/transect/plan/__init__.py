@@ -1,1 +1,1 @@
-"""Capacity planning: the real scheduler on a virtual clock and the cost model. Nothing is here yet; it keeps its place."""
+"""Capacity planning: the real scheduler on a virtual clock and the cost model. Nothing is here yet."""
