@@ -35,6 +35,7 @@ bench: setup
 	@$(PIP) -e '.[bench]'
 	@$(BIN)/python benchmarks/cpu_vs_llamacpp.py
 	@$(BIN)/python benchmarks/batching.py
+	@$(BIN)/python benchmarks/render.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
