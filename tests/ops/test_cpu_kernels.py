@@ -186,6 +186,8 @@ def test_packed_file_round_trip_and_damage(tmp_path_factory: pytest.TempPathFact
         assert back[name].data.data_ptr() % 64 == 0
     assert packing.read_packed(path, ["other"]) is None
     whole = path.read_bytes()
+    path.write_bytes(whole[:20] + b"\xff" + whole[21:])
+    assert packing.read_packed(path, weights) is None
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
     assert packing.read_packed(path, weights) is None
 

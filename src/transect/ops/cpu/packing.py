@@ -84,7 +84,10 @@ def read_packed(path: Path, expected: Iterable[str]) -> dict[str, PackedWeight] 
     end = begin + int.from_bytes(mapped[len(MAGIC) : begin], "little")
     if mapped[: len(MAGIC)] != MAGIC or end > len(mapped):
         return None
-    header = json.loads(mapped[begin:end])
+    try:
+        header = json.loads(mapped[begin:end])
+    except ValueError:
+        return None
     start = _aligned(end)
     if set(header) != set(expected) or any(start + e["offset"] + e["size"] > len(mapped) for e in header.values()):
         return None
