@@ -33,7 +33,7 @@ from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
 from . import wire
 from .config import EngineConfig
-from .inputs import check_token_ids, prompt_token_ids
+from .inputs import check_token_ids, prompt_token_ids, text_options
 from .outputs import EngineOutput, SchedulerStats
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
@@ -196,15 +196,7 @@ class AsyncEngine:
         self._check_alive()
         ids = list(prompt_token_ids)
         check_token_ids(ids, params, self.vocab_size)
-        stop: Sequence[str] = params.stop or ()
-        self._processor.add(
-            *(request_id, prompt, ids),
-            n=params.n,
-            stop=stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
+        self._processor.add(request_id, prompt, ids, **text_options(params))
         queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._streams[request_id] = queue
         self._idle.clear()

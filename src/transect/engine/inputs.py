@@ -41,6 +41,17 @@ def prompt_token_ids(
     raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
 
 
+def text_options(params: SamplingParams) -> dict[str, Any]:
+    """What ``OutputProcessor.add`` wants to know of a request's parameters, as its keyword arguments."""
+    return {
+        "n": params.n,
+        "stop": params.stop or (),
+        "include_stop": params.include_stop_str_in_output,
+        "skip_special_tokens": params.skip_special_tokens,
+        "min_tokens": params.min_tokens,
+    }
+
+
 def check_token_ids(ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
     """Refuse an empty prompt and token ids that the model does not have.
 

@@ -13,7 +13,7 @@ from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
 from .build import build_engine
 from .config import EngineConfig
-from .inputs import check_token_ids, prompt_token_ids
+from .inputs import check_token_ids, prompt_token_ids, text_options
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
@@ -175,15 +175,7 @@ class LLM:
         return request
 
     def _add(self, request: Request, text: str | None, ids: list[int]) -> None:
-        params = request.params
-        self._processor.add(
-            *(request.request_id, text, ids),
-            n=params.n,
-            stop=params.stop or (),
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
+        self._processor.add(request.request_id, text, ids, **text_options(request.params))
         self._core.add(request)
 
     # ---- step by step ------------------------------------------------------------------------------------------------
