@@ -12,6 +12,7 @@ from torch import Tensor
 from transect.ops.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from transect.ops.numerics import compute_dtype, sample
 from transect.ops.registry import Cost, Implementation, Op, register
+from transect.ops.tools.accuracy import check
 
 
 def reference(x: Tensor, cap: float) -> Tensor:
@@ -26,11 +27,10 @@ def _softcap_kernel(x_ptr, g_ptr, out_ptr, n, cap, BACKWARD: tl.constexpr, BLOCK
     z = tl.minimum(tl.abs(x / cap), 20.0)  # past 20 the tanh is 1, and exp must not overflow
     e = tl.exp(-2.0 * z)
     t = (1.0 - e) / (1.0 + e)
+    out = tl.where(x < 0, -cap * t, cap * t)
     if BACKWARD:
         g = tl.load(g_ptr + at, mask=at < n, other=0.0).to(tl.float32)
         out = g * 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - tanh^2, without the subtraction that cancels
-    else:
-        out = tl.where(x < 0, -cap * t, cap * t)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
@@ -74,8 +74,6 @@ OP = register(
     )
 )
 if __name__ == "__main__":
-    from transect.ops.tools.accuracy import check
-
     for found in check(OP, TRITON, torch.float32):
         print(f"{found.quantity:24} {found.layout:10} {found.ratio:.2f}x torch's error")
         assert found.passed

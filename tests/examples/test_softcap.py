@@ -1,4 +1,4 @@
-"""The operator that docs/operators.md adds from scratch is correct in both directions, and as short as the page says."""
+"""The operator that docs/operators.md adds from scratch is right in both directions, and as short as promised."""
 
 import os
 import subprocess
