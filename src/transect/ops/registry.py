@@ -55,6 +55,12 @@ class Implementation:
     """In float32, what a token (or sequence) gets is the same to the bit whatever else is in the batch."""
     autograd: Callable[[], Callable[..., Any]] | None = None
     """Loads the ``torch.library`` operator over this implementation: same arguments, gradients, ``torch.compile``."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    """What it computes in, by name."""
+    refuses: Callable[..., str] | None = None
+    """Takes the operator's arguments; a sentence saying why this implementation does not take them, or ``""``."""
+    source: str = ""
+    """Of a ``cuda`` implementation: its ``.cu`` file in this folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,10 @@ class Kernel:
     warps: int = 4
     stages: int = 3
     targets: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")
+    implementation: str = "triton"
+    """Name of the implementation in ``Op.implementations`` that launches it."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further compiler options, by Triton's names (``maxnreg``, ``launch_pdl``, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,11 @@ class Case:
     name: str
     make: Callable[[Any, int], Mapping[str, Any]]
     dtype: str = "bfloat16"
+    """Which matrix rate the floor is computed with (``bfloat16``, ``float16``, ``float32``, ``tf32``)."""
+    directions: tuple[str, ...] = ()
+    """Of ``Op.directions``, those to measure at this shape; empty: all of them."""
+    only: tuple[str, ...] = ()
+    """Names of the implementations and peers to race at this shape; empty: all that take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +108,38 @@ class Knobs:
     """What can be tuned in one launcher, declared beside it.
 
     ``launch`` takes the arguments that ``prepare`` makes from a case's, and ``config``: one value for each name in
-    ``choices``. ``heuristic`` looks at the row width (or the number of elements) that the launcher keys on.
+    ``choices``. ``heuristic`` looks at the size that the launcher keys on: a row width, a number of elements, or a
+    tuple of sizes (``(rows, columns, inner)``), which is bucketed element by element.
     """
 
     name: str
-    choices: Mapping[str, tuple[int, ...]]
-    heuristic: Callable[[int], Mapping[str, int]]
+    choices: Mapping[str, tuple[Any, ...]]
+    heuristic: Callable[[Any], Mapping[str, Any]]
     launch: Callable[..., Any]
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    size: Callable[[Mapping[str, Any]], int]
+    size: Callable[[Mapping[str, Any]], Any]
     """The size that the launcher keys its choice on, from a case's arguments."""
+    valid: Callable[[Mapping[str, Any], Any], bool] | None = None
+    """Whether a configuration makes sense at a size; what it refuses is not tried."""
+    applies: Callable[[Mapping[str, Any]], bool] | None = None
+    """Whether this launcher is what runs on a case's arguments; None: it always is."""
+    exact: bool = True
+    """The result is the same to the bit in every run; a candidate for which it is not is rejected as a race."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A run of a kernel small enough to look at, for ``transect trace`` (Triton's interpreter, on the CPU).
+
+    ``launch(**arguments())`` runs it with tiles of a few elements. ``watch`` names a function inside the kernel and
+    the variables in it to show each time that the last of them is assigned: ``("_walk_keys", "start", "l", "m")``.
+    """
+
+    arguments: Callable[[], Mapping[str, Any]]
+    launch: Callable[..., Any]
+    watch: tuple[str, ...] = ()
+    note: str = ""
+    """A sentence under the picture: what to look for."""
 
 
 class Unavailable(RuntimeError):
@@ -137,7 +174,15 @@ class Op:
     """Real shapes, from ``shapes.py``."""
     kernels: Callable[[], Sequence[Kernel]] = lambda: ()
     knobs: Sequence[Knobs] = ()
-    """Draws which program instance touches which tile, at a tiny size, from a run in the interpreter."""
+    trace: Callable[[], Trace] | None = None
+    """The run that ``transect trace`` shows; None: the smallest example, through the Triton implementation."""
+    directions: tuple[str, ...] = ("forward", "backward")
+    """What is timed: ``forward``; ``backward`` alone, after a forward pass; ``both`` together, where an implementation
+    does part of the backward pass's work in the forward pass."""
+    exact: Callable[..., Any] | None = None
+    """``reference`` for real shapes: float64 on any arguments, but without its large temporaries."""
+    measured_as: tuple[str, ...] = ()
+    """Other operators whose cases measure this one's kernels, where it has none of its own."""
     error_ratio: float = 2.0
     """The largest error allowed, as a multiple of what torch's own operator makes in the same dtype."""
     error_note: str = ""

@@ -2,7 +2,7 @@
 
 Choices live in ``tuned/<device>.json`` of this folder (shipped) and of the user's cache (``$TRANSECT_CACHE`` or
 ``~/.cache/transect``; it wins). A file maps a launcher's name to size buckets, and a bucket to its knobs. Buckets are
-powers of two: a row of 3000 elements belongs to bucket 4096.
+powers of two: a row of 3000 elements belongs to bucket ``4096``, a product of 8 x 6144 x 4096 to ``8x8192x4096``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tuned"
 
-Config = Mapping[str, int]
+Config = Mapping[str, Any]
+Size = int | tuple[int, ...]
 
 
 def user_folder() -> Path:
@@ -42,6 +43,11 @@ def bucket(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+def bucket_name(size: Size) -> str:
+    """The key of a size in a file: its bucket, or those of a tuple's elements with ``x`` between them."""
+    return "x".join(str(bucket(part)) for part in (size if isinstance(size, tuple) else (size,)))
+
+
 @cache
 def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
     """Everything known of a device: shipped findings, overlaid by the user's own."""
@@ -52,15 +58,15 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
             for launcher, buckets in json.loads(path.read_text())["choices"].items():
                 merged.setdefault(launcher, {}).update(buckets)
     if not merged:
-        log.info("no tuned kernel configurations for %s: rules of thumb are used", device_name)
+        log.warning("no tuned kernel configurations for %s: rules of thumb are used (`transect tune OP`)", device_name)
     return merged
 
 
 @cache
-def choose(launcher: str, size: int, device: torch.device, rule: Callable[[int], Config]) -> Config:
+def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config]) -> Config:
     """The configuration for a launcher at a size: tuned if its bucket was, else ``rule(size)``."""
     if device.type == "cuda":
-        found = choices(torch.cuda.get_device_name(device)).get(launcher, {}).get(str(bucket(size)))
+        found = choices(torch.cuda.get_device_name(device)).get(launcher, {}).get(bucket_name(size))
         if found is not None:
             return found
     return rule(size)
@@ -75,7 +81,7 @@ def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder:
         known = json.loads(path.read_text())
     for launcher, buckets in findings.items():
         known["choices"].setdefault(launcher, {}).update(buckets)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     temporary.replace(path)
     return path
