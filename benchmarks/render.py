@@ -20,7 +20,7 @@ import batching
 import cpu_vs_llamacpp
 import record
 
-PAGES = ("README.md", "docs/operators-memory-bound.md")
+PAGES = ("README.md", "docs/operators.md", "docs/operators-memory-bound.md")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -71,10 +71,31 @@ def memory_bound() -> str:
     return "\n".join(lines) + "\n" + origin
 
 
+def ladder() -> str:
+    """The CUDA C++ matrix products, each beside cuBLAS in the same dtype and size."""
+    result = _load("h200/ladder.json")
+    lines = ["| rung | product | ms | TFLOP/s | of cuBLAS |", "|---|---|---|---|---|"]
+    times = {(row["case"], row["name"]): row["us"] for row in result["rows"] if "us" in row}
+    for (case, name), us in times.items():
+        size = re.search(r"(?:bfloat16 |x)(\d+)$", case)
+        if size is None:
+            continue
+        flops = 2 * int(size[1]) ** 3
+        peer = times.get((case, "cublas " + case.split()[0]), us)
+        shown = f"{case.split()[0]}, n = {size[1]}"
+        lines.append(f"| {name} | {shown} | {us / 1e3:.2f} | {flops / us / 1e6:.1f} | {peer / us:.0%} |")
+    versions = f"torch {result['torch']}, CUDA {result['cuda']}, driver {result['driver']}"
+    origin = (
+        f"\n`{result['command']}` on {result['machine']}, {versions}, commit {result['commit']}; {result['method']}.\n"
+    )
+    return "\n".join(lines) + "\n" + origin
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "llamacpp": llamacpp,
     "batching": batching_table,
     "memory-bound": memory_bound,
+    "ladder": ladder,
 }
 
 
