@@ -8,6 +8,7 @@ import pytest
 
 from transect.server.app import create_app
 from transect.server.serving import ServerOptions
+from transect.text.number_text import NumberText
 
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"model": "fake-model", "prompt": "Hi"}
@@ -280,3 +281,16 @@ async def test_unexpected_exception_is_a_plain_500(client, engine, monkeypatch):
     response = await client.post("/v1/completions", json=PROMPT)
     assert "secret" not in response.text
     assert detail(response, 500)["type"] == "server_error"
+
+
+async def test_text_for_a_model_without_a_tokenizer(client, engine):
+    engine.tokenizer, engine.chat_template = NumberText(257), None
+    answers = [
+        await client.post("/v1/completions", json={"prompt": "some text"}),
+        await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}),
+        await client.post("/tokenize", json={"prompt": "x"}),
+    ]
+    assert [answer.status_code for answer in answers] == [400, 400, 400]
+    assert "no tokenizer: give the prompt as token ids" in answers[0].json()["error"]["message"]
+    ids = await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 2})
+    assert ids.json()["choices"][0]["text"] == " 72 101"

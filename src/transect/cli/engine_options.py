@@ -15,6 +15,9 @@ ModelArgument = Annotated[
     str, typer.Argument(help="A built-in name, a .gguf file, a directory in Hugging Face layout, or a hub id.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16 or float32.")]
+LoadFormat = Annotated[
+    str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences that run at the same time.")]
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens in one step, prefill and decode together.")]
@@ -38,5 +41,5 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
     from ..models.resolve import resolve
 
     config = EngineConfig(model=model, **{name: value for name, value in settings.items() if value is not None})
-    resolve(model)
+    resolve(model, load_format=config.load_format)
     return config

@@ -10,6 +10,7 @@ import typer
 from .engine_options import (
     BUILTIN,
     Dtype,
+    LoadFormat,
     MaxBatchedTokens,
     MaxModelLen,
     MaxNumSeqs,
@@ -42,6 +43,7 @@ def command(
         float | None, typer.Option(help="Seconds of silence after which /health calls the engine hung.")
     ] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 30.0,
+    load_format: LoadFormat = "auto",
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -68,6 +70,7 @@ def command(
     sock = bind(host, port)
     config = engine_config(
         model,
+        load_format=load_format,
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

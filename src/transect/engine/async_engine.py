@@ -28,6 +28,7 @@ import zmq.asyncio
 
 from ..models.resolve import resolve
 from ..text.chat_template import ChatTemplate
+from ..text.number_text import NumberText
 from ..text.output_processor import OutputProcessor, Update
 from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
@@ -56,7 +57,9 @@ class EngineHealth:
 class AsyncEngine:
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer | NumberText, chat_template: ChatTemplate | None
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -82,7 +85,7 @@ class AsyncEngine:
         """
         config = config if config is not None else EngineConfig(**settings)
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        source = await asyncio.to_thread(resolve, config.model)
+        source = await asyncio.to_thread(resolve, config.model, load_format=config.load_format)
         process_config = dataclasses.replace(config, model=str(source.path))
         loading = asyncio.to_thread(lambda: (Tokenizer.from_source(source), ChatTemplate.from_source(source)))
         text = asyncio.ensure_future(loading)

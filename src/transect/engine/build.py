@@ -48,12 +48,12 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
-    source = resolve(config.model)
+    source = resolve(config.model, load_format=config.load_format)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     choice = {"dtype": config.dtype, "native": config.native, "threads": threads, "block_size": config.block_size}
     library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
-    model = load_model(source, **choice)  # type: ignore[arg-type]
+    model = load_model(source, seed=config.seed or 0, **choice)  # type: ignore[arg-type]
     if library is not None:
         # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from .scheduler_config import Policy
 
@@ -17,6 +18,8 @@ class EngineConfig:
 
     Attributes:
         model: a name for ``models.resolve.resolve``.
+        load_format: ``auto``, or ``dummy``: random weights (of ``seed``, or 0) in the shape of a config.json; ``model``
+            is a directory that holds one, or a name of ``models.presets``.
         dtype: ``auto`` (the file's own formats, KV cache in bfloat16), ``float32`` (exactly the dequantized model) or
             ``bfloat16`` (on torch alone).
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
@@ -40,6 +43,7 @@ class EngineConfig:
     """
 
     model: str
+    load_format: Literal["auto", "dummy"] = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -60,6 +64,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name in ("max_num_seqs", "block_size"):
             _positive(name, getattr(self, name))
         sizes = ("num_kv_blocks", "kv_cache_bytes", "kv_cache_tokens")

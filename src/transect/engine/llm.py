@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..text.chat_template import ChatTemplate
+from ..text.number_text import NumberText
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ class LLM:
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
         print(f"transect: {built.kernels}; {capacity}; {self.config}", file=sys.stderr)
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> Tokenizer | NumberText:
         """The model's tokenizer."""
         return self.tokenizer
 

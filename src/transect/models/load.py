@@ -20,6 +20,7 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .native import build_native, packed_path, unsuitable
 from .resolve import ModelSource
+from .weights_dummy import dummy_weights
 from .weights_gguf import load_gguf
 from .weights_hf import load_hf
 
@@ -28,14 +29,17 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def load_weights(source: ModelSource) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """Every weight of the model by canonical name, as its files hold it; see ``load_gguf`` and ``load_hf``.
+def load_weights(source: ModelSource, seed: int = 0) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    """Every weight of the model by canonical name, as its files hold it; see ``load_gguf`` and ``load_hf``. A source
+    that is only a shape gets random weights of ``seed``, in bfloat16.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
     """
     if source.kind == "gguf":
         return load_gguf(source.gguf, source.config)
+    if source.kind == "shape":
+        return dummy_weights(source.config, seed=seed)
     return iter(load_hf(source.path, source.config))
 
 
@@ -47,6 +51,7 @@ def load_model(
     native: bool | None = None,
     threads: int | None = None,
     block_size: int = 16,
+    seed: int = 0,
 ) -> Decoder:
     """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
 
@@ -61,6 +66,7 @@ def load_model(
         threads: of the C++ kernels; by default torch's number.
         block_size: tokens of a KV block; the C++ kernels are set up for one size, and for a KV cache of
             ``kv_dtype(dtype)``.
+        seed: of the random weights that a source without weights gets.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -71,8 +77,8 @@ def load_model(
     )
     log.info("%s: %s", source.name, why)
     if library is None:
-        return _load_torch(source, dtype, torch.device(device))
-    weights = load_weights(source)
+        return _load_torch(source, dtype, torch.device(device), seed)
+    weights = load_weights(source, seed)
     if dtype == "auto":
         weights = ((name, _half_matrix(weight)) for name, weight in weights)
     packed_file = packed_path(source.path, dtype) if source.kind == "gguf" else None
@@ -135,13 +141,13 @@ def kernels(
     return None, f"plain torch in {str(computed_in).removeprefix('torch.')} ({reason})"
 
 
-def _load_torch(source: ModelSource, dtype: str, device: torch.device) -> Decoder:
+def _load_torch(source: ModelSource, dtype: str, device: torch.device, seed: int) -> Decoder:
     config = source.config
     number_type = kv_dtype(dtype)
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=number_type is torch.float32)
     model = Decoder(config, device="meta", dtype=number_type, ops=ops)
-    state = {name: _dense(weight, number_type, device) for name, weight in load_weights(source)}
+    state = {name: _dense(weight, number_type, device) for name, weight in load_weights(source, seed)}
     if config.tied_embeddings:
         state["head.weight"] = state["embed.weight"]
     model.load_state_dict(state, assign=True)

@@ -1,7 +1,8 @@
 """From the name that a user gives to the files of a model.
 
 In this order: a directory in Hugging Face layout, a ``.gguf`` file, a built-in name (``pull.py``), a hub id
-(``organisation/name``). No torch here: a process that only needs the tokenizer or the configuration stays light.
+(``organisation/name``). With ``load_format="dummy"`` no weights are read, and a directory with config.json or a name of
+``presets.py`` is enough. No torch here: a process that only needs the tokenizer or the configuration stays light.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any, Literal
 
 from ..formats.gguf_file import GGUFFile
 from .config import ModelConfig
+from .presets import PRESETS
 from .pull import BUILTIN_MODELS, Progress, pull_builtin, pulled
+
+LoadFormat = Literal["auto", "dummy"]
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
@@ -27,13 +31,14 @@ class ModelSource:
     """Where a model is and what it is.
 
     Attributes:
-        kind: ``hf`` (``path`` is a directory with config.json) or ``gguf`` (``path`` is a file).
-        path: absolute.
+        kind: ``hf`` (``path`` is a directory with config.json), ``gguf`` (``path`` is a file), or ``shape``: a
+            configuration without weights.
+        path: absolute; of a shape that is built in, its name.
         config: what the files say the model is.
         name: as the user gave it.
     """
 
-    kind: Literal["hf", "gguf"]
+    kind: Literal["hf", "gguf", "shape"]
     path: Path
     config: ModelConfig
     name: str
@@ -47,13 +52,16 @@ class ModelSource:
         return {key: value for key, value in self.__dict__.items() if key != "gguf"}
 
 
-def resolve(name: str, *, allow_download: bool = True, progress: Progress | None = None) -> ModelSource:
+def resolve(
+    name: str, *, allow_download: bool = True, progress: Progress | None = None, load_format: LoadFormat = "auto"
+) -> ModelSource:
     """Find a model, fetching it if need be.
 
     Args:
         name: a directory, a ``.gguf`` file, a built-in name or a hub id.
         allow_download: False uses what is on disk and never the network.
         progress: told how far a fetch of a built-in model is; by default a bar on stderr.
+        load_format: ``dummy`` finds a configuration only.
 
     Raises:
         ValueError: no such model (nearest names are offered), damaged files, an unsupported architecture, no network.
@@ -61,6 +69,8 @@ def resolve(name: str, *, allow_download: bool = True, progress: Progress | None
     if not name or "\0" in name:
         raise ValueError(f"{name!r} is no model name; give {_choices()}")
     path = Path(name).expanduser()
+    if load_format == "dummy":
+        return _shape(path, name)
     try:
         if path.is_dir():
             return _from_directory(path, name)
@@ -74,9 +84,24 @@ def resolve(name: str, *, allow_download: bool = True, progress: Progress | None
         raise ValueError(f"there is no file or directory {name!r}{_near_paths(path)}; give {_choices()}")
     if _HUB_ID.fullmatch(name):
         return _from_directory(_from_hub(name, allow_download), name)
+    if name in PRESETS:
+        raise ValueError(f"{name!r} is a shape without weights: run it with load_format dummy, or give {_choices()}")
     near = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(map(repr, near))}? Otherwise give" if near else "give"
     raise ValueError(f"unknown model {name!r}; {hint} {_choices()}")
+
+
+def _shape(path: Path, name: str) -> ModelSource:
+    """A model to be filled with random weights."""
+    if (path / "config.json").is_file():
+        path = path.resolve()
+        return ModelSource("shape", path, ModelConfig.from_hf_directory(path), name)
+    if name in PRESETS:
+        return ModelSource("shape", Path(name), PRESETS[name], name)
+    raise ValueError(
+        f"load_format dummy knows no shape {name[:80]!r}: give a directory with a config.json, or one of "
+        f"{', '.join(PRESETS)}"
+    )
 
 
 def _choices() -> str:

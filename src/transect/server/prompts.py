@@ -16,11 +16,18 @@ LONG = 4096
 
 
 async def encode(serving: Serving, text: str, *, add_special: bool, parse_special: bool = False) -> list[int]:
-    """Token ids of a text."""
+    """Token ids of a text.
+
+    Raises:
+        ApiError: 400 where the model has no tokenizer.
+    """
     encode = serving.engine.tokenizer.encode
-    if len(text) < LONG:
-        return encode(text, add_special_tokens=add_special, parse_special=parse_special)
-    return await asyncio.to_thread(encode, text, add_special_tokens=add_special, parse_special=parse_special)
+    try:
+        if len(text) < LONG:
+            return encode(text, add_special_tokens=add_special, parse_special=parse_special)
+        return await asyncio.to_thread(encode, text, add_special_tokens=add_special, parse_special=parse_special)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt", code="cannot_encode") from None
 
 
 async def completion_prompts(serving: Serving, prompt: Any) -> list[Prompt]:

@@ -80,7 +80,9 @@ class ChatTemplate:
         Raises:
             ValueError: it cannot be read or is not valid Jinja.
         """
-        if source.kind == "hf":
+        if source.kind == "shape" and not (source.path / "tokenizer.json").is_file():
+            return None
+        if source.kind in ("hf", "shape"):
             settings = read_hf_settings(source.path)
             template, bos, eos = settings.chat_template, settings.bos_token or "", settings.eos_token or ""
         else:

@@ -22,6 +22,7 @@ import tokenizers
 
 from .gguf_vocab import read_gguf_vocabulary
 from .hf_settings import HFSettings, read_hf_settings
+from .number_text import NumberText
 from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 
 if TYPE_CHECKING:
@@ -65,14 +66,17 @@ class Tokenizer:
         self.drops_leading_space = spelling.leading_space
 
     @classmethod
-    def from_source(cls, source: ModelSource) -> Tokenizer:
-        """The tokenizer that belongs to a resolved model.
+    def from_source(cls, source: ModelSource) -> Tokenizer | NumberText:
+        """The tokenizer that belongs to a resolved model; ``NumberText`` for a shape without tokenizer files.
 
         Raises:
             ValueError: it is missing, damaged or of a kind that is not supported.
         """
         if source.kind == "hf":
             return cls.from_hf(source.path)
+        if source.kind == "shape":
+            has_one = (source.path / "tokenizer.json").is_file()
+            return cls.from_hf(source.path) if has_one else NumberText(source.config.vocab_size)
         return cls.from_gguf(source.gguf.metadata)
 
     @classmethod

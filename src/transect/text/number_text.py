@@ -1,0 +1,44 @@
+"""Stands in for a tokenizer where a model has none (``load_format="dummy"``): every token is its number as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+
+class NumberText:
+    """The interface of ``Tokenizer`` as far as output needs it: token 17 is the text `` 17``. Texts have no tokens.
+
+    Attributes:
+        vocab_size: ids are below this.
+    """
+
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    special_ids: frozenset[int] = frozenset()
+    drops_leading_space = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> NoReturn:
+        """Always raises.
+
+        Raises:
+            ValueError: there is nothing to encode with.
+        """
+        raise ValueError("this model has random weights and no tokenizer: give the prompt as token ids")
+
+    def decode(
+        self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False
+    ) -> str:
+        """The numbers, separated by spaces."""
+        return b"".join([self.token_bytes(token) for token in token_ids]).decode()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A space and the number."""
+        return b" %d" % token_id
+
+    def token_text(self, token_id: int) -> str:
+        """A space and the number."""
+        return f" {token_id}"
