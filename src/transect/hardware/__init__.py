@@ -1,6 +1,9 @@
 """What a device can do: its measured ceilings, the numbers that every floor is computed from.
 
-* ``ceilings.py``  ``Ceilings``: bytes per second and FLOP/s for each dtype
-* ``cpu.py``       measures memory bandwidth of this machine's processor
-* ``gpu.py``       measures bandwidth, matrix rates and launch cost of a GPU
+* ``ceilings.py``  ``Ceilings``: bytes per second, FLOP/s for each dtype, cost of a launch, the link to the host
+* ``device.py``    ``Device``: which one is here, with its driver and sizes
+* ``measured.py``  the ceilings of a device here: from the user's cache, or measured now and kept
+* ``cpu.py``       measures this machine's processor and memory
+* ``gpu.py``       measures bandwidth, matrix rates, launch cost and the host link of a GPU
+* ``presets.py``   published figures of machines one does not have, for planning
 """

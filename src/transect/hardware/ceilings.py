@@ -8,19 +8,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured upper bounds of one device.
+    """Upper bounds of one device, measured or published.
 
     Attributes:
         device: name of the device, with the number of threads for a processor.
         read_bytes_per_second: streaming read of memory much larger than the caches.
         copy_bytes_per_second: bytes read plus bytes written of a large copy.
-        flops_per_second: by dtype name (``float32``, ``bfloat16``), a multiply-add counting as two.
+        flops_per_second: of matrix products, by dtype name (``float32``, ``tf32``, ``bfloat16``, ``float16``,
+            ``float8_e4m3fn``), a multiply-add counting as two. ``float32`` is without tensor cores' rounding.
+        launch_seconds: host time to start one small eager operation, back to back; None where not known.
+        host_to_device_bytes_per_second: from pinned host memory; None on a processor, or where not known.
+        device_to_host_bytes_per_second: into pinned host memory.
+        memory_bytes: of the device; None where not known.
     """
 
     device: str
     read_bytes_per_second: float
     copy_bytes_per_second: float
     flops_per_second: Mapping[str, float]
+    launch_seconds: float | None = None
+    host_to_device_bytes_per_second: float | None = None
+    device_to_host_bytes_per_second: float | None = None
+    memory_bytes: int | None = None
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of matrix products in ``dtype``.
+
+        Raises:
+            ValueError: no rate is known for ``dtype``.
+        """
+        if dtype not in self.flops_per_second:
+            raise ValueError(
+                f"no rate is known for {dtype} on {self.device}; known are: {', '.join(self.flops_per_second)}"
+            )
+        return self.flops_per_second[dtype]
 
     def floor(self, flops: float, bytes_read: float, dtype: str) -> float:
         """Seconds needed at the least for this work: the larger of the time to compute and the time to read.
@@ -28,6 +49,4 @@ class Ceilings:
         Raises:
             ValueError: no rate is known for ``dtype``.
         """
-        if dtype not in self.flops_per_second:
-            raise ValueError(f"no rate was measured for {dtype}; known are: {', '.join(self.flops_per_second)}")
-        return max(flops / self.flops_per_second[dtype], bytes_read / self.read_bytes_per_second)
+        return max(flops / self.rate(dtype), bytes_read / self.read_bytes_per_second)

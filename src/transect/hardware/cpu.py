@@ -1,7 +1,8 @@
-"""Measures what this machine's processor and memory can do. Takes about a second."""
+"""Measures what this machine's processor and memory can do. Takes a few seconds."""
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -9,8 +10,12 @@ from pathlib import Path
 
 import torch
 
+from .ceilings import Ceilings
+
 PROBE_BYTES = 256 * 2**20
+MATRIX = 1024
 REPEATS = 7
+LAUNCHES = 2000
 
 
 def processor_name() -> str:
@@ -42,3 +47,30 @@ def memory_bandwidth() -> tuple[float, float]:
     read = PROBE_BYTES / best_seconds(source.sum)
     copy = 2 * PROBE_BYTES / best_seconds(lambda: target.copy_(source))
     return read, copy
+
+
+def matmul_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a square product of random numbers, with torch's current number of threads."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, MATRIX, MATRIX, generator=generator).to(dtype)
+    return 2 * MATRIX**3 / best_seconds(lambda: a @ b, 5)
+
+
+def launch_seconds(launches: int = LAUNCHES) -> float:
+    """Time of one eager operation on one element, back to back."""
+    x = torch.zeros(1)
+
+    def work() -> None:
+        for _ in range(launches):
+            x.add_(1)
+
+    return best_seconds(work, 3) / launches
+
+
+def measure() -> Ceilings:
+    """Read and copy bandwidth over 256 MiB, matrix products in float32 and bfloat16, and the cost of an eager call."""
+    read, copy = memory_bandwidth()
+    rates = {str(d).removeprefix("torch."): matmul_rate(d) for d in (torch.float32, torch.bfloat16)}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name = f"{processor_name()}, {torch.get_num_threads()} threads"
+    return Ceilings(name, read, copy, rates, launch_seconds(), memory_bytes=memory)

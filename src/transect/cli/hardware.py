@@ -1,0 +1,86 @@
+"""``transect hardware``: the device of this machine and what it can do, measured; or a preset's published figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..hardware.ceilings import Ceilings
+
+Rows = list[tuple[str, str]]
+
+
+def command(
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1.")] = "auto",
+    again: Annotated[bool, typer.Option("--again", help="Measure even if this device was measured before.")] = False,
+    preset: Annotated[str | None, typer.Option(help="Show a machine one does not have; `list` names them.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes, seconds and FLOP/s.")] = False,
+) -> None:
+    """What this machine's GPU or processor can do: bandwidth, matrix rates, launch cost, host link."""
+    if preset is None:
+        _measured(device, again, json)
+    elif preset == "list":
+        from ..hardware.presets import PRESETS
+
+        _show("presets", [(name, made.device) for name, made in PRESETS.items()], list(PRESETS) if json else None)
+    else:
+        from dataclasses import asdict
+
+        from ..hardware.presets import preset as find
+
+        made = find(preset)
+        rows = [("device", made.device), ("source", made.source), *ceiling_rows(made.ceilings())]
+        _show(f"{made.name}, as published", rows, asdict(made) if json else None)
+
+
+def _measured(which: str, again: bool, json: bool) -> None:
+    from dataclasses import asdict
+
+    from ..hardware.device import detect
+    from ..hardware.measured import cache_file, ceilings
+
+    found = detect(which)
+    limits = ceilings(found, again=again)
+    rows = [("device", found.name)]
+    if found.kind != "cpu":
+        rows += [("target", f"{found.target}, {found.units} multiprocessors"), ("driver", found.driver)]
+    rows += [("torch", found.torch), *ceiling_rows(limits), ("kept in", str(cache_file(found)))]
+    _show("measured", rows, {"device": asdict(found), "ceilings": asdict(limits)} if json else None)
+
+
+def ceiling_rows(limits: Ceilings) -> Rows:
+    """Each ceiling with its unit."""
+    rows = [("memory", f"{limits.memory_bytes / 1e9:.1f} GB")] if limits.memory_bytes else []
+    rows += [
+        ("read", f"{limits.read_bytes_per_second / 1e9:.1f} GB/s"),
+        ("copy (read + written)", f"{limits.copy_bytes_per_second / 1e9:.1f} GB/s"),
+    ]
+    for dtype, rate in limits.flops_per_second.items():
+        rows.append((f"matmul {dtype}", f"{rate / 1e12:.2f} TFLOP/s"))
+    if limits.launch_seconds:
+        rows.append(("eager launch", f"{limits.launch_seconds * 1e6:.2f} us"))
+    for name, link in (
+        ("host to device", limits.host_to_device_bytes_per_second),
+        ("device to host", limits.device_to_host_bytes_per_second),
+    ):
+        if link:
+            rows.append((name, f"{link / 1e9:.1f} GB/s"))
+    return rows
+
+
+def _show(title: str, rows: Rows, as_json: Any) -> None:
+    if as_json is not None:
+        from json import dumps
+
+        print(dumps(as_json, indent=1))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table, highlight=False)

@@ -1,0 +1,92 @@
+"""Which device is here: its name, driver and sizes, as the system gives them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+
+import torch
+
+from .cpu import processor_name
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of this machine.
+
+    Attributes:
+        kind: ``cuda`` (NVIDIA), ``hip`` (AMD) or ``cpu``.
+        target: what kernels are compiled for: ``sm_90``, ``gfx942``; ``cpu`` for a processor.
+        name: as the driver gives it.
+        driver: version of the GPU driver; empty for a processor.
+        torch: version of torch.
+        units: multiprocessors of a GPU, threads that torch uses on a processor.
+        memory_bytes: of the device.
+        cache_bytes: L2 of a GPU; 0 where not known.
+        index: which of several GPUs.
+    """
+
+    kind: str
+    target: str
+    name: str
+    driver: str
+    torch: str
+    units: int
+    memory_bytes: int
+    cache_bytes: int = 0
+    index: int = 0
+
+    @property
+    def key(self) -> str:
+        """What a measurement is valid for: device, driver and torch (and threads, on a processor)."""
+        threads = f", {self.units} threads" if self.kind == "cpu" else ""
+        return f"{self.name}{threads}; driver {self.driver or 'none'}; torch {self.torch}"
+
+
+def detect(which: str = "auto") -> Device:
+    """The device called ``cuda``, ``cuda:1``, ``cpu``, or with ``auto`` the first GPU if there is one.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if which == "auto":
+        which = "cuda" if torch.cuda.is_available() else "cpu"
+    if which == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Device("cpu", "cpu", processor_name(), "", torch.__version__, torch.get_num_threads(), memory)
+    try:
+        device = torch.device(which)
+    except RuntimeError as error:
+        raise ValueError(f"{which!r} names no device; use auto, cpu, cuda or cuda:0") from error
+    if device.type != "cuda":
+        raise ValueError(f"{which!r} is not a device that can be measured; use auto, cpu, cuda or cuda:0")
+    if not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU here; use --device cpu")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no {which}: torch finds {torch.cuda.device_count()} GPU(s)")
+    found = torch.cuda.get_device_properties(device)
+    hip = torch.version.hip is not None
+    target = found.gcnArchName.split(":")[0] if hip else f"sm_{found.major}{found.minor}"
+    return Device(
+        "hip" if hip else "cuda",
+        target,
+        found.name,
+        str(torch.version.hip) if hip else driver_version(),
+        torch.__version__,
+        found.multi_processor_count,
+        found.total_memory,
+        getattr(found, "L2_cache_size", 0),
+        device.index or 0,
+    )
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver; ``unknown`` where ``nvidia-smi`` is not installed."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else "unknown"

@@ -1,0 +1,119 @@
+"""Published figures of machines, for planning on what one does not have. Nothing here is measured.
+
+Peaks are of dense matrix products (no sparsity) with float32 sums; bandwidth is the memory's; of a link, one
+direction. No program reaches them: of an H200's 4.8 TB/s a copy gets about 89%, of its 989 TFLOP/s a large product about 75%.
+``Preset.ceilings`` takes such shares; they are 1 unless given, and then a floor is a bound by the data sheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .ceilings import Ceilings
+
+GB = 10**9
+TERA = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One machine as its maker describes it.
+
+    Attributes:
+        name: what commands call it.
+        device: full name.
+        memory_bytes: capacity.
+        bytes_per_second: of its memory.
+        flops_per_second: by dtype name, dense.
+        host_bytes_per_second: one direction of the link to the host; 0 for a processor.
+        peer_bytes_per_second: one direction, all links to other devices together; 0 where there are none.
+        units: multiprocessors, or cores.
+        source: where the figures are from.
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    bytes_per_second: float
+    flops_per_second: Mapping[str, float]
+    host_bytes_per_second: float
+    peer_bytes_per_second: float
+    units: int
+    source: str
+
+    def ceilings(self, bandwidth_share: float = 1.0, matmul_share: float = 1.0) -> Ceilings:
+        """As ceilings, each peak times the share of it that is taken to be reached.
+
+        Raises:
+            ValueError: a share that is not above 0 and at most 1.
+        """
+        if not (0 < bandwidth_share <= 1 and 0 < matmul_share <= 1):
+            raise ValueError(f"shares must be above 0 and at most 1, not {bandwidth_share} and {matmul_share}")
+        memory = self.bytes_per_second * bandwidth_share
+        link = self.host_bytes_per_second * bandwidth_share or None
+        return Ceilings(
+            self.device,
+            memory,
+            memory,
+            {dtype: rate * matmul_share for dtype, rate in self.flops_per_second.items()},
+            host_to_device_bytes_per_second=link,
+            device_to_host_bytes_per_second=link,
+            memory_bytes=self.memory_bytes,
+        )
+
+
+def _tensor(fp32: float, tf32: float, half: float, fp8: float | None = None) -> dict[str, float]:
+    rates = {"float32": fp32, "tf32": tf32, "bfloat16": half, "float16": half}
+    if fp8 is not None:
+        rates["float8_e4m3fn"] = fp8
+    return {dtype: rate * TERA for dtype, rate in rates.items()}
+
+
+_HOPPER = _tensor(67, 494.7, 989.4, 1978.9)
+
+PRESETS: Mapping[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            "a100-80gb", "NVIDIA A100-SXM4-80GB", 80 * GB, 2039e9, _tensor(19.5, 156, 312), 32e9, 300e9, 108,
+            "NVIDIA A100 Tensor Core GPU data sheet (SXM 80GB); link PCIe 4.0 x16",
+        ),
+        Preset(
+            "h100-sxm", "NVIDIA H100 SXM5 80GB", 80 * GB, 3350e9, _HOPPER, 64e9, 450e9, 132,
+            "NVIDIA H100 Tensor Core GPU data sheet (SXM; half of the figures with sparsity); link PCIe 5.0 x16",
+        ),
+        Preset(
+            "h200", "NVIDIA H200 SXM 141GB", 141 * GB, 4800e9, _HOPPER, 64e9, 450e9, 132,
+            "NVIDIA H200 Tensor Core GPU data sheet (SXM; half of the figures with sparsity); link PCIe 5.0 x16",
+        ),
+        Preset(
+            "l4", "NVIDIA L4", 24 * GB, 300e9, _tensor(30.3, 60, 121, 242.5), 32e9, 0.0, 58,
+            "NVIDIA L4 Tensor Core GPU data sheet (half of the figures with sparsity); link PCIe 4.0 x16",
+        ),
+        Preset(
+            "rtx-4090", "NVIDIA GeForce RTX 4090", 24 * GB, 1008e9, _tensor(82.6, 82.6, 165.2, 330.3), 32e9, 0.0, 128,
+            "NVIDIA Ada GPU architecture whitepaper, appendix A (dense, FP32 accumulate); link PCIe 4.0 x16",
+        ),
+        Preset(
+            "mi300x", "AMD Instinct MI300X", 192 * GB, 5300e9, _tensor(163.4, 653.7, 1307.4, 2614.9), 64e9, 448e9, 304,
+            "AMD Instinct MI300X data sheet (dense); fp8 there is e4m3fnuz; 7 Infinity Fabric links; PCIe 5.0 x16",
+        ),
+        Preset(
+            "cpu-8-cores", "8 cores with AVX2 at 4 GHz, two channels of DDR5-5600", 32 * GB, 2 * 8 * 5600e6,
+            {"float32": 8 * 4e9 * 2 * 8 * 2}, 0.0, 0.0, 8,
+            "arithmetic: 2 channels of 8 bytes at 5600 MT/s; 8 cores of 2 FMA units on 8 floats at 4 GHz",
+        ),
+    )
+}  # fmt: skip
+
+
+def preset(name: str) -> Preset:
+    """The machine called ``name``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+    return PRESETS[name]
