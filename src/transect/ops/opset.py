@@ -14,6 +14,7 @@ import torch
 
 from . import (  # noqa: F401  (each import enters the operator into the registry)
     attention,
+    gate_up,
     gelu,
     kv_cache_write,
     layer_norm,
@@ -34,6 +35,7 @@ class OpSet:
     layer_norm: Callable[..., Any]
     rotary: Callable[..., Any]
     swiglu: Callable[..., Any]
+    gate_up: Callable[..., Any]
     gelu: Callable[..., Any]
     linear: Callable[..., Any]
     attention: Callable[..., Any]
