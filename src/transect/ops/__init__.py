@@ -17,7 +17,8 @@ Operators of the decoder:
 * ``swiglu.py``, ``gelu.py``: activations of the MLP
 * ``attention.py``: causal attention over packed documents (training, whole prompts)
 * ``paged_batch.py``: the ragged batch of an engine step, and what is worked out from it once per step
-* ``kv_cache_write.py``: keys and values into the paged cache
+* ``kv_cache_write.py``: keys and values into the paged cache; ``rotary_kv_write.py``: both in one launch, with the
+  QK-norm of some models before
 * ``paged_attention.py``: causal attention through the block table
 * ``cpu/``: the C++ kernels for the processor
 

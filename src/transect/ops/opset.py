@@ -22,6 +22,7 @@ from . import (  # noqa: F401  (each import enters the operator into the registr
     paged_attention,
     rms_norm,
     rotary,
+    rotary_kv_write,
     swiglu,
 )
 from .registry import Implementation, Unavailable, get
@@ -40,6 +41,7 @@ class OpSet:
     linear: Callable[..., Any]
     attention: Callable[..., Any]
     kv_cache_write: Callable[..., Any]
+    rotary_kv_write: Callable[..., Any]
     paged_attention: Callable[..., Any]
     chosen: tuple[tuple[str, str], ...] = ()
     """(operator, implementation), for the start-up line."""

@@ -58,6 +58,11 @@ class PagedBatch:
             if tensor.dtype != torch.int32:
                 raise ValueError(f"the batch's {name} must be int32, not {tensor.dtype}")
 
+    def to(self, device: torch.device | str) -> PagedBatch:
+        """The same batch on a device."""
+        moved = (tensor.to(device) for tensor in (self.block_tables, self.query_starts, self.seq_lens))
+        return PagedBatch(*moved, self.block_size)
+
     @property
     def num_rows(self) -> int:
         return self.seq_lens.shape[0]

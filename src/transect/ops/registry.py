@@ -165,7 +165,7 @@ class Op:
     differentiable: tuple[str, ...] = ()
     """Arguments that the reference and every implementation with a gradient give one for."""
     mutates: tuple[str, ...] = ()
-    """Arguments written in place; such an operator returns None."""
+    """Arguments written in place; what the operator returns, if anything, comes on top."""
     keeps_dtype: tuple[str, ...] = ()
     """Floating-point arguments that stay float32 whatever dtype the operator is tried in."""
     gradient_cost: Callable[..., Cost] | None = None

@@ -154,7 +154,7 @@ def _run(
     """Outputs and, if asked, gradients for random upstream gradients (drawn here, or ``weights`` of an earlier run)."""
     arguments = {key: _fresh(op, key, value, with_gradient) for key, value in inputs.items()}
     result = call(**arguments)
-    outputs = [arguments[key] for key in op.mutates] if op.mutates else _listed(result)
+    outputs = [*_listed(result), *(arguments[key] for key in op.mutates)]
     found = {f"output {i}": value.detach() for i, value in enumerate(outputs)}
     if weights is None:  # rounded to the dtype under test, so that float64 sees the same upstream gradient
         generator = torch.Generator().manual_seed(1000 + draw)
@@ -177,6 +177,8 @@ def _fresh(op: Op, key: str, value: Any, with_gradient: bool) -> Any:
 
 
 def _listed(result: Any) -> Sequence[Tensor]:
+    if result is None:
+        return []
     return [result] if isinstance(result, Tensor) else list(result)
 
 
