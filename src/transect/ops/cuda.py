@@ -8,24 +8,45 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..hardware.measured import cache_folder
 from .registry import Unavailable
 
 SOURCES = Path(__file__).parent
+CUDA_TARGETS = ("sm_80", "sm_90")
 
 
 def sources() -> list[Path]:
     """All CUDA C++ files of this folder."""
     return sorted(SOURCES.glob("*.cu"))
+
+
+def architecture(target: str) -> str:
+    """``90a`` for ``sm_90``: Hopper's own instructions (wgmma, TMA) are only in its ``a`` variant."""
+    number = target.removeprefix("sm_")
+    return "90a" if number == "90" else number
+
+
+def _nvcc(arguments: list[str], source: Path, target: str) -> str:
+    """Run nvcc on ``source`` for ``target``; returns what it wrote to stderr."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise Unavailable("CUDA C++ kernels need nvcc on the PATH: install the CUDA toolkit")
+    done = subprocess.run([nvcc, "-O3", "-std=c++17", *arguments, str(source)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{source.name} does not compile for {target}:\n{done.stderr}")
+    return done.stderr
 
 
 def compile_source(source: Path, target: str, output: Path, *, shared: bool = False) -> str:
@@ -35,36 +56,42 @@ def compile_source(source: Path, target: str, output: Path, *, shared: bool = Fa
         Unavailable: there is no nvcc.
         RuntimeError: the source does not compile; the message is the compiler's.
     """
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise Unavailable("CUDA C++ kernels need nvcc on the PATH: install the CUDA toolkit")
-    number = target.removeprefix("sm_")
+    number = architecture(target)
     kind = ["-shared", "-Xcompiler", "-fPIC"] if shared else ["-cubin"]
     code = f"-gencode=arch=compute_{number},code=sm_{number}"
-    command = [nvcc, "-O3", code, "-Xptxas", "-v", *kind, "-o", str(output), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{source.name} does not compile for {target}:\n{done.stderr}")
-    return done.stderr
+    return _nvcc([code, "-Xptxas", "-v", *kind, "-o", str(output)], source, target)
+
+
+def ptx_of(source: Path, target: str) -> str:
+    """The PTX of a source; errors as in ``compile_source``."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out.ptx"
+        _nvcc(["-ptx", f"-arch=compute_{architecture(target)}", "-o", str(output)], source, target)
+        return output.read_text()
 
 
 @cache
 def library(name: str) -> ctypes.CDLL:
-    """``ops/NAME.cu``, built for the GPU of this machine and loaded.
+    """``ops/NAME.cu``, built for the GPU of this machine (once, kept in the user's cache) and loaded.
 
     Raises:
         Unavailable: no GPU, or no nvcc.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         raise Unavailable("CUDA C++ kernels need an NVIDIA GPU")
     source = SOURCES / f"{name}.cu"
     major, minor = torch.cuda.get_device_capability()
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    output = Path(tempfile.mkdtemp(prefix="transect-cuda-")) / f"{name}-{digest}-sm_{major}{minor}.so"
-    compile_source(source, f"sm_{major}{minor}", output, shared=True)
+    output = cache_folder() / "cuda" / f"{name}-{digest}-sm_{major}{minor}.so"
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary = output.with_suffix(f".{os.getpid()}.tmp")
+        compile_source(source, f"sm_{major}{minor}", temporary, shared=True)
+        temporary.replace(output)
     return ctypes.CDLL(str(output))
 
 
+@cache
 def launcher(name: str, symbol: str) -> Callable[..., None]:
     """``extern "C"`` function ``symbol`` of ``ops/NAME.cu``: tensors become pointers, the current stream is added.
 
@@ -82,3 +109,24 @@ def launcher(name: str, symbol: str) -> Callable[..., None]:
             raise RuntimeError(f"{symbol} of {name}.cu returned {code}" + (": not a shape it takes" * (code == -1)))
 
     return call
+
+
+def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """What ``Implementation.load`` of a CUDA C++ implementation is: builds ``ops/NAME.cu``, then gives ``call``.
+
+    Raises (when called):
+        Unavailable: no GPU, or no nvcc.
+    """
+
+    def load() -> Callable[..., Any]:
+        library(name)
+        return call
+
+    return load
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x`` contiguous and beginning at a multiple of 16 bytes, which is what the kernels read at a time; copied if it
+    is not."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

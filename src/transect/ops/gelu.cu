@@ -4,8 +4,11 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-struct alignas(16) Eight {
+// Eight elements as one value of 16 bytes: copied as a uint4, because a struct of pairs is copied pair by pair.
+union Eight {
+  uint4 bits;
   __nv_bfloat162 pair[4];
+  __device__ Eight() {}
 };
 
 __device__ float probability(float x, bool tanh_form) {
@@ -25,20 +28,22 @@ __device__ float one(float x, float g, bool tanh_form) {
 }
 
 template <bool kBackward>
-__global__ void gelu_kernel(const __nv_bfloat16* __restrict__ x, const __nv_bfloat16* __restrict__ g,
-                            __nv_bfloat16* __restrict__ y, long long n, bool tanh_form) {
+__global__ void __launch_bounds__(256)
+    gelu_kernel(const __nv_bfloat16* __restrict__ x, const __nv_bfloat16* __restrict__ g,
+                __nv_bfloat16* __restrict__ y, long long n, bool tanh_form) {
   const long long stride = (long long)gridDim.x * blockDim.x;
   const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   for (long long i = first; i < n / 8; i += stride) {
-    const Eight in = reinterpret_cast<const Eight*>(x)[i];
-    const Eight up = kBackward ? reinterpret_cast<const Eight*>(g)[i] : in;
-    Eight out;
+    Eight in, up, out;
+    in.bits = reinterpret_cast<const uint4*>(x)[i];
+    if (kBackward) up.bits = reinterpret_cast<const uint4*>(g)[i];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const float2 a = __bfloat1622float2(in.pair[j]), b = __bfloat1622float2(up.pair[j]);
+      const float2 a = __bfloat1622float2(in.pair[j]);
+      const float2 b = kBackward ? __bfloat1622float2(up.pair[j]) : a;
       out.pair[j] = __floats2bfloat162_rn(one<kBackward>(a.x, b.x, tanh_form), one<kBackward>(a.y, b.y, tanh_form));
     }
-    reinterpret_cast<Eight*>(y)[i] = out;
+    reinterpret_cast<uint4*>(y)[i] = out.bits;
   }
   for (long long i = n / 8 * 8 + first; i < n; i += stride)
     y[i] = __float2bfloat16(

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import shapes
+from . import cuda, shapes
 from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
@@ -161,6 +161,35 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 gelu.register_autograd(_backward, setup_context=_setup)
 
 
+@torch.library.custom_op("transect::gelu_cuda", mutates_args=())
+def cuda_gelu(x: Tensor, tanh: bool) -> Tensor:
+    """``gelu.cu``: bfloat16 on an NVIDIA GPU, as ``reference``; copies an input that is not contiguous."""
+    x = cuda.aligned(x)
+    y = torch.empty_like(x)
+    cuda.launcher("gelu", "transect_gelu")(x, y, x.numel(), int(tanh))
+    return y
+
+
+@torch.library.custom_op("transect::gelu_cuda_backward", mutates_args=())
+def cuda_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    """dL/dx by ``gelu.cu``."""
+    grad, x = cuda.aligned(grad), cuda.aligned(x)
+    dx = torch.empty_like(x)
+    cuda.launcher("gelu", "transect_gelu_gradient")(grad, x, dx, x.numel(), int(tanh))
+    return dx
+
+
+cuda_gelu.register_fake(lambda x, tanh: torch.empty(x.shape, device=x.device, dtype=x.dtype))
+cuda_backward.register_fake(lambda grad, x, tanh: torch.empty(x.shape, device=x.device, dtype=x.dtype))
+
+
+def _backward_by_cuda(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return cuda_backward(grad, ctx.saved_tensors[0], ctx.tanh), None
+
+
+cuda_gelu.register_autograd(_backward_by_cuda, setup_context=_setup)
+
+
 def cost(x: Tensor, tanh: bool) -> Cost:
     """10 FLOPs an element, tanh and erf counted as one each."""
     return Cost(10 * x.numel(), x.nbytes, x.nbytes)
@@ -215,6 +244,15 @@ register(
             "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
             "triton": Implementation(
                 "triton", available(triton_gelu), TRITON_TARGETS, batch_invariant=True, autograd=lambda: gelu
+            ),
+            "cuda": Implementation(
+                "cuda",
+                cuda.available("gelu", cuda_gelu),
+                cuda.CUDA_TARGETS,
+                batch_invariant=True,
+                autograd=lambda: cuda_gelu,
+                dtypes=("bfloat16",),
+                source="gelu.cu",
             ),
         },
         examples=_examples,

@@ -10,7 +10,7 @@
 // Rung 1, naive: one thread for each element of C, and the threads of a warp go down a column. Predicted: a warp's 32
 // loads of A lie K elements apart, 32 memory sectors for 128 useful bytes; bound by the cache's transactions.
 // Measured: 1.0 TFLOP/s.
-__global__ void naive(const float* A, const float* B, float* C, int M, int N, int K) {
+__global__ void __launch_bounds__(256) naive(const float* A, const float* B, float* C, int M, int N, int K) {
   const int row = blockIdx.x * 16 + threadIdx.x, column = blockIdx.y * 16 + threadIdx.y;
   if (row >= M || column >= N) return;
   float sum = 0;
@@ -21,7 +21,7 @@ __global__ void naive(const float* A, const float* B, float* C, int M, int N, in
 // Rung 2, coalesced: the same, but neighbouring threads take neighbouring columns. Predicted: a warp's loads of B are one
 // access of 128 bytes and its load of A a broadcast: 8 to 16 times fewer transactions. Still two loads for each
 // multiply-add. Measured: 5.9 TFLOP/s, 6 times the naive one.
-__global__ void coalesced(const float* A, const float* B, float* C, int M, int N, int K) {
+__global__ void __launch_bounds__(256) coalesced(const float* A, const float* B, float* C, int M, int N, int K) {
   const int column = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 8 + threadIdx.y;
   if (row >= M || column >= N) return;
   float sum = 0;
@@ -33,7 +33,7 @@ __global__ void coalesced(const float* A, const float* B, float* C, int M, int N
 // memory. Predicted: 32 times fewer reads of global memory, but still two shared-memory loads for each multiply-add, so
 // bound by shared memory: 32 lanes x 4 bytes a cycle where a multiply-add needs 8 (one of them a broadcast).
 // Measured: 8.7 TFLOP/s; the L1 cache had already saved rung 2 most of those reads.
-__global__ void shared_tiles(const float* A, const float* B, float* C, int M, int N, int K) {
+__global__ void __launch_bounds__(1024) shared_tiles(const float* A, const float* B, float* C, int M, int N, int K) {
   __shared__ float a[32][32], b[32][32];
   const int row = blockIdx.y * 32 + threadIdx.y, column = blockIdx.x * 32 + threadIdx.x;
   float sum = 0;

@@ -142,6 +142,16 @@ class Trace:
     """A sentence under the picture: what to look for."""
 
 
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A peer that runs on the processor beside a GPU's row; raced only at cases that name it in ``Case.only``."""
+
+    call: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.call(*arguments, **named)
+
+
 class Unavailable(RuntimeError):
     """An implementation cannot run here; the message is the reason, in a sentence."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import shapes
+from . import cuda, shapes
 from .jit import TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, runs_triton, tl
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
@@ -74,6 +74,17 @@ def triton_sum(x: Tensor, *, config: Config | None = None) -> Tensor:
     parts = torch.empty(programs, device=x.device, dtype=torch.float32)
     _partial_kernel[(programs,)](x, parts, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
     return combine(parts, x.dtype)
+
+
+CUDA_BLOCKS = 1024
+
+
+def cuda_sum(x: Tensor) -> Tensor:
+    """``sum.cu``: float32 on an NVIDIA GPU, as ``reference``; copies an input that is not contiguous."""
+    x = cuda.aligned(x)
+    parts, out = x.new_empty(CUDA_BLOCKS), x.new_empty(())
+    cuda.launcher("sum", "transect_sum")(x, parts, out, x.numel(), CUDA_BLOCKS)
+    return out
 
 
 @torch.library.custom_op("transect::sum", mutates_args=())
@@ -134,7 +145,10 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(triton_sum), TRITON_TARGETS, autograd=lambda: total)
+            "triton": Implementation("triton", available(triton_sum), TRITON_TARGETS, autograd=lambda: total),
+            "cuda": Implementation(
+                "cuda", cuda.available("sum", cuda_sum), cuda.CUDA_TARGETS, dtypes=("float32",), source="sum.cu"
+            ),
         },
         examples=_examples,
         peers={"torch": lambda x: x.sum()},

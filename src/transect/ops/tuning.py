@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..hardware.measured import cache_folder
+
 log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tuned"
 
@@ -27,10 +29,7 @@ Size = int | tuple[int, ...]
 
 def user_folder() -> Path:
     """Where findings are kept."""
-    base = os.environ.get("TRANSECT_CACHE")
-    if base:
-        return Path(base) / "tuned"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transect" / "tuned"
+    return cache_folder() / "tuned"
 
 
 def file_name(device_name: str) -> str:
@@ -53,10 +52,8 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
     """Everything known of a device: shipped findings, overlaid by the user's own."""
     merged: dict[str, dict[str, Config]] = {}
     for folder in (SHIPPED, user_folder()):
-        path = folder / file_name(device_name)
-        if path.is_file():
-            for launcher, buckets in json.loads(path.read_text())["choices"].items():
-                merged.setdefault(launcher, {}).update(buckets)
+        for launcher, buckets in _read(folder / file_name(device_name)).items():
+            merged.setdefault(launcher, {}).update(buckets)
     if not merged:
         log.warning("no tuned kernel configurations for %s: rules of thumb are used (`transect tune OP`)", device_name)
     return merged
@@ -72,13 +69,23 @@ def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any]
     return rule(size)
 
 
+def _read(path: Path) -> dict[str, dict[str, Config]]:
+    """The choices of a file; none, and a warning, where it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())["choices"]
+        return {launcher: {size: dict(config) for size, config in found[launcher].items()} for launcher in found}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be read (%s) and is left aside; `transect tune OP` writes it anew", path, error)
+        return {}
+
+
 def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder: Path | None = None) -> Path:
     """Add findings to a device's file (the user's unless ``folder`` is given); returns its path."""
     path = (folder or user_folder()) / file_name(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, Any] = {"device": device_name, "choices": {}}
-    if path.is_file():
-        known = json.loads(path.read_text())
+    known: dict[str, Any] = {"device": device_name, "choices": _read(path)}
     for launcher, buckets in findings.items():
         known["choices"].setdefault(launcher, {}).update(buckets)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")

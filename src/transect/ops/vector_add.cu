@@ -6,8 +6,8 @@
 
 #include <cuda_runtime.h>
 
-__global__ void vector_add_kernel(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c,
-                                  long long n) {
+__global__ void __launch_bounds__(256)
+    vector_add_kernel(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c, long long n) {
   const long long stride = (long long)gridDim.x * blockDim.x;
   const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   const long long quads = n / 4;

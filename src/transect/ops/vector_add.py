@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import shapes
+from . import cuda, shapes
 from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import sample
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
@@ -60,6 +60,14 @@ def triton_add(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
     if n:
         knobs = config or choose("vector_add", n, x.device, rule)
         _add_kernel[(-(-n // knobs["block"]),)](x, y, z, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
+    return z
+
+
+def cuda_add(x: Tensor, y: Tensor) -> Tensor:
+    """``vector_add.cu``: float32 on an NVIDIA GPU, as ``reference``; copies strided inputs."""
+    x, y = cuda.aligned(x), cuda.aligned(y)
+    z = torch.empty_like(x)
+    cuda.launcher("vector_add", "transect_vector_add")(x, y, z, x.numel())
     return z
 
 
@@ -115,7 +123,15 @@ register(
         implementations={
             "triton": Implementation(
                 "triton", available(triton_add), TRITON_TARGETS, batch_invariant=True, autograd=lambda: vector_add
-            )
+            ),
+            "cuda": Implementation(
+                "cuda",
+                cuda.available("vector_add", cuda_add),
+                cuda.CUDA_TARGETS,
+                batch_invariant=True,
+                dtypes=("float32",),
+                source="vector_add.cu",
+            ),
         },
         examples=_examples,
         peers={"torch": lambda x, y: x + y},

@@ -1,74 +1,65 @@
-"""Compiles an operator's Triton kernels ahead of time, for a GPU that need not be there, and reads what came out.
+"""Compiles kernels ahead of time, for a GPU that need not be there, and reads what came out.
 
-The interpreter must be off (``TRITON_INTERPRET`` unset): it replaces the compiler.
+Triton's (and Gluon's) kernels go through Triton's compiler; its interpreter must be off (``TRITON_INTERPRET`` unset),
+because it replaces the compiler. CUDA C++ sources go through nvcc.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..cuda import SOURCES, compile_source, ptx_of
 from ..jit import INTERPRETED, triton
 from ..registry import Kernel, Unavailable
+from . import machine_code
 
-REGISTERS = 65536
-"""32-bit registers of a multiprocessor, sm_80 to sm_90."""
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
-MAX_WARPS = 64
+STAGES = ("ttir", "ttgir", "llir", "ptx", "sass", "amdgcn")
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A kernel for one target: every stage as text, and what the machine code needs."""
 
-    kernel: Kernel
+    name: str
     target: str
     stages: Mapping[str, str]
-    """``ttir``, ``ttgir``, ``llir``, ``ptx`` or ``amdgcn``, and ``sass`` where the disassembler exists."""
+    """``ttir``, ``ttgir``, ``llir``, ``ptx`` or ``amdgcn``, and ``sass`` where a disassembler exists."""
     shared_bytes: int
     registers: int | None
+    """Of a thread; None where nothing here can read them."""
     spilled_bytes: int | None
+    """Stack of a thread."""
+    warps: int | None
+    """Of a program; None where the launch decides it, or how much shared memory there is."""
+
+    @property
+    def assembly(self) -> str:
+        return self.stages.get("ptx", "") or self.stages.get("amdgcn", "")
 
     @property
     def access_bytes(self) -> dict[str, dict[int, int]]:
         """How many global loads and stores of each width in bytes the assembly holds."""
-        found: dict[str, dict[int, int]] = {"load": {}, "store": {}}
-        text = self.stages.get("ptx", "")
-        for kind, name in (("ld", "load"), ("st", "store")):
-            for vector, bits in re.findall(rf"\b{kind}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfus](\d+)\b", text):
-                width = int(vector or 1) * int(bits) // 8
-                found[name][width] = found[name].get(width, 0) + 1
-        text = self.stages.get("amdgcn", "")
-        sizes = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "ubyte": 1, "byte": 1}
-        for name, size in re.findall(r"\b(?:buffer|global)_(load|store)_(\w+?)(?:_d16(?:_hi)?)?\s", text):
-            if size in sizes:
-                found[name][sizes[size]] = found[name].get(sizes[size], 0) + 1
-        return found
+        return machine_code.access_bytes(self.assembly)
+
+    @property
+    def matrix_instructions(self) -> dict[str, int]:
+        """How many instructions for the tensor cores the assembly holds, by kind."""
+        return machine_code.matrix_instructions(self.assembly)
 
     @property
     def occupancy(self) -> float | None:
-        """Warps that fit on a multiprocessor at once, as a share of 64; None where registers are not known."""
-        if self.registers is None or self.target not in SHARED_BYTES:
+        """Warps that fit on a multiprocessor at once, as a share of its most; None where registers are not known."""
+        if self.registers is None or self.warps is None:
             return None
-        per_warp = -(-self.registers * 32 // 256) * 256
-        programs = min(
-            MAX_WARPS // self.kernel.warps,
-            REGISTERS // (per_warp * self.kernel.warps),
-            32,
-            SHARED_BYTES[self.target] // (self.shared_bytes + 1024),
-        )
-        return programs * self.kernel.warps / MAX_WARPS
-
-
-def _gpu_target(target: str) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+        return machine_code.occupancy(self.target, self.warps, self.registers, self.shared_bytes)
 
 
 def compile_kernel(kernel: Kernel, target: str) -> Compiled:
@@ -84,48 +75,148 @@ def compile_kernel(kernel: Kernel, target: str) -> Compiled:
         raise Unavailable("the interpreter is on: unset TRITON_INTERPRET to compile")
     if target not in kernel.targets:
         raise ValueError(f"{kernel.name} is for {', '.join(kernel.targets)}, not {target}")
-    from triton.compiler import ASTSource
-
     names = list(kernel.function.arg_names)
     signature = {n: "constexpr" if n in kernel.constants else kernel.arguments[n] for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in kernel.divisible]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(kernel.function, signature=signature, constexprs=dict(kernel.constants), attrs=attributes)
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    source = _source(kernel.function)(
+        kernel.function, signature=signature, constexprs=dict(kernel.constants), attrs=attributes
+    )
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, **kernel.options}
     made = triton.compile(source, target=_gpu_target(target), options=options)
     stages = {name: text for name, text in made.asm.items() if isinstance(text, str)}
     registers = spilled = None
     if "cubin" in made.asm:
-        registers, spilled, sass = _read_cubin(made.asm["cubin"])
+        registers, spilled = _resources(made.asm["cubin"])
+        sass = disassemble(made.asm["cubin"])
         if sass:
             stages["sass"] = sass
     elif "amdgcn" in stages:
-        found = re.search(r"\.vgpr_count:\s+(\d+)", stages["amdgcn"])
-        lost = re.search(r"\.private_segment_fixed_size:\s+(\d+)", stages["amdgcn"])
-        registers = int(found.group(1)) if found else None
-        spilled = int(lost.group(1)) if lost else None
-    return Compiled(kernel, target, stages, made.metadata.shared, registers, spilled)
+        registers = _number(r"\.vgpr_count:\s+(\d+)", stages["amdgcn"])
+        spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", stages["amdgcn"])
+    # Warps that the compiler adds for specialization (loads, epilogues) count as well.
+    warps = getattr(made.metadata, "num_warps", kernel.warps)
+    added = _number(r'"ttg\.total-num-warps" = (\d+)', stages.get("ttgir", ""))
+    return Compiled(kernel.name, target, stages, made.metadata.shared, registers, spilled, added or warps)
 
 
-def _tool(name: str) -> str | None:
-    """A program of the CUDA toolkit that Triton brings along."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return str(path) if path.exists() else None
+def compile_cuda(source: str, target: str) -> list[Compiled]:
+    """Compile ``ops/SOURCE`` (a ``.cu`` file) with nvcc; one entry for each kernel in it.
+
+    Raises:
+        Unavailable: there is no nvcc.
+        RuntimeError: the source does not compile.
+    """
+    path = SOURCES / source
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "out.cubin"
+        report = compile_source(path, target, cubin)
+        text = ptx_of(path, target)
+        sass = disassemble(cubin.read_bytes())
+    ptx = _entries(text)
+    dynamic = re.findall(r"\.extern \.shared[^;]*?(\w+)\[\]", text)  # sized by the launch, unknown here
+    made = []
+    for symbol, usage in re.findall(
+        r"Compiling entry function '(\w+)' for '\w+'(.*?)(?=ptxas info\s+: Compiling entry|\Z)", report, re.DOTALL
+    ):
+        own = ptx.get(symbol, "")
+        threads = _number(r"\.maxntid (\d+)", own)
+        if any(name in own for name in dynamic):
+            threads = None
+        stages = {"ptx": own}
+        code = re.search(rf"(?ms)^\.text\.{symbol}:\n.*?(?=^\.text\.|^//-+ \.|\Z)", sass)
+        if code:
+            stages["sass"] = code.group()
+        made.append(
+            Compiled(
+                readable(symbol),
+                target,
+                stages,
+                _number(r"(\d+) bytes smem", usage) or 0,
+                _number(r"Used (\d+) registers", usage),
+                _number(r"(\d+) bytes stack frame", usage),
+                threads // 32 if threads else None,
+            )
+        )
+    return made
 
 
-def _read_cubin(cubin: bytes) -> tuple[int | None, int | None, str]:
-    """(registers, bytes of stack that spills take, SASS) of machine code, as far as the disassembler is there."""
-    dump = _tool("cuobjdump")
-    if dump is None:
-        return None, None, ""
+def readable(symbol: str) -> str:
+    """A mangled name as in the source: by ``cu++filt`` or ``c++filt`` where there is one, else the bare name."""
+    for program in ("cu++filt", "c++filt"):
+        if shutil.which(program):
+            done = subprocess.run([program, symbol], capture_output=True, text=True)
+            if done.returncode == 0 and done.stdout.strip():
+                return re.sub(r"^void |\(.*\)$", "", done.stdout.strip())
+    length = re.match(r"_Z(?:N\w*?)?(\d+)", symbol)
+    if length is None:
+        return symbol
+    return symbol[length.end() : length.end() + int(length.group(1))]
+
+
+def _source(function: Any) -> Any:
+    """Triton's class for the source of a kernel: Gluon's kernels have their own."""
+    if getattr(function, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def _gpu_target(target: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+
+
+def _number(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else None
+
+
+def _entries(ptx: str) -> dict[str, str]:
+    """PTX of each kernel, by its symbol."""
+    parts = re.split(r"(?=^\.(?:visible |weak )?\.?entry )", ptx, flags=re.MULTILINE)
+    found = {}
+    for part in parts:
+        name = re.match(r"\.(?:visible |weak )?\.?entry (\w+)", part)
+        if name:
+            found[name.group(1)] = part
+    return found
+
+
+@cache
+def tool(name: str) -> str | None:
+    """A program of the CUDA toolkit: on the PATH, or the one that Triton brings along."""
+    if triton is not None:
+        path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+        if path.exists():
+            return str(path)
+    return shutil.which(name)
+
+
+def missing_tools() -> list[str]:
+    """Programs without which registers or SASS cannot be read."""
+    return [name for name in ("cuobjdump", "nvdisasm") if tool(name) is None]
+
+
+def _on_file(program: str | None, arguments: list[str], content: bytes) -> str:
+    if program is None:
+        return ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(content)
         file.flush()
-        usage = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        sass = ""
-        if _tool("nvdisasm"):
-            disassembler = subprocess.run([str(_tool("nvdisasm")), "-c", file.name], capture_output=True, text=True)
-            sass = disassembler.stdout
-    registers = re.search(r"REG:(\d+)", usage)
-    stack = re.search(r"STACK:(\d+)", usage)
-    return (int(registers.group(1)) if registers else None, int(stack.group(1)) if stack else None, sass)
+        return subprocess.run([program, *arguments, file.name], capture_output=True, text=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int | None, int | None]:
+    """(registers of a thread, bytes of its stack) of machine code, None where there is no ``cuobjdump``."""
+    usage = _on_file(tool("cuobjdump"), ["--dump-resource-usage"], cubin)
+    return _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage)
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of machine code; empty where there is no ``nvdisasm``."""
+    return _on_file(tool("nvdisasm"), ["-c"], cubin)
