@@ -53,12 +53,17 @@ OPERATORS = tuple(field.name for field in fields(OpSet) if field.name not in ("c
 
 
 def resolve_ops(
-    device: torch.device | str = "cpu", backends: Sequence[str] = ("torch",), *, batch_invariant: bool = False
+    device: torch.device | str = "cpu",
+    backends: Sequence[str] = ("torch",),
+    *,
+    batch_invariant: bool = False,
+    differentiable: bool = False,
 ) -> OpSet:
     """Pick for each operator the first implementation, in the order of ``backends``, that runs on ``device``.
 
     ``batch_invariant`` admits only implementations that say so: slower, and a row's float32 result is the same to the
-    bit in any batch. ``ValueError`` names the operator for which nothing is left, and why.
+    bit in any batch. ``differentiable`` takes each implementation's ``torch.library`` operator, for training;
+    torch's own are differentiable as they are. ``ValueError`` names the operator for which nothing is left, and why.
     """
     target = _target(torch.device(device))
     picked: dict[str, Callable[..., Any]] = {}
@@ -72,10 +77,15 @@ def resolve_ops(
             if implementation.backend == backend
         ]
         for label, implementation in candidates:
+            load = implementation.load
+            if differentiable and implementation.backend != "torch":
+                load = implementation.autograd  # type: ignore[assignment]
             reason = _unfit(implementation, target, batch_invariant)
+            if reason is None and load is None:
+                reason = "has no gradient"
             if reason is None:
                 try:
-                    picked[name] = implementation.load()
+                    picked[name] = load()
                 except Unavailable as error:
                     reason = str(error)
             if reason is None:
