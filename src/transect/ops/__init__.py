@@ -7,12 +7,13 @@ What all of them lean on:
 * ``opset.py``: ``resolve_ops`` picks an implementation of every operator of the decoder for a device, once
 * ``numerics.py``: dtypes to compute in, sample inputs; ``counting.py``: how much causal attention looks at
 * ``jit.py``: where Triton kernels run; ``tiles.py``: what kernels on tiles share; ``cuda.py``: builds the ``.cu`` files
+* ``norms.py``: what the four norms share
 * ``tuning.py``, ``tuned/``: launch configurations found on a device; ``shapes.py``: true shapes of known models
 
 Operators of the decoder:
 
 * ``linear.py``: matrix product with bias
-* ``rms_norm.py``, ``layer_norm.py``
+* ``rms_norm.py``, ``layer_norm.py``; ``add_rms_norm.py``, ``add_layer_norm.py``: with the residual added first
 * ``rotary.py``: rotary position embedding of q and k
 * ``swiglu.py``, ``gelu.py``: activations of the MLP
 * ``attention.py``: causal attention over packed documents (training, whole prompts)

@@ -23,11 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import shapes
-from .jit import TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, rows_of, runs_triton, tl
+from . import norms
+from .jit import TRITON_TARGETS, available, kernel, runs_triton, tl
+from .norms import launch_backward, launch_forward
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
-from .tuning import Config, choose, row_rule
+from .tiles import after_previous
+from .tuning import Config, row_rule
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -38,17 +40,22 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (centred * r * weight.to(wide.dtype) + bias.to(wide.dtype)).to(x.dtype)
 
 
-MAX_WIDTH = 65536
-"""The longest row that a program holds."""
-
-
 @kernel
-def _forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_rows, n_cols, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows a program: one read, one write."""
+def forward_kernel(
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
-    x = tl.load(x_ptr + row * stride + col, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * r_stride + col, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * n_cols + col, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     w = tl.load(w_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / n_cols
@@ -59,97 +66,58 @@ def _forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_rows, n_cols, stride, eps, ROW
 
 
 @kernel
-def _backward_kernel(
-    g_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, n_rows, n_cols, g_stride, x_stride, eps, BLOCK: tl.constexpr
-):
-    """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw in registers."""
+def backward_kernel(
+    g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw and dL/db in registers.
+
+    The loads of the next STAGES - 1 rows are on their way to shared memory while a row is worked on. The sums of a row
+    are taken in two rounds: those of x and g, then those of the centred x. With ADD, up is added to dL/dx.
+    """
     col = tl.arange(0, BLOCK)
     used = col < n_cols
-    w = tl.load(w_ptr + col, mask=used, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + col, mask=used, other=0.0)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
-    for row in range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0), num_stages=STAGES):
         x = tl.load(x_ptr + row * x_stride + col, mask=used, other=0.0).to(tl.float32)
         g = tl.load(g_ptr + row * g_stride + col, mask=used, other=0.0).to(tl.float32)
-        mean = tl.sum(x, 0) / n_cols
+        gw = g * w.to(tl.float32)
+        mean, mean_gw = tl.sum(x, 0) / n_cols, tl.sum(gw, 0) / n_cols
         x = tl.where(used, x - mean, 0.0)
-        r = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / n_cols + eps)
+        square, dot = tl.sum(x * x, 0), tl.sum(gw * x, 0)
+        r = 1.0 / tl.sqrt_rn(square / n_cols + eps)
         x = x * r
         dw += g * x
         db += g
-        g = g * w
-        dx = r * (g - tl.sum(g, 0) / n_cols - x * (tl.sum(g * x, 0) / n_cols))
+        dx = r * (gw - mean_gw - x * (r * dot / n_cols))
+        if ADD:
+            dx += tl.load(up_ptr + row * up_stride + col, mask=used, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * n_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)
     tl.store(db_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, db, mask=used)
 
 
-def _check_width(width: int) -> None:
-    if width > MAX_WIDTH:
-        raise ValueError(f"layer_norm: a row of {width} elements is past {MAX_WIDTH}; use the reference")
+def triton_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, pdl: bool = False, config: Config | None = None
+) -> Tensor:
+    """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
 
-
-def triton_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, config: Config | None = None) -> Tensor:
-    """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart."""
-    require("layer_norm", x, weight, bias)
-    flat = rows_of(x)
-    rows, width = flat.shape
-    _check_width(width)
-    y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    if flat.numel():
-        knobs = config or choose("layer_norm", width, x.device, row_rule)
-        _forward_kernel[(-(-rows // knobs["rows"]),)](
-            flat,
-            weight.contiguous(),
-            bias.contiguous(),
-            y,
-            rows,
-            width,
-            flat.stride(0),
-            eps,
-            ROWS=knobs["rows"],
-            BLOCK=next_power_of_2(width),
-            num_warps=knobs["warps"],
-        )
-    return y
+    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper). ValueError past
+    ``norms.MAX_WIDTH``.
+    """
+    return launch_forward("layer_norm", forward_kernel, x, None, (weight, bias), eps, pdl=pdl, config=config)[0]
 
 
 def triton_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, config: Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dL/dx, dL/dw, dL/db) in Triton; the shares of dL/dw are added by torch, ``[programs, D]`` float32."""
-    require("layer_norm backward", grad, x, weight)
-    g, flat = rows_of(grad), rows_of(x)
-    rows, width = flat.shape
-    _check_width(width)
-    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    if not flat.numel():
-        return dx, torch.zeros_like(weight), torch.zeros_like(weight)
-    knobs = config or choose("layer_norm.backward", width, x.device, _backward_rule)
-    programs = min(rows, multiprocessors(x.device) * knobs["waves"])
-    dw = torch.empty(programs, width, device=x.device, dtype=torch.float32)
-    db = torch.empty_like(dw)
-    _backward_kernel[(programs,)](
-        g,
-        flat,
-        weight.contiguous(),
-        dx,
-        dw,
-        db,
-        rows,
-        width,
-        g.stride(0),
-        flat.stride(0),
-        eps,
-        BLOCK=next_power_of_2(width),
-        num_warps=knobs["warps"],
+    """(dL/dx, dL/dw, dL/db) in Triton."""
+    dx, dw, db = launch_backward(
+        "layer_norm.backward", backward_kernel, grad, x, None, weight, eps, vectors=2, config=config
     )
-    return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype)
-
-
-def _backward_rule(width: int) -> Config:
-    warps = min(16, max(1, next_power_of_2(width) // 256))
-    return {"warps": warps, "waves": max(1, 32 // warps)}
+    return dx, dw, db
 
 
 @torch.library.custom_op("transect::layer_norm", mutates_args=())
@@ -217,6 +185,13 @@ def _examples() -> Sequence[dict[str, Any]]:
         {"x": sample(1, 768), "weight": sample(768, seed=1), "bias": sample(768, seed=2), "eps": 1e-5},
         {"x": 3 + sample(7, 33), "weight": sample(33, seed=1), "bias": sample(33, seed=2), "eps": 1e-5},
         {"x": sample(3, 5, 2), "weight": sample(2, seed=1), "bias": sample(2, seed=2), "eps": 1e-3},
+        {"x": sample(0, 8), "weight": sample(8, seed=1), "bias": sample(8, seed=2), "eps": 1e-5},
+        {
+            "x": torch.cat((sample(1, 16) * 1e3, torch.full((1, 16), 4.0))),
+            "weight": sample(16, seed=1),
+            "bias": sample(16, seed=2),
+            "eps": 1e-5,
+        },
     ]
 
 
@@ -224,44 +199,22 @@ def _peer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-CHOICES = {"rows": (1, 2, 4), "warps": (2, 4, 8, 16)}
-
-
 def _gradient_cost(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Cost:
     return Cost(10 * x.numel(), 2 * x.nbytes + weight.nbytes, x.nbytes + 2 * weight.nbytes)
 
 
+def _make(rows: int, width: int, device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+    weight, bias = torch.randn(2, width, **options)
+    return {"x": torch.randn(rows, width, **options), "weight": weight, "bias": bias, "eps": 1e-5}
+
+
 def _cases() -> Sequence[Case]:
-    def case(model: shapes.ModelShape) -> Case:
-        rows = shapes.rows_for_bytes(2 * model.dim)
-
-        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
-            generator = torch.Generator(device).manual_seed(seed)
-            options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-            x, weight = torch.randn(rows, model.dim, **options), torch.randn(model.dim, **options)
-            return {"x": x, "weight": weight, "bias": torch.randn(model.dim, **options), "eps": 1e-5}
-
-        return Case(f"{model.name}, {rows} tokens x {model.dim}", make)
-
-    return [case(model) for model in (shapes.LLAMA_8B, shapes.LLAMA_1B, shapes.QWEN3_0_6B)]
+    return norms.cases(_make)
 
 
 def _kernels() -> Sequence[Kernel]:
-    integers = {"n_rows": "i32", "n_cols": "i32"}
-    forward = {"x_ptr": "*bf16", "w_ptr": "*bf16", "b_ptr": "*bf16", "y_ptr": "*bf16", **integers, "stride": "i32"}
-    backward = {
-        **dict.fromkeys(("g_ptr", "x_ptr", "w_ptr", "dx_ptr"), "*bf16"),
-        **dict.fromkeys(("dw_ptr", "db_ptr"), "*fp32"),
-        **integers,
-        "g_stride": "i32",
-        "x_stride": "i32",
-        "eps": "fp32",
-    }
-    sizes = ("n_cols", "stride", "g_stride", "x_stride")
-    return [
-        Kernel("forward", _forward_kernel, {**forward, "eps": "fp32"}, {"ROWS": 1, "BLOCK": 4096}, sizes, warps=8),
-        Kernel("backward", _backward_kernel, backward, {"BLOCK": 4096}, sizes, warps=16),
-    ]
+    return norms.kernels(forward_kernel, backward_kernel, vectors=2, add=False)
 
 
 def _prepare_backward(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -291,11 +244,18 @@ register(
         cases=_cases,
         kernels=_kernels,
         knobs=[
-            Knobs("layer_norm", CHOICES, row_rule, triton_layer_norm, dict, lambda inputs: inputs["x"].shape[-1]),
+            Knobs(
+                "layer_norm",
+                norms.FORWARD_CHOICES,
+                row_rule,
+                triton_layer_norm,
+                dict,
+                lambda inputs: inputs["x"].shape[-1],
+            ),
             Knobs(
                 "layer_norm.backward",
-                {"warps": (1, 2, 4, 8, 16), "waves": (2, 4, 8, 16)},
-                _backward_rule,
+                norms.BACKWARD_CHOICES,
+                norms.backward_rule,
                 triton_backward,
                 _prepare_backward,
                 lambda inputs: inputs["x"].shape[-1],

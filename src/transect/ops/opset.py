@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from . import (  # noqa: F401  (each import enters the operator into the registry)
+    add_layer_norm,
+    add_rms_norm,
     attention,
     gate_up,
     gelu,
@@ -34,6 +36,8 @@ class OpSet:
 
     rms_norm: Callable[..., Any]
     layer_norm: Callable[..., Any]
+    add_rms_norm: Callable[..., Any]
+    add_layer_norm: Callable[..., Any]
     rotary: Callable[..., Any]
     swiglu: Callable[..., Any]
     gate_up: Callable[..., Any]

@@ -60,8 +60,8 @@ class PagedBatch:
 
     def to(self, device: torch.device | str) -> PagedBatch:
         """The same batch on a device."""
-        moved = (tensor.to(device) for tensor in (self.block_tables, self.query_starts, self.seq_lens))
-        return PagedBatch(*moved, self.block_size)
+        tables, starts, lengths = self.block_tables.to(device), self.query_starts.to(device), self.seq_lens.to(device)
+        return PagedBatch(tables, starts, lengths, self.block_size)
 
     @property
     def num_rows(self) -> int:

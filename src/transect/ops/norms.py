@@ -1,0 +1,184 @@
+"""What the norms share: launching their kernels, adding up the gradients of the weights, shapes to measure.
+
+Shapes: x and the residual stream ``[..., D]``, weight and bias ``[D]``. The kernels themselves, and the math, are in
+``rms_norm.py`` and ``layer_norm.py``; with a residual added first, in ``add_rms_norm.py`` and ``add_layer_norm.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .jit import kernel, multiprocessors, next_power_of_2, require, rows_of, tl
+from .registry import Case, Kernel
+from .tuning import Config, choose, row_rule
+
+MAX_WIDTH = 65536
+"""The longest row that a program holds."""
+STAGED_BYTES = 96 * 1024
+"""Shared memory that the rows on their way to one program may take."""
+
+
+def _check_width(name: str, width: int) -> None:
+    if width > MAX_WIDTH:
+        raise ValueError(f"{name}: a row of {width} elements is past {MAX_WIDTH}; use the reference")
+
+
+def launch_forward(
+    name: str,
+    function: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    vectors: Sequence[Tensor],
+    eps: float,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    pdl: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(norm, sum) of x, or of x + residual; without a residual the sum is x itself.
+
+    ``vectors`` are the weight and, for LayerNorm, the bias. ``out`` takes the two results, which may be x and the
+    residual themselves.
+
+    Raises:
+        ValueError: dtypes without a kernel, a row past ``MAX_WIDTH``, a residual or ``out`` unlike x.
+    """
+    given = (x, *vectors) if residual is None else (x, residual, *vectors)
+    require(name, *given)
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            f"{name}: x and residual must have one shape and dtype; got {list(x.shape)} {x.dtype} and "
+            f"{list(residual.shape)} {residual.dtype}"
+        )
+    flat = rows_of(x)
+    rows, width = flat.shape
+    _check_width(name, width)
+    if out is None:
+        y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        total = x if residual is None else torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    else:
+        y, total = out
+        if not all(t.shape == x.shape and t.dtype == x.dtype and t.is_contiguous() for t in out):
+            raise ValueError(f"{name}: out must be two contiguous tensors of {x.dtype}, {list(x.shape)} each")
+    if not flat.numel():
+        return y, total
+    knobs = config or choose(name, width, x.device, row_rule)
+    other = flat if residual is None else rows_of(residual)
+    function[(-(-rows // knobs["rows"]),)](
+        flat, other, *(vector.contiguous() for vector in vectors), y, total,
+        rows, width, flat.stride(0), other.stride(0), eps, ADD=residual is not None, ROWS=knobs["rows"],
+        BLOCK=next_power_of_2(width), EARLY=pdl, num_warps=knobs["warps"], **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return y, total
+
+
+@kernel
+def _add_shares_kernel(
+    shares_ptr, first_ptr, second_ptr, n_shares, n_cols, SHARES: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """COLS columns of one vector a program: the programs' shares ``[vectors, n_shares, n_cols]``, added up."""
+    share = tl.arange(0, SHARES)[:, None]
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+    shares_ptr += tl.program_id(1).to(tl.int64) * n_shares * n_cols
+    total = tl.zeros([SHARES, COLS], tl.float32)
+    for start in range(0, n_shares, SHARES):
+        inside = (start + share < n_shares) & (col < n_cols)
+        total += tl.load(shares_ptr + (start + share) * n_cols + col, mask=inside, other=0.0)
+    total = tl.sum(total, 0)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    if tl.program_id(1) == 0:
+        tl.store(first_ptr + col, total.to(first_ptr.dtype.element_ty), mask=col < n_cols)
+    else:
+        tl.store(second_ptr + col, total.to(second_ptr.dtype.element_ty), mask=col < n_cols)
+
+
+def backward_rule(width: int) -> Config:
+    """32 elements a thread in whole warps, and enough programs for 16 warps a multiprocessor."""
+    warps = min(16, max(1, next_power_of_2(width) // 512))
+    return {"warps": warps, "waves": max(1, 16 // warps), "stages": 3}
+
+
+def launch_backward(
+    name: str,
+    function: Any,
+    grad: Tensor,
+    x: Tensor,
+    grad_sum: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    vectors: int,
+    config: Config | None = None,
+) -> tuple[Tensor, ...]:
+    """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx.
+
+    A fixed number of programs each keep their share of dL/dw in registers; a second launch adds the shares in order.
+    """
+    given = (grad, x, weight) if grad_sum is None else (grad, x, grad_sum, weight)
+    require(name, *given)
+    g, flat = rows_of(grad), rows_of(x)
+    rows, width = flat.shape
+    _check_width(name, width)
+    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    if not flat.numel():
+        return dx, *(torch.zeros_like(weight) for _ in range(vectors))
+    made = [torch.empty(weight.shape, device=x.device, dtype=weight.dtype) for _ in range(vectors)]
+    up = g if grad_sum is None else rows_of(grad_sum)
+    knobs = config or choose(name, width, x.device, backward_rule)
+    block = next_power_of_2(width)
+    staged = block * x.element_size() * (2 if grad_sum is None else 3)
+    programs = min(rows, multiprocessors(x.device) * knobs["waves"])
+    shares = torch.empty(vectors, programs, width, device=x.device, dtype=torch.float32)
+    function[(programs,)](
+        g, flat, up, weight.contiguous(), dx, *shares, rows, width, g.stride(0), flat.stride(0), up.stride(0), eps,
+        ADD=grad_sum is not None, BLOCK=block, STAGES=max(1, min(knobs["stages"], STAGED_BYTES // staged)),
+        num_warps=knobs["warps"],
+    )  # fmt: skip
+    grid = (-(-width // 32), vectors)
+    _add_shares_kernel[grid](shares, made[0], made[-1], programs, width, SHARES=32, COLS=32, num_warps=4)
+    return dx, *made
+
+
+FORWARD_CHOICES = {"rows": (1, 2, 4), "warps": (1, 2, 4, 8, 16)}
+BACKWARD_CHOICES = {"warps": (1, 2, 4, 8, 16), "waves": (1, 2, 3, 4, 6, 8, 16), "stages": (1, 2, 3, 4)}
+DECODE = ("forward",)
+
+
+def cases(make: Callable[[int, int, torch.device, torch.Generator], Mapping[str, Any]]) -> Sequence[Case]:
+    """Each model's rows: 256 MB of them, a prefill's, a decode step's. ``make(rows, width, device, generator)``."""
+
+    def case(model: shapes.ModelShape, rows: int, directions: tuple[str, ...] = ()) -> Case:
+        def made(device: torch.device, seed: int) -> Mapping[str, Any]:
+            return make(rows, model.dim, device, torch.Generator(device).manual_seed(seed))
+
+        return Case(f"{model.name}, {rows} tokens x {model.dim}", made, directions=directions)
+
+    listed = []
+    for model in shapes.MODELS:
+        listed += [case(model, rows) for rows in (shapes.rows_for_bytes(2 * model.dim), *shapes.PREFILL_ROWS)]
+        listed += [case(model, rows, DECODE) for rows in shapes.DECODE_ROWS]
+    return listed
+
+
+def kernels(forward: Any, backward: Any, *, vectors: int, add: bool) -> Sequence[Kernel]:
+    """The two kernels of a norm at 4096 elements a row, and what adds the shares up."""
+    parameters = ("w_ptr", "b_ptr")[:vectors]
+    tensors = ("x_ptr", "residual_ptr", *parameters, "y_ptr", "sum_ptr")
+    ahead = {**dict.fromkeys(tensors, "*bf16"), **dict.fromkeys(("n_rows", "n_cols", "x_stride", "r_stride"), "i32")}
+    back = dict.fromkeys(("g_ptr", "x_ptr", "up_ptr", "w_ptr", "dx_ptr"), "*bf16")
+    back |= dict.fromkeys(("dw_ptr", "db_ptr")[:vectors], "*fp32")
+    back |= dict.fromkeys(("n_rows", "n_cols", "g_stride", "x_stride", "up_stride"), "i32")
+    sizes = ("n_cols", "x_stride", "r_stride", "g_stride", "up_stride")
+    shares = {"shares_ptr": "*fp32", "first_ptr": "*bf16", "second_ptr": "*bf16", "n_shares": "i32", "n_cols": "i32"}
+    one_row = {"ADD": add, "ROWS": 1, "BLOCK": 4096, "EARLY": False}
+    staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3}
+    return [
+        Kernel("forward", forward, {**ahead, "eps": "fp32"}, one_row, sizes, warps=8),
+        Kernel("backward", backward, {**back, "eps": "fp32"}, staged, sizes, warps=8),
+        Kernel("shares of the weights' gradients", _add_shares_kernel, shares, {"SHARES": 32, "COLS": 32}, ("n_cols",)),
+    ]
