@@ -1,0 +1,473 @@
+"""Flash attention forward for Hopper GPUs: warps that only load, warps that only compute, products beside the softmax.
+
+The math, the arguments and the kernel for every other GPU (and for the interpreter) are in ``flash_attention.py``; this
+file computes the same o and L, in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of
+Triton in which layouts, shared memory, barriers and the roles of warps are spelled out.
+
+A program owns 128 queries of one head. Its warps have three roles (``forward_kernel``):
+
+* one warp *fetches*: it has the bulk copy engine (TMA) bring the tile of queries and then blocks of 128 keys and values
+  into a ring in shared memory, as far ahead as the ring has room. It needs 24 registers a thread, so that
+* two *warpgroups* of 4 warps *attend*, each for 64 of the queries, with 240 registers a thread: 64 for the output, 64
+  for the scores of a block, 32 for its probabilities.
+
+They meet at barriers in shared memory (mbarriers): ``full[slot]`` when a copy has arrived, ``empty[slot]`` when both
+warpgroups have read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... (blocks from the last key to
+the first, so that the masked one comes first).
+
+In a warpgroup the tensor cores and the exponentials take turns unless told otherwise. So a step issues two products
+without waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block
+starts when its scores are there, and runs while p v still does (``_walk``). Between the two warpgroups nothing is
+arranged: while one waits for its scores the other computes exponentials. Handing the tensor cores back and forth
+explicitly, as FlashAttention-3 does, was measured slower here (0.94 to 1.0 of this).
+
+Bound by: the tensor cores. For each block a multiprocessor spends 2048 cycles on products, and its exponential units,
+16 a cycle, 1024 on the softmax beside them.
+
+Source: Shah et al. 2024, arXiv:2407.08608 (roles, overlap); Milakov & Gimelshein 2018, arXiv:1805.02867 (softmax).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_tiles import LOG2E, check, fits_descriptor
+from .jit import INTERPRETED, multiprocessors, triton
+from .registry import Kernel, Unavailable
+
+gluon: Any
+gl: Any
+mbarrier: Any
+tma: Any
+fence_async_shared: Any
+warpgroup_mma: Any
+warpgroup_mma_wait: Any
+try:
+    from triton.experimental import gluon  # type: ignore[no-redef]
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+except ImportError:
+    gluon = gl = None
+
+BM = 128
+"""Queries of a tile: 64 for each of two warpgroups."""
+BN = 128
+"""Keys of a block."""
+HEAD_DIMS = (64, 96, 128)
+
+
+def _kernel(function: Any) -> Any:
+    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
+    return function if gluon is None else gluon.jit(function)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@_kernel
+def _exp2(x):  # type: ignore[no-untyped-def]
+    """2^x by the hardware's instruction; results under 2^-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@_kernel
+def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first query, begin and end of its document, head) of piece ``index`` of the work.
+
+    Heads are taken SHARE at a time, so that their keys and values stay in the L2 cache; of a document the last tile
+    comes first, because with a causal mask it takes longest. Tiles are numbered as in ``attention_tiles.find_tile``.
+    """
+    part = index // (tiles * SHARE)
+    rest = index % (tiles * SHARE)
+    tile = tiles - 1 - rest // SHARE
+    head = part * SHARE + rest % SHARE
+    low = 0
+    high = documents
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(cu + middle) // ROWS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    begin = gl.load(cu + low)
+    end = gl.load(cu + low + 1)
+    return begin + (tile - begin // ROWS - low) * ROWS, begin, end, head
+
+
+@_kernel
+def _reach(  # type: ignore[no-untyped-def]
+    first_i, begin, end, window, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Blocks of keys of the document: [low, high) are seen by some query of the tile, [low_full, high_full) by all."""
+    i = first_i - begin
+    n = end - begin
+    low = 0
+    low_full = 0
+    high = n
+    high_full = n // COLUMNS
+    if CAUSAL:
+        high = gl.minimum(n, i + ROWS)
+        high_full = gl.minimum(n, i + 1) // COLUMNS
+    if WINDOW:
+        low = gl.maximum(i - window + 1, 0) // COLUMNS
+        low_full = (gl.maximum(i + ROWS - window, 0) + COLUMNS - 1) // COLUMNS
+        if not CAUSAL:
+            high = gl.minimum(n, i + ROWS + window - 1)
+            high_full = gl.minimum(n, i + window) // COLUMNS
+    high = (high + COLUMNS - 1) // COLUMNS
+    high_full = gl.maximum(high_full, low)
+    return low, gl.minimum(low_full, high_full), high_full, high
+
+
+@_kernel
+def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores with -inf where query i must not see the key; the block begins at key ``start``."""
+    j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    last = gl.zeros([s.shape[0]], gl.int32, gl.SliceLayout(1, s.type.layout)) + end - 1
+    if CAUSAL:
+        last = gl.minimum(i, last)
+    seen = j[None, :] <= last[:, None]
+    if WINDOW:
+        seen = seen & (i[:, None] - j[None, :] < window) & (j[None, :] - i[:, None] < window)
+    return gl.where(seen, s, -float("inf"))
+
+
+@_kernel
+def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of the online softmax: (probabilities, m, l, what the output so far is to be multiplied by)."""
+    top = gl.maximum(m, gl.max(s, 1) * scale2)
+    shift = top
+    if MASK:
+        shift = gl.where(top == -float("inf"), 0.0, top)  # nothing seen yet: exp2(-inf) is 0, not NaN
+    p = _exp2(s * scale2 - shift[:, None])
+    fade = _exp2(m - shift)
+    return p, top, l * fade + gl.sum(p, 1), fade
+
+
+@_kernel
+def _walk(  # type: ignore[no-untyped-def]
+    acc, p, m, l, queue, queue_end, first, last, q, ring, full, empty, i, begin, end, window, scale2,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
+    P: gl.constexpr,
+):  # fmt: skip
+    """The blocks from ``last`` - 1 down to ``first``, each one step ahead: p holds the block before.
+
+    ``queue`` is the place of this step's keys in the queue; the values of the block before come right after them. The
+    keys have arrived when a step begins: the wait for them stands between the softmax and the end of p v, where it also
+    keeps the compiler from ending p v earlier.
+    """
+    ROWS: gl.constexpr = q.shape[0]
+    COLUMNS: gl.constexpr = ring.shape[1]
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, S)
+    for step in range(last - first):
+        k_slot = queue % SLOTS
+        v_slot = (queue + 1) % SLOTS
+        s = warpgroup_mma(q, _matrix(ring.index(k_slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(v_slot), (queue + 1) // SLOTS & 1)
+        acc = warpgroup_mma(p, _matrix(ring.index(v_slot)), acc, is_async=True)
+        s = warpgroup_mma_wait(1, (s,))
+        mbarrier.arrive(empty.index(k_slot))
+        if MASK:
+            s = _mask(s, i, begin + (last - 1 - step) * COLUMNS, end, window, CAUSAL, WINDOW)
+        soft, m, l, fade = _softmax(s, m, l, scale2, MASK)
+        queue += 2
+        mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(empty.index(v_slot))
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+        p = gl.convert_layout(soft.to(q.dtype), P)
+    return acc, p, m, l, queue
+
+
+@_kernel
+def _matrix(tile):  # type: ignore[no-untyped-def]
+    """``[tokens, 1, d]`` in shared memory as ``[tokens, d]``."""
+    return tile.reshape((tile.shape[0], tile.shape[2]))
+
+
+@_kernel
+def _attend(  # type: ignore[no-untyped-def]
+    half: gl.constexpr, q_tile, ring, q_full, q_empty, full, empty, out, lse, cu, documents, tokens, tiles, work,
+    scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's half of every tile: 64 queries."""
+    ROWS: gl.constexpr = q_tile.shape[1]
+    COLUMNS: gl.constexpr = ring.shape[1]
+    DP: gl.constexpr = q_tile.shape[3]
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
+    q = _matrix(q_tile.index(half))
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, S)
+    queue = 0
+    done = 0
+    for index in range(gl.program_id(0), work, gl.num_programs(0)):
+        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, 2 * ROWS)
+        if first_i < end:
+            low, low_full, high_full, high = _reach(first_i, begin, end, window, 2 * ROWS, COLUMNS, CAUSAL, WINDOW)
+            i = first_i + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+            acc = gl.zeros([ROWS, DP], gl.float32, O)
+            m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+            l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+            queue_end = queue + 2 * (high - low)
+            # The last block, which alone may be masked in a causal document without a window.
+            mbarrier.wait(q_full.index(half), done & 1)
+            slot = queue % SLOTS
+            mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+            s = warpgroup_mma(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, (s,))
+            mbarrier.arrive(empty.index(slot))
+            s = _mask(s, i, begin + (high - 1) * COLUMNS, end, window, CAUSAL, WINDOW)
+            soft, m, l, _ = _softmax(s, m, l, scale2, True)
+            p = gl.convert_layout(soft.to(q.dtype), P)
+            queue += 1
+            mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
+            if WINDOW:
+                acc, p, m, l, queue = _walk(
+                    acc, p, m, l, queue, queue_end, high_full, high - 1, q, ring, full, empty, i, begin, end, window,
+                    scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
+                )  # fmt: skip
+            acc, p, m, l, queue = _walk(
+                acc, p, m, l, queue, queue_end, low_full, gl.minimum(high_full, high - 1), q, ring, full, empty, i,
+                begin, end, window, scale2, SLOTS, CAUSAL, WINDOW, False, S, P,
+            )  # fmt: skip
+            if WINDOW:
+                acc, p, m, l, queue = _walk(
+                    acc, p, m, l, queue, queue_end, low, gl.minimum(low_full, high - 1), q, ring, full, empty, i,
+                    begin, end, window, scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
+                )  # fmt: skip
+            mbarrier.arrive(q_empty.index(half))
+            slot = queue % SLOTS
+            mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+            acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
+            gl.store(lse + head.to(gl.int64) * tokens + i, m + gl.log2(l), i < end)
+            acc = warpgroup_mma_wait(0, (acc,))
+            mbarrier.arrive(empty.index(slot))
+            queue += 1
+            done += 1
+            acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+            token = first_i + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+            d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
+            at = out + token[:, None].to(gl.int64) * (H * D) + head * D + d[None, :]
+            inside = (token < end)[:, None] & (d < D)[None, :]
+            gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), inside)
+
+
+@_kernel
+def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Have the next block of ``source`` brought to place ``queue`` of the ring, when that is free."""
+    slot = queue % SLOTS
+    mbarrier.wait(empty.index(slot), (queue // SLOTS & 1) ^ 1)
+    mbarrier.expect(full.index(slot), source.block_type.nbytes)
+    tma.async_copy_global_to_shared(source, [token, head, 0], full.index(slot), ring.index(slot))
+
+
+@_kernel
+def _fetch(  # type: ignore[no-untyped-def]
+    q, k, v, q_tile, ring, q_full, q_empty, full, empty, cu, documents, tiles, work, window, GROUP: gl.constexpr,
+    SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The warp that copies."""
+    ROWS: gl.constexpr = q_tile.shape[1]
+    COLUMNS: gl.constexpr = ring.shape[1]
+    queue = 0
+    done = 0
+    for index in range(gl.program_id(0), work, gl.num_programs(0)):
+        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, 2 * ROWS)
+        if first_i < end:
+            low, _, _, high = _reach(first_i, begin, end, window, 2 * ROWS, COLUMNS, CAUSAL, WINDOW)
+            kv_head = head // GROUP
+            for half in gl.static_range(2):
+                mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
+                mbarrier.expect(q_full.index(half), q.block_type.nbytes)
+                token = first_i + half * ROWS
+                tma.async_copy_global_to_shared(q, [token, head, 0], q_full.index(half), q_tile.index(half))
+            start = begin + (high - 1) * COLUMNS
+            _copy(k, start, kv_head, ring, full, empty, queue, SLOTS)
+            for _ in range(high - low - 1):
+                _copy(k, start - COLUMNS, kv_head, ring, full, empty, queue + 1, SLOTS)
+                _copy(v, start, kv_head, ring, full, empty, queue + 2, SLOTS)
+                start -= COLUMNS
+                queue += 2
+            _copy(v, start, kv_head, ring, full, empty, queue + 1, SLOTS)
+            queue += 2
+            done += 1
+
+
+@_kernel
+def forward_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, cu, documents, tokens, tiles, work, scale2, window, H: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Pieces program_id(0), + num_programs(0), ... of ``work`` = tiles * H; q, k and v are descriptors of [T, H, d]."""
+    q_tile = gl.allocate_shared_memory(out.dtype.element_ty, [2, q.block_shape[0], 1, q.block_shape[2]], q.layout)
+    ring = gl.allocate_shared_memory(out.dtype.element_ty, [SLOTS, k.block_shape[0], 1, k.block_shape[2]], k.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(2):
+        mbarrier.init(q_full.index(half), count=1)
+        mbarrier.init(q_empty.index(half), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend, (
+                0, q_tile, ring, q_full, q_empty, full, empty, out, lse, cu, documents, tokens, tiles, work, scale2,
+                window, H, D, SLOTS, SHARE, CAUSAL, WINDOW,
+            )),
+            (_attend, (
+                1, q_tile, ring, q_full, q_empty, full, empty, out, lse, cu, documents, tokens, tiles, work, scale2,
+                window, H, D, SLOTS, SHARE, CAUSAL, WINDOW,
+            )),
+            (_fetch, (
+                q, k, v, q_tile, ring, q_full, q_empty, full, empty, cu, documents, tiles, work, window, GROUP, SLOTS,
+                SHARE, CAUSAL, WINDOW,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launcher
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this kernel is for these inputs: 16 bits on an sm_90, heads of 64, 96 (computed as 128) or 128, rows that
+    the bulk copy engine can address. The rest is for ``flash_attention.forward``'s other kernel."""
+    return (
+        gluon is not None
+        and not INTERPRETED
+        and q.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == k.dtype == v.dtype
+        and q.shape[2] in HEAD_DIMS
+        and all(fits_descriptor(t) and min(t.stride()) > 0 for t in (q, k, v))
+    )
+
+
+def _columns(d: int) -> int:
+    return 64 if d <= 64 else 128
+
+
+def _layout() -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+def _descriptor(t: Tensor, rows: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(t, [rows, 1, _columns(t.shape[2])], _layout())
+
+
+def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
+    """How many heads are worked on at a time: as many as have keys and values of 16 MB together, which leaves most of
+    the L2 cache free; at least those that share a key head."""
+    key_heads = max(1, 2**24 // (4 * d * max(1, tokens // documents)))
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(group, key_heads * group))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
+    *, slots: int | None = None, share: int | None = None, persistent: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As ``flash_attention.forward``, for inputs that it ``takes``.
+
+    ``slots`` of the ring, ``share`` heads at a time; ``persistent``: one program for each multiprocessor, which loads
+    its next tile while it finishes one, instead of a program for each tile. Its tiles are dealt out beforehand, which
+    pays where all take the same time: without a causal mask or a window.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or inputs that it does not take.
+    """
+    q, k, v = check(q, k, v, cu_seqlens)
+    if not takes(q, k, v):
+        raise ValueError(
+            f"the Hopper kernel takes bfloat16 or float16 on an sm_90, heads of {HEAD_DIMS} and rows at multiples of "
+            f"16 bytes, not {q.dtype} with heads of {q.shape[2]} on {q.device}; use flash_attention.forward"
+        )
+    tokens, heads, d = q.shape
+    out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
+    documents = len(cu_seqlens) - 1
+    tiles = tokens // BM + documents
+    work = tiles * heads
+    group = heads // k.shape[1]
+    if persistent is None:
+        persistent = not causal and window is None
+    forward_kernel[(min(work, multiprocessors(q.device)) if persistent else work,)](
+        _descriptor(q, BM // 2), _descriptor(k, BN), _descriptor(v, BN), out, lse, cu_seqlens, documents, tokens, tiles,
+        work, scale * LOG2E, window or 0, H=heads, GROUP=group, D=d, SLOTS=slots or 512 // _columns(d),
+        SHARE=share or share_of(heads, group, tokens, documents, d), CAUSAL=causal, WINDOW=window is not None,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip
+    return out, lse
+
+
+def kernels() -> Sequence[Kernel]:
+    """For ahead-of-time compilation."""
+    if gluon is None:
+        return []
+    half = {name: f"tensordesc<bf16[{rows}, 1, 128],{_layout()!r}>" for name, rows in (("q", 64), ("k", BN), ("v", BN))}
+    ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")
+    return [
+        Kernel(
+            name=f"forward_hopper_{name}",
+            function=forward_kernel,
+            arguments={**half, "out": "*bf16", "lse": "*fp32", "cu": "*i32", "scale2": "fp32", **ints},
+            constants={
+                "H": 32, "GROUP": 4, "D": 128, "SLOTS": 4, "SHARE": 8, "CAUSAL": causal, "WINDOW": window,
+            },
+            targets=("sm_90",),
+            implementation="hopper",
+            options={"maxnreg": 168},
+        )
+        for name, causal, window in (("causal", True, False), ("full", False, False), ("window", True, True))
+    ]  # fmt: skip
+
+
+def unavailable() -> str | None:
+    """Why no input at all can run here; None where some can."""
+    if triton is None or gluon is None:
+        return "the Hopper kernel needs Triton 3.6 with Gluon: pip install 'transect[gpu]'"
+    if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:
+        return "the Hopper kernel needs an NVIDIA GPU (sm_90)"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the Hopper kernel is for sm_90 only"
+    return None
+
+
+def available(launcher: Any) -> Any:
+    """What ``Implementation.load`` of a launcher that may run this kernel is.
+
+    Raises (when called):
+        Unavailable: no Gluon, or not a Hopper GPU.
+    """
+
+    def load() -> Any:
+        reason = unavailable()
+        if reason:
+            raise Unavailable(reason)
+        return launcher
+
+    return load
