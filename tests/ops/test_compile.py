@@ -24,7 +24,8 @@ def test_every_kernel_for_every_target(compiled: list[dict]) -> None:
     assert len(compiled) >= 3 * 5
     for made in compiled:
         last = "amdgcn" if made["target"] == "gfx942" else "ptx"
-        assert {"ttir", "ttgir", "llir", last} <= set(made["stages"]), made
+        first = set() if "hopper" in made["kernel"] else {"ttir"}  # what is written in Gluon begins a stage later
+        assert {*first, "ttgir", "llir", last} <= set(made["stages"]), made
 
 
 def test_memory_bound_kernels_use_the_widest_access(compiled: list[dict]) -> None:
