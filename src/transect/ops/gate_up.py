@@ -63,29 +63,27 @@ def _halves(both, out, F, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ig
     tl.store(out + row * F + column, y.to(out.dtype.element_ty), inside)
 
 
-def gate_halves(both: Tensor, *, early: bool | None = None) -> Tensor:
+def gate_halves(both: Tensor, *, pdl: bool = False) -> Tensor:
     """``[T, 2 F]`` -> ``silu(first half) * second half``, ``[T, F]``.
 
-    ``early``: begin while the kernel before ends (Hopper); None: where the device can.
+    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper).
     """
     rows, width = both.shape[0], both.shape[1] // 2
     out = both.new_empty((rows, width))
     if out.numel() == 0:
         return out
-    if early is None:
-        early = both.is_cuda and torch.cuda.get_device_capability(both.device)[0] >= 9
     block = 64 if INTERPRETED else min(1024, next_power_of_2(width))
-    options: dict[str, Any] = {"launch_pdl": True} if early else {}
-    _halves[(rows, -(-width // block))](both, out, width, BLOCK=block, EARLY=early, num_warps=4, **options)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    _halves[(rows, -(-width // block))](both, out, width, BLOCK=block, EARLY=pdl, num_warps=4, **options)
     return out
 
 
-def triton_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``reference``, on the GPU."""
+def triton_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+    """As ``reference``, on the GPU. ``pdl``: as for ``gate_halves``."""
     if x.shape[0] <= small_matmul.MOST_ROWS:
-        return gate_halves(small_matmul.small_matmul(x, weight, bias))
+        return gate_halves(small_matmul.small_matmul(x, weight, bias), pdl=pdl)
     if bias is not None:
-        return gate_halves(matmul.matmul(x, weight, bias))
+        return gate_halves(matmul.matmul(x, weight, bias), pdl=pdl)
     gate, up = weight.chunk(2)
     return matmul.matmul(x, up, gate=gate)
 

@@ -7,7 +7,9 @@ of one process may run different sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -103,6 +105,21 @@ def resolve_ops(
                 f"({reasons or 'none is registered'}); add 'torch' to the backends"
             )
     return OpSet(**picked, chosen=tuple(chosen), passed_over=tuple(passed_over))
+
+
+def dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
+    """The same operators, those that can be launched while the kernel before them still runs told to be, or not to be
+    (Hopper). Everything on their stream must be kernels that wait for what they read, or launched without."""
+    callables = {name: getattr(ops, name) for name in OPERATORS}
+    told: dict[str, Any] = {name: partial(call, pdl=on) for name, call in callables.items() if _takes_pdl(call)}
+    return replace(ops, **told)
+
+
+def _takes_pdl(call: Callable[..., Any]) -> bool:
+    try:
+        return "pdl" in signature(call).parameters
+    except ValueError:  # torch's own functions show no signature
+        return False
 
 
 def _unfit(implementation: Implementation, target: str, batch_invariant: bool) -> str | None:

@@ -1,0 +1,130 @@
+"""``FusedStack`` computes what the layers compute one by one."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from transect.models.config import ModelConfig
+from transect.models.context import PagedContext, VarlenContext
+from transect.models.decoder import Decoder
+from transect.models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
+from transect.ops.jit import INTERPRETED
+from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
+from transect.ops.registry import get
+
+BLOCK = 4
+TINY = ModelConfig(
+    architecture="llama",
+    vocab_size=61,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    ffn_dim=48,
+    max_position=64,
+)
+CONFIGS = {
+    "llama": TINY,
+    "qwen2": dataclasses.replace(
+        TINY, architecture="qwen2", qkv_bias=True, sliding_window=5, full_attention_layers=(0,)
+    ),
+    "qwen3": dataclasses.replace(TINY, architecture="qwen3", qk_norm=True),
+    "biased": dataclasses.replace(TINY, qkv_bias=True, o_bias=True, mlp_bias=True),
+}
+
+
+def build(config, ops):
+    model = Decoder(config, dtype=torch.float32, ops=ops).requires_grad_(False)
+    model.init_weights(0.3, torch.Generator().manual_seed(0))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.copy_(1 + torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 5)
+    return model
+
+
+def paged(model, lengths, new):
+    caches = model.new_kv_cache(40, BLOCK, torch.float32)
+    for cache in caches:
+        cache.normal_(generator=torch.Generator().manual_seed(1))
+    columns = -(-max(lengths) // BLOCK)
+    tables = torch.randperm(40, generator=torch.Generator().manual_seed(2))[: len(lengths) * columns]
+    starts = torch.tensor([0, *new]).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    return PagedContext(*caches, tables.view(-1, columns).to(torch.int32), starts, lengths, model.ops)
+
+
+def both(model, fusions=None, lengths=(9, 3, 20, 1), new=(1, 3, 7, 1)):
+    """(hidden states, caches) layer by layer and fused."""
+    found = []
+    for stack in (model.run_layers, FusedStack(model, max_positions=64, fusions=fusions)):
+        context = paged(model, lengths, new)
+        model.stack = stack
+        tokens = torch.arange(sum(new)) % 61
+        hidden = model(tokens, context.positions(), context)
+        found.append((hidden, context.k_cache, context.v_cache))
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_same_as_layer_by_layer(name):
+    model = build(CONFIGS[name], resolve_ops("cpu"))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    join_weights(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    plain, fused = both(model)
+    for one, two in zip(plain, fused, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("switched_off", [field.name for field in dataclasses.fields(Fusions)])
+def test_each_fusion_can_be_off(switched_off):
+    model = build(CONFIGS["qwen3"], resolve_ops("cpu"))
+    join_weights(model)
+    plain, fused = both(model, Fusions(**{switched_off: False}))
+    torch.testing.assert_close(fused[0], plain[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(
+    not INTERPRETED, reason="Triton's interpreter is chosen before its import, on machines without a GPU"
+)
+@pytest.mark.parametrize("new", [(1, 1, 1, 1), (1, 3, 7, 1)], ids=["decode", "ragged"])
+def test_triton_kernels(new):
+    kernels = {name: get(name).implementations.get("triton") for name in OPERATORS}
+    loaded = {name: kernel.load() for name, kernel in kernels.items() if kernel is not None}
+    assert {"linear", "gate_up", "add_rms_norm", "rotary_kv_write", "paged_attention"} <= set(loaded)
+    ops = dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
+    model = build(CONFIGS["qwen3"], ops)
+    join_weights(model)
+    plain, fused = both(model, new=new)
+    model = build(CONFIGS["qwen3"], resolve_ops("cpu"))
+    join_weights(model)
+    for reference, one, two in zip(both(model, new=new)[0], plain, fused, strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(two, reference, rtol=1e-3, atol=1e-3)
+
+
+def test_memory_of_a_model_without_any():
+    model = Decoder(TINY, "meta", torch.float32)
+    join_weights(model, "cpu")
+    layer = model.layers[1]
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert layer.attention.k.weight.data_ptr() == layer.attention.q.weight.data_ptr() + layer.attention.q.weight.nbytes
+    assert set(model.state_dict()) == set(build(TINY, resolve_ops("cpu")).state_dict())
+    tied = Decoder(dataclasses.replace(TINY, tied_embeddings=True), "meta", torch.float32)
+    join_weights(tied, "cpu")
+    assert tied.head.weight is tied.embed.weight and not tied.head.weight.is_meta
+
+
+def test_other_contexts_and_models():
+    model = build(TINY, resolve_ops("cpu"))
+    with pytest.raises(ValueError, match="call join_weights"):
+        FusedStack(model, max_positions=64)
+    join_weights(model)
+    context = VarlenContext(torch.tensor([0, 5, 8], dtype=torch.int32), model.ops)
+    plain = model(torch.arange(8), context.positions(), context)
+    model.stack = FusedStack(model, max_positions=64)
+    assert torch.equal(model(torch.arange(8), context.positions(), context), plain)
+    gpt2 = dataclasses.replace(TINY, architecture="gpt2", norm="layernorm", gated_mlp=False, activation="gelu_tanh")
+    assert unsuitable(TINY) is None and "RMSNorm" in str(unsuitable(gpt2))
