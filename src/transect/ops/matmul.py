@@ -106,22 +106,35 @@ def _tile_of(tile, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyp
 
 
 @kernel
+def _sigmoid_of_log2(z):  # type: ignore[no-untyped-def]
+    """1 / (1 + 2^-z) in two instructions of the special-function unit; a square of 1 / sqrt instead of a division, which
+    would take five more of the others."""
+    r = tl.rsqrt(1.0 + tl.exp2(-z))
+    return r * r
+
+
+@kernel
 def _activate(z, ACT: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SHORT: the result is rounded to 16 bits, and erf may be off by 1.5e-7 (Abramowitz & Stegun 7.1.26) to save its
-    cost."""
+    """SHORT: the result is rounded to bfloat16, and the normal probability may be off by 0.13% (of its smaller tail).
+
+    It is then 1 / (1 + 2^-q) with q = log2(p / (1 - p)), an odd function that a polynomial of degree 7 follows: fitted to
+    the least largest error on |z| <= 5, and rising beyond. An epilogue has no more time than that.
+    """
     if ACT == "gelu":
         if SHORT:
-            a = tl.abs(z) * 0.7071067811865476
-            t = 1.0 / (1.0 + 0.3275911 * a)
-            t = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-            tail = 0.5 * t * tl.exp(-a * a)
-            z = z * tl.where(z < 0, tail, 1.0 - tail)
+            u = z * z
+            q = 2.2976466591 + u * (0.1093967754 + u * (-0.0014235595 + u * 1.3032083e-05))
+            z = z * _sigmoid_of_log2(z * q)
         else:
             z = z * 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
     if ACT == "gelu_tanh":
-        # tanh(u) = 1 - 2 / (exp(2u) + 1); exp may overflow to inf, and the quotient is then 0.
-        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
-        z = z * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0))
+        # (1 + tanh(v)) / 2 = 1 / (1 + e^-2v); 2 / ln 2 times v's factors.
+        if SHORT:
+            z = z * _sigmoid_of_log2(z * (2.302208198 + 0.1029432397 * z * z))
+        else:
+            # exp may overflow to inf, and the quotient is then 0.
+            u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
+            z = z * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0))
     return z
 
 
@@ -132,7 +145,10 @@ def _finish(acc, acc_gate, rows, columns, M, N, bias, residual, res_m, res_n, AC
     if bias is not None:
         acc += tl.load(bias + columns, columns < N, 0.0).to(tl.float32)[None, :]
     if GATED:
-        acc = acc * acc_gate / (1.0 + tl.exp(-acc_gate))
+        if SHORT:
+            acc = acc * acc_gate * _sigmoid_of_log2(1.4426950408889634 * acc_gate)
+        else:
+            acc = acc * acc_gate / (1.0 + tl.exp(-acc_gate))
     else:
         acc = _activate(acc, ACT, SHORT)
     if residual is not None:
@@ -173,7 +189,7 @@ def _tiles(  # type: ignore[no-untyped-def]
             g_at += BK * g_k
         x_at += BK * x_k
         w_at += BK * w_k
-    SHORT: tl.constexpr = out.dtype.element_ty.primitive_bitwidth < 32
+    SHORT: tl.constexpr = out.dtype.element_ty == tl.bfloat16
     acc = _finish(acc, acc_gate, rows, columns, M, N, bias, residual, res_m, res_n, ACT, GATED, SHORT)
     inside = (rows[:, None] < M) & (columns[None, :] < N)
     tl.store(out + rows[:, None].to(tl.int64) * out_m + columns[None, :], acc.to(out.dtype.element_ty), inside)
@@ -192,7 +208,7 @@ def _persistent(  # type: ignore[no-untyped-def]
     PAIRED: gate and weight lie in one tensor, ``weight`` describes both as [2, N, K], and one product of twice the
     width computes both (the wider the right operand, the less often the left one is read from shared memory).
     """
-    SHORT: tl.constexpr = out.dtype.primitive_bitwidth < 32
+    SHORT: tl.constexpr = out.dtype == tl.bfloat16
     rows_of_tiles = tl.cdiv(M, BM)
     columns_of_tiles = tl.cdiv(N, BN)
     tiles = rows_of_tiles * columns_of_tiles
