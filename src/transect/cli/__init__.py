@@ -2,6 +2,7 @@
 
 * ``pull.py``: fetch a model. ``generate.py``: continue one prompt. ``chat.py``: talk to a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
+* ``train.py``: train or fine-tune a model.
 * ``bench.py``: a quick benchmark of the engine on this machine. ``hardware.py``: what this machine can do.
 * ``inspect.py``: what an operator's kernels compile to.
 * ``engine_options.py``: options that several commands share. ``session.py``: an engine for the length of a command.
@@ -63,7 +64,7 @@ def _run(arguments: list[str]) -> int:
 def _application() -> Any:
     import typer
 
-    from . import bench, chat, demo, generate, hardware, inspect, pull, serve
+    from . import bench, chat, demo, generate, hardware, inspect, pull, serve, train
 
     application = typer.Typer(
         add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -73,7 +74,7 @@ def _application() -> Any:
     def options(debug: bool = typer.Option(False, "--debug", help="Show a traceback where a command fails.")) -> None:
         """Run and serve language models, with a measurement at every step."""
 
-    for module in (pull, generate, chat, serve, demo, hardware, inspect):
+    for module in (pull, generate, chat, serve, demo, train, hardware, inspect):
         application.command(module.__name__.rsplit(".", 1)[-1])(module.command)
     application.add_typer(bench.application, name="bench")
     return application

@@ -12,9 +12,11 @@ tokens that are not special (``<think>`` in Qwen3, runs of spaces) are text and 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +134,11 @@ class Tokenizer:
             bos_token_id=settings.bos_token_id if bos is None else bos,
             eos_token_ids=tuple(ends),
         )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for tokenizers that encode alike; tells whose a file of token ids is."""
+        return hashlib.sha256(f"{self._parsing.to_str()}{self._prefix}{self._suffix}".encode()).hexdigest()[:16]
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.

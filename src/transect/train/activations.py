@@ -1,0 +1,55 @@
+"""Which activations are kept for the backward pass, and which are computed a second time (Chen et al. 2016,
+arXiv:1604.06174).
+
+A plan is a ``Decoder.stack``: it runs the same layers in the same order, so losses are the same to the bit.
+
+* ``none``: everything that a gradient needs is kept.
+* ``selective``: the inside of each MLP, the widest part of a layer, is computed again from the MLP's input.
+* ``full``: only the input of each layer is kept, and the layer is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..models.context import AttentionContext
+from ..models.decoder import Decoder, Layer, Stack
+
+Kept = Literal["none", "selective", "full"]
+
+
+def stack_with(model: Decoder, plan: Kept) -> Stack:
+    """The layers of ``model`` under a plan, to be set as its ``stack``.
+
+    Raises:
+        ValueError: an unknown plan.
+    """
+    if plan == "none":
+        return model.run_layers
+    if plan not in ("selective", "full"):
+        raise ValueError(f"checkpointing must be none, selective or full, not {plan!r}")
+
+    layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+
+    def run(x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+        rotation = None if model.rope is None else model.rope.cos_sin(positions_T)
+        for layer in layers:
+            if not torch.is_grad_enabled():
+                x_TD = layer(x_TD, rotation, context)
+            elif plan == "full":
+                x_TD = checkpoint(layer, x_TD, rotation, context, use_reentrant=False)
+            else:
+                x_TD = x_TD + layer.attention(layer.attention_norm(x_TD), rotation, context)
+                x_TD = x_TD + checkpoint(_mlp, layer, x_TD, use_reentrant=False)
+        return x_TD
+
+    return run
+
+
+def _mlp(layer: Layer, x_TD: Tensor) -> Tensor:
+    out: Tensor = layer.mlp(layer.mlp_norm(x_TD))
+    return out

@@ -1,0 +1,193 @@
+"""Micro-batches: documents packed side by side, each seeing only itself.
+
+A plan of an epoch is a pure function of the data, the seed and the epoch's number, so a run that goes on at (epoch,
+index) sees exactly what it would have seen. Two plans:
+
+* ``WindowPlan``, for text: the stream is cut into windows of ``seq_len`` tokens, which are shuffled. A document that
+  crosses a window's border is cut there; documents that share a window do not see each other.
+* ``DocumentPlan``, for chats: documents stay whole. They are shuffled, and packed best-fit within groups, so that a
+  micro-batch is nearly full whatever their lengths.
+
+Shapes: T tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .tokens import TokenStream
+
+IGNORE = -100
+"""A label that takes no part in the loss."""
+GROUP = 512
+"""Documents that are packed together: enough to fill every gap, few enough that a batch keeps a random mixture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch of packed documents.
+
+    ``tokens_T`` int64; ``labels_T`` int64, the token that follows or ``IGNORE``; ``positions_T`` int64 within the
+    document; ``cu_seqlens`` int32 ``[documents + 1]``. ``num_labels``: labels that count, on the host.
+    """
+
+    tokens_T: Tensor
+    labels_T: Tensor
+    positions_T: Tensor
+    cu_seqlens: Tensor
+    num_labels: int
+    longest: int
+    """Tokens of the longest document, on the host."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_T.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        """On another device; pinned and asynchronous where that is a GPU."""
+        if device.type == "cpu":
+            return self
+        tokens, labels, positions, bounds = (
+            x.pin_memory().to(device, non_blocking=True)
+            for x in (self.tokens_T, self.labels_T, self.positions_T, self.cu_seqlens)
+        )
+        return Batch(tokens, labels, positions, bounds, self.num_labels, self.longest)
+
+
+def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:
+    """One document for each (first token, token after the last, whether the stream goes on in the same document).
+
+    Where a document goes on after its span, its last token has a label too: the one after the span.
+    """
+    tokens = np.concatenate([np.asarray(stream.tokens[a:b], dtype=np.int64) for a, b, _ in spans])
+    labels = np.full(len(tokens), IGNORE, dtype=np.int64)
+    positions = np.empty(len(tokens), dtype=np.int64)
+    bounds = np.zeros(len(spans) + 1, dtype=np.int32)
+    at = 0
+    for number, (first, last, goes_on) in enumerate(spans):
+        size = last - first
+        targets = np.asarray(stream.tokens[first + 1 : last + goes_on], dtype=np.int64)
+        if stream.trained is not None:
+            targets = np.where(stream.trained[first + 1 : last + goes_on], targets, IGNORE)
+        labels[at : at + len(targets)] = targets
+        positions[at : at + size] = np.arange(size)
+        at += size
+        bounds[number + 1] = at
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        torch.from_numpy(positions),
+        torch.from_numpy(bounds),
+        int((labels != IGNORE).sum()),
+        int(np.diff(bounds).max()),
+    )
+
+
+class Plan(Protocol):
+    """The micro-batches of one epoch."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, index: int) -> Batch:
+        """Micro-batch ``index`` of the epoch."""
+        ...
+
+
+class WindowPlan:
+    """Shuffled windows of a stream, ``micro_batch // seq_len`` to a micro-batch.
+
+    The tokens after the last whole micro-batch are left out in this epoch; another shuffle leaves out others.
+
+    Raises:
+        ValueError: the stream has not enough tokens for one micro-batch.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, micro_batch: int, seed: int, epoch: int) -> None:
+        self.stream = stream
+        self.seq_len = seq_len
+        self.per_batch = micro_batch // seq_len
+        # Another offset in every epoch, so that borders fall elsewhere.
+        generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+        self.offset = int(generator.integers(seq_len)) if epoch and len(stream.tokens) >= 2 * micro_batch else 0
+        windows = (len(stream.tokens) - self.offset) // seq_len
+        if windows < self.per_batch:
+            raise ValueError(
+                f"the data has {len(stream.tokens)} tokens, less than one micro-batch of {self.per_batch * seq_len}: "
+                "give more text, or lower data.micro_batch and data.seq_len"
+            )
+        self.order = generator.permutation(windows)
+
+    def __len__(self) -> int:
+        return len(self.order) // self.per_batch
+
+    def batch(self, index: int) -> Batch:
+        spans: list[tuple[int, int, bool]] = []
+        for window in self.order[index * self.per_batch : (index + 1) * self.per_batch]:
+            spans.extend(self._spans(self.offset + int(window) * self.seq_len))
+        return pack(self.stream, spans)
+
+    def _spans(self, first: int) -> list[tuple[int, int, bool]]:
+        """The documents, or parts of them, in one window."""
+        last = first + self.seq_len
+        ends = self.stream.ends
+        document = int(np.searchsorted(ends, first, side="right"))
+        spans = []
+        while first < last:
+            end = int(ends[document])
+            stop = min(end, last)
+            spans.append((first, stop, end > stop))
+            first = stop
+            document += 1
+        return spans
+
+
+class DocumentPlan:
+    """Shuffled whole documents, packed best-fit; those longer than ``seq_len`` are left out (``left_out`` counts them).
+
+    Raises:
+        ValueError: no document is short enough.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, micro_batch: int, seed: int, epoch: int) -> None:
+        self.stream = stream
+        lengths = stream.lengths()
+        usable = np.flatnonzero((lengths <= seq_len) & (lengths > 1))
+        self.left_out = len(lengths) - len(usable)
+        if not len(usable):
+            raise ValueError(
+                f"every document is longer than data.seq_len = {seq_len} tokens (the shortest has {lengths.min()}): "
+                "raise it"
+            )
+        generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+        order = generator.permutation(usable)
+        self.bins: list[list[int]] = []
+        for at in range(0, len(order), GROUP):
+            self.bins.extend(_best_fit(order[at : at + GROUP], lengths, micro_batch))
+        self.bins = [self.bins[i] for i in generator.permutation(len(self.bins))]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def batch(self, index: int) -> Batch:
+        return pack(self.stream, [(*self.stream.bounds(document), False) for document in self.bins[index]])
+
+
+def _best_fit(documents: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Longest first, each into the fullest bin that still has room."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for document in sorted(documents.tolist(), key=lambda d: (-lengths[d], d)):
+        size = int(lengths[document])
+        best = min((b for b in range(len(bins)) if room[b] >= size), key=lambda b: room[b], default=None)
+        if best is None:
+            bins.append([])
+            room.append(capacity)
+            best = len(bins) - 1
+        bins[best].append(document)
+        room[best] -= size
+    return bins

@@ -1,0 +1,225 @@
+"""Checkpoints: directories that are whole or not there, written while training goes on.
+
+``RUN/step-00000100/`` holds the model in Hugging Face layout (config.json, safetensors, tokenizer), which ``transect
+serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state; and
+``train_state.json``: step, position in the data, the run's configuration and the SHA-256 of every file. ``RUN/last`` is
+a link to the newest.
+
+A checkpoint is written to ``.partial-...``, each file is flushed to the disk, ``train_state.json`` last, and only then
+the directory gets its name. So whatever has the name ``step-...`` is whole, at whatever moment the process was killed.
+Nothing is pickled or unpickled: tensors are safetensors, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+STATE, TENSORS = "train_state.json", "train_state.safetensors"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A moment of a run, in memory of its own.
+
+    ``write_model(directory)`` writes the model's files; ``tensors`` is what else must come back to the last bit, on the
+    CPU; ``state`` is plain JSON.
+    """
+
+    step: int
+    write_model: Callable[[Path], None]
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was found whole."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+class Writer:
+    """Writes snapshots in a thread of its own, one at a time, and keeps the newest few.
+
+    Use as a context manager: leaving it waits for what is being written.
+    """
+
+    def __init__(self, run_dir: str | Path, keep: int) -> None:
+        self.run_dir = Path(run_dir)
+        self.keep = keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            for rest in self.run_dir.glob(".partial-*"):  # of a process that was killed
+                shutil.rmtree(rest, ignore_errors=True)
+        except OSError as error:
+            raise ValueError(f"cannot write to run_dir {self.run_dir}: {error.strerror}") from None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Begin to write; first wait for the snapshot before.
+
+        Raises:
+            ValueError: that one could not be written (a full disk, say). Older checkpoints are untouched.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises as ``save`` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ValueError(
+                f"the checkpoint could not be written to {self.run_dir} ({reason}): free some space or correct "
+                "run_dir, then go on with --resume; earlier checkpoints are whole"
+            ) from error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        partial = self.run_dir / f".partial-{snapshot.step}-{os.getpid()}"
+        try:
+            write(snapshot, partial, self.run_dir / f"step-{snapshot.step:08}")
+            _point(self.run_dir / "last", f"step-{snapshot.step:08}")
+            for old in list_steps(self.run_dir)[: -self.keep]:
+                doomed = old.with_name(f".partial-old-{old.name}")
+                old.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            self._error = error
+
+
+def write(snapshot: Snapshot, partial: Path, final: Path) -> None:
+    """Write a snapshot to ``partial`` and rename it to ``final``, which is replaced if it is there."""
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    snapshot.write_model(partial)
+    save_file(dict(snapshot.tensors), partial / TENSORS)
+    files = {}
+    for path in sorted(partial.rglob("*")):
+        if path.is_file():
+            _flush(path)
+            files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    state = {"version": VERSION, "step": snapshot.step, "state": snapshot.state, "files": files}
+    (partial / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    _flush(partial / STATE)
+    _flush(partial)
+    if final.exists():  # the same step of a run that was resumed from before it
+        old = final.with_name(f".partial-old-{final.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+    partial.rename(final)
+    _flush(final.parent)
+
+
+def list_steps(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [path for path in Path(run_dir).glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def read(path: str | Path) -> Checkpoint:
+    """Open a checkpoint and check every file of it.
+
+    Raises:
+        ValueError: it is not one, or a file of it is missing, cut short or changed; the message names the file.
+    """
+    path = Path(path).resolve()
+    try:
+        stored = json.loads((path / STATE).read_text(encoding="utf-8"))
+        version, step, state, files = stored["version"], int(stored["step"]), stored["state"], stored["files"]
+    except FileNotFoundError:
+        raise ValueError(f"{path} is not a training checkpoint: it has no {STATE}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / STATE} is damaged ({error}): {_advice(path)}") from None
+    if version != VERSION:
+        raise ValueError(f"{path} is a checkpoint of version {version}; this reads version {VERSION}")
+    for name, expected in files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes and should have {expected['bytes']}"
+            raise ValueError(f"{file} {found}: {_advice(path)}")
+        if _digest(file) != expected["sha256"]:
+            raise ValueError(f"{file} is not what was written (its SHA-256 differs): {_advice(path)}")
+    try:
+        with safe_open(path / TENSORS, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path / TENSORS} cannot be read ({error}): {_advice(path)}") from None
+    return Checkpoint(path, step, state, tensors)
+
+
+def newest(run_dir: str | Path) -> Checkpoint:
+    """The last checkpoint of a run.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    steps = list_steps(run_dir)
+    if not steps:
+        raise ValueError(f"{run_dir} has no checkpoint to go on from: start the run without --resume")
+    return read(steps[-1])
+
+
+def _advice(path: Path) -> str:
+    others = [other.name for other in list_steps(path.parent) if other != path]
+    if others:
+        return f"move {path.name} away to go on from {others[-1]}"
+    return "there is no other checkpoint; start the run again"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _point(link: Path, target: str) -> None:
+    """Make ``link`` a symbolic link to ``target`` in one step."""
+    part = link.with_name(f".partial-link-{os.getpid()}")
+    part.unlink(missing_ok=True)
+    part.symlink_to(target)
+    part.replace(link)

@@ -1,0 +1,78 @@
+"""Stopping a run that has gone wrong, with what a person needs to know: which step, which batch, which tensor."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..models.decoder import Decoder
+from .batches import Batch
+from .loss import TokenLoss, batch_loss
+
+WINDOW = 50
+LEAST = 20
+RISE = 2.0
+"""Nats above the median of the last losses that count as a spike, and ..."""
+SPREADS = 12
+"""... how many times their usual distance from the median it must be."""
+
+
+class TrainingStopped(RuntimeError):
+    """A run cannot sensibly go on. The last checkpoint is from before; the message says what was seen."""
+
+
+class LossWatch:
+    """Remembers the last losses and notices one that leaves them far behind."""
+
+    def __init__(self, losses: list[float] | None = None) -> None:
+        self.losses: deque[float] = deque(losses or [], maxlen=WINDOW)
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether ``loss`` is far above the last ones; it is remembered if not."""
+        if len(self.losses) >= LEAST:
+            middle = statistics.median(self.losses)
+            usual = statistics.median(abs(x - middle) for x in self.losses)
+            if loss > middle + max(RISE, SPREADS * usual):
+                return True
+        self.losses.append(loss)
+        return False
+
+
+@torch.no_grad()
+def first_bad_tensor(model: Decoder, batch: Batch, loss: TokenLoss, parameters: Mapping[str, nn.Parameter]) -> str:
+    """Where NaN or infinity first appears: a weight, else the output of a module, else a gradient.
+
+    Runs the forward pass of the batch again, watching every module.
+    """
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            return f"the weight {name}"
+    found: list[str] = []
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def look(_module: nn.Module, _inputs: object, output: object) -> None:
+            values = output if isinstance(output, tuple) else (output,)
+            if not found and not all(bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)):
+                found.append(name)
+
+        return modules[name].register_forward_hook(look)
+
+    modules = {name: module for name, module in model.named_modules() if name and not list(module.children())}
+    handles = [watch(name) for name in modules]
+    try:
+        value = batch_loss(model, batch, loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if found:
+        return f"the output of {found[0]}"
+    if not bool(value.isfinite()):
+        return "the loss itself (the hidden states are finite, the logits overflow)"
+    for name, parameter in reversed(list(parameters.items())):  # the backward pass goes from the head down
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return f"the gradient of {name}"
+    return "no tensor that is left to see"

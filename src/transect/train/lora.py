@@ -1,0 +1,93 @@
+r"""Low-rank adapters in place of ``Linear`` (Hu et al. 2021, arXiv:2106.09685).
+
+    y = W x + (alpha / rank) B A x        A [rank, in] random, B [out, rank] zero at the start, W frozen
+
+At the start the model is the base model exactly. ``merged_state`` gives the weights of a plain model, W + (alpha /
+rank) B A, which any engine serves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.decoder import Decoder
+from .config import LoRAConfig
+
+
+class LoRALinear(nn.Module):
+    """``[T, in] -> [T, out]`` as above. ``base`` is any module with that call and ``dense_weight()`` or ``weight``."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int, alpha: float, *, seed: int) -> None:
+        super().__init__()
+        self.base = base
+        self.scale = alpha / rank
+        floating = (t for t in [*base.parameters(), *base.buffers()] if t.is_floating_point())
+        example: Tensor | None = next(floating, None)
+        if example is None:
+            raise ValueError("an adapter needs a base with floating-point weights or scales")
+        generator = torch.Generator().manual_seed(seed)
+        bound = 1 / math.sqrt(inputs)
+        a = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
+        self.a = nn.Parameter(a.to(example.device, example.dtype))
+        self.b = nn.Parameter(torch.zeros(outputs, rank, device=example.device, dtype=example.dtype))
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        out: Tensor = self.base(x_TI)
+        return torch.addmm(out, x_TI @ self.a.mT, self.b.mT, alpha=self.scale)
+
+    def merged(self) -> Tensor:
+        """The weight ``[out, in]`` of the plain ``Linear`` that computes the same, in the base's dtype."""
+        base: Any = self.base
+        weight: Tensor = base.dense_weight() if hasattr(base, "dense_weight") else base.weight
+        return (weight.float() + self.scale * (self.b.float() @ self.a.float())).to(weight.dtype)
+
+
+def attach(model: Decoder, config: LoRAConfig, *, seed: int) -> list[str]:
+    """Freeze the model and put an adapter on each matrix that ``config.targets`` names, in every layer.
+
+    Returns:
+        The names of the matrices that have one.
+    """
+    model.requires_grad_(False)
+    names: list[str] = []
+    for index, layer in enumerate(model.layers):
+        for where in ("attention", "mlp"):
+            part: Any = getattr(layer, where)
+            for target in config.targets:
+                base = getattr(part, target, None)
+                if base is None:
+                    continue
+                inputs, outputs = base.in_features, base.out_features
+                key = seed * 1_000_003 + len(names)
+                adapter = LoRALinear(base, inputs, outputs, config.rank, config.alpha, seed=key)
+                setattr(part, target, adapter)
+                names.append(f"layers.{index}.{where}.{target}")
+    if not names:
+        raise ValueError(f"the model has no matrix called {', '.join(config.targets)}: correct lora.targets")
+    return names
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of the plain model, by canonical name, on the CPU."""
+    state: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            state[f"{name}.weight"] = module.merged().cpu()
+            bias = getattr(module.base, "bias", None)
+            if bias is not None:
+                state[f"{name}.bias"] = bias.detach().cpu().clone()
+    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, LoRALinear))
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(inside):
+            state[name] = tensor.detach().cpu().clone()
+    return state
+
+
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters' own tensors by name (``layers.0.attention.q.a`` ...)."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

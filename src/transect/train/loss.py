@@ -1,0 +1,47 @@
+"""The training loss: mean cross entropy of the next token, without the logits of all tokens ever existing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ..models.context import VarlenContext
+from ..models.decoder import Decoder
+from ..ops.linear_cross_entropy_torch import linear_cross_entropy
+from ..ops.registry import get
+from .batches import IGNORE, Batch
+
+TokenLoss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def token_loss(device: torch.device) -> TokenLoss:
+    """``(hidden_TD, head_VD, labels_T, ignored label) -> mean loss``: the fused kernel on a GPU, torch on the CPU."""
+    if device.type == "cpu":
+        return linear_cross_entropy
+    from ..ops import linear_cross_entropy as module  # noqa: F401  (enters the operator)
+
+    fused = get("linear_cross_entropy").implementations["triton"].autograd
+    assert fused is not None
+    loss: TokenLoss = fused()
+    return loss
+
+
+def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss) -> Tensor:
+    """Mean loss over the batch's labels, a scalar. The batch is on the model's device."""
+    context = VarlenContext(batch.cu_seqlens, model.ops)
+    hidden_TD = model(batch.tokens_T, batch.positions_T, context)
+    return loss(hidden_TD, model.head.weight, batch.labels_T, IGNORE)
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, batches: Iterable[Batch], loss: TokenLoss) -> tuple[float, int]:
+    """Mean loss in nats over all labels of the batches, and how many labels that is."""
+    total, count = 0.0, 0
+    device = model.norm.weight.device
+    for batch in batches:
+        if batch.num_labels:
+            total += float(batch_loss(model, batch.to(device), loss)) * batch.num_labels
+            count += batch.num_labels
+    return total / max(count, 1), count

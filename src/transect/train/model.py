@@ -1,0 +1,120 @@
+"""The model of a run: built or loaded for training, with what is to be trained named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..formats.ggml_blocks import QuantizedTensor
+from ..models.decoder import Decoder
+from ..models.load import load_weights
+from ..models.resolve import ModelSource, resolve
+from ..models.weights_hf import save_hf
+from ..ops.opset import OpSet, resolve_ops
+from ..text.chat_template import ChatTemplate
+from ..text.export import export_tokenizer
+from ..text.tokenizer import Tokenizer
+from .config import TrainConfig
+from .lora import attach, merged_state
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A model and what belongs to it. ``parameters``: those that are trained, by canonical name."""
+
+    model: Decoder
+    source: ModelSource
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    parameters: Mapping[str, nn.Parameter]
+    adapted: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.device
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The weights of the plain model by canonical name, copied to the CPU."""
+        if self.adapted:
+            return merged_state(self.model)
+        return {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
+
+    def write(self, state: Mapping[str, Tensor], directory: Path) -> None:
+        """Write a snapshot as a model directory: config.json, safetensors, tokenizer."""
+        save_hf(state, self.source.config, directory)
+        export_tokenizer(self.source, directory)
+
+
+def device_of(name: str) -> torch.device:
+    """``auto`` is the GPU if there is one.
+
+    Raises:
+        ValueError: ``cuda`` and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device = "cuda", but torch sees no GPU here: set device to "cpu" or "auto"')
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def training_ops(device: torch.device) -> OpSet:
+    """Operators with gradients: Triton's on a GPU, torch's on the CPU."""
+    if device.type == "cpu":
+        return resolve_ops(device)
+    return resolve_ops(device, ("triton", "torch"), differentiable=True)
+
+
+def build(config: TrainConfig) -> Trainable:
+    """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
+
+    Raises:
+        ValueError: the model cannot be found or loaded, or does not suit the task.
+    """
+    device = device_of(config.device)
+    scratch = config.task == "pretrain"
+    source = resolve(config.model, load_format="dummy" if scratch else "auto")
+    model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
+    if scratch:
+        model = model.to_empty(device=device)
+        model.tie_weights()
+        model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))
+    else:
+        fill(model, source, device)
+    model.requires_grad_(True)
+    adapted = config.task in ("lora", "qlora")
+    if config.task == "qlora":
+        from .qlora import quantize_layers
+
+        quantize_layers(model, config.lora.group)
+    if adapted:
+        attach(model, config.lora, seed=config.seed)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tokenizer = Tokenizer.from_source(source)
+    return Trainable(
+        model,
+        source,
+        tokenizer if isinstance(tokenizer, Tokenizer) else None,
+        ChatTemplate.from_source(source),
+        parameters,
+        adapted,
+    )
+
+
+def fill(model: Decoder, source: ModelSource, device: torch.device) -> None:
+    """Give a model on ``meta`` the weights of ``source``, in the model's dtype; quantized ones are dequantized."""
+    dtype = model.norm.weight.dtype
+    state = {}
+    for name, weight in load_weights(source):
+        dense = torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedTensor) else weight
+        state[name] = dense.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    if source.config.tied_embeddings:
+        state["head.weight"] = state["embed.weight"]
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()

@@ -1,0 +1,27 @@
+"""Optimizers: plain objects that own the state of named parameters and can hand it to a checkpoint.
+
+* ``base.py``: what they share: groups, master weights, the global norm of the gradient, state in and out.
+* ``adamw.py``: AdamW. ``adamw8bit.py``: the same with moments in 8 bits. ``muon.py``: Muon for matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..config import OptimizerConfig
+from .adamw import AdamW
+from .adamw8bit import AdamW8bit
+from .base import Optimizer
+from .muon import Muon
+
+__all__ = ["AdamW", "AdamW8bit", "Muon", "Optimizer", "build"]
+
+
+def build(
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, master_weights: bool = False
+) -> Optimizer:
+    """The optimizer that ``config`` names, over the parameters that it is to change."""
+    kind = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}[config.name]
+    return kind(config, parameters, master_weights=master_weights)

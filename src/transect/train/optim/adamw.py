@@ -1,0 +1,49 @@
+r"""AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101).
+
+    m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
+    w <- (1 - lr decay) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
+
+The moments have the weight's dtype (float32 with master weights). The order of operations is that of torch's, so a
+float32 run agrees with it to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .base import Optimizer
+
+
+class AdamW(Optimizer):
+    """State: ``m`` and ``v`` like the parameter."""
+
+    def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        dtype = torch.float32 if self.master_weights else parameter.dtype
+        return {kind: torch.zeros_like(parameter, dtype=dtype) for kind in ("m", "v")}
+
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
+        state = self.state[name]
+        adamw_update(self, weight, gradient, state["m"], state["v"], factor)
+
+
+def adamw_update(
+    optimizer: Optimizer,
+    weight: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    factor: float,
+    decay: float | None = None,
+) -> None:
+    """The formula above, in place on ``weight``, ``m`` and ``v``; ``decay`` is ``optimizer.decay(weight)`` if None."""
+    config = optimizer.config
+    rate = config.learning_rate * factor
+    weight.mul_(1 - rate * (optimizer.decay(weight) if decay is None else decay))
+    m.lerp_(gradient.to(m.dtype), 1 - config.beta1)
+    v.mul_(config.beta2).addcmul_(gradient.to(v.dtype), gradient.to(v.dtype), value=1 - config.beta2)
+    correction = math.sqrt(1 - config.beta2**optimizer.steps)
+    denominator = v.sqrt().div_(correction).add_(config.eps)
+    weight.addcdiv_(m, denominator, value=-rate / (1 - config.beta1**optimizer.steps))

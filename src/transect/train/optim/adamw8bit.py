@@ -1,0 +1,77 @@
+r"""AdamW with both moments in 8 bits, by blocks (Dettmers et al. 2021, arXiv:2110.02861).
+
+A block of 256 numbers shares one float32 scale, its largest magnitude a. A code q stands for
+
+    m:  sign(q) a (|q| / 127)^2        v:  a (q / 255)^4
+
+Powers in place of the paper's table: small numbers keep a relative precision over four orders of magnitude for m and
+nine for v, and code and number turn into each other by square roots alone. A v that would round to 0 is kept at the
+smallest code, since the update divides by its root. Parameters of fewer than 4096 numbers (norms, biases) keep float32
+moments: they weigh nothing, and errors there hurt most.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .adamw import adamw_update
+from .base import Optimizer
+
+BLOCK = 256
+SMALL = 4096
+
+
+class AdamW8bit(Optimizer):
+    """State: ``m`` int8 and ``v`` uint8 ``[blocks, 256]`` with ``m_scale`` and ``v_scale`` ``[blocks, 1]``."""
+
+    def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if parameter.numel() < SMALL:
+            return {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in ("m", "v")}
+        blocks, device = -(-parameter.numel() // BLOCK), parameter.device
+        return {
+            "m": torch.zeros(blocks, BLOCK, dtype=torch.int8, device=device),
+            "v": torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=device),
+            "m_scale": torch.zeros(blocks, 1, device=device),
+            "v_scale": torch.zeros(blocks, 1, device=device),
+        }
+
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
+        state = self.state[name]
+        if "m_scale" not in state:
+            adamw_update(self, weight, gradient, state["m"], state["v"], factor)
+            return
+        m, v = decode_signed(state["m"], state["m_scale"]), decode_positive(state["v"], state["v_scale"])
+        flat = F.pad(weight.detach().float().flatten(), (0, m.numel() - weight.numel())).view_as(m)
+        grad = F.pad(gradient.float().flatten(), (0, m.numel() - weight.numel())).view_as(m)
+        adamw_update(self, flat, grad, m, v, factor, decay=self.decay(weight))
+        weight.copy_(flat.flatten()[: weight.numel()].view_as(weight))
+        state["m"].copy_(encode_signed(m, state["m_scale"]))
+        state["v"].copy_(encode_positive(v, state["v_scale"]))
+
+
+def encode_signed(x: Tensor, scale: Tensor) -> Tensor:
+    """float32 ``[blocks, BLOCK]`` -> int8 codes; ``scale [blocks, 1]`` is set."""
+    scale.copy_(x.abs().amax(-1, keepdim=True))
+    share = x.abs().div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
+    return share.sqrt_().mul_(127).round_().mul_(x.sign()).to(torch.int8)
+
+
+def decode_signed(codes: Tensor, scale: Tensor) -> Tensor:
+    """int8 codes -> float32."""
+    share = codes.float().div_(127)
+    return share.mul_(share.abs()).mul_(scale)
+
+
+def encode_positive(x: Tensor, scale: Tensor) -> Tensor:
+    """float32 ``[blocks, BLOCK]``, none negative -> uint8 codes; ``scale [blocks, 1]`` is set."""
+    scale.copy_(x.amax(-1, keepdim=True))
+    share = x.div(scale.clamp(min=torch.finfo(torch.float32).tiny))
+    codes = share.sqrt_().sqrt_().mul_(255).round_()
+    return codes.clamp_(min=1).where(x > 0, 0.0).to(torch.uint8)
+
+
+def decode_positive(codes: Tensor, scale: Tensor) -> Tensor:
+    """uint8 codes -> float32."""
+    return codes.float().div_(255).square_().square_().mul_(scale)

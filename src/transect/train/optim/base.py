@@ -1,0 +1,109 @@
+"""What every optimizer is: named parameters, their state by name, and one step over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..config import OptimizerConfig
+
+
+class Optimizer:
+    """Changes parameters in place, each by its gradient.
+
+    ``state[name][kind]`` is a tensor; with it, the number of steps and the parameters a run can go on to the last bit.
+    A parameter without a gradient is left alone. With ``master_weights`` the update is made on a float32 copy, kept in
+    ``state[name]["master"]``, and the parameter is that copy rounded.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, master_weights: bool = False
+    ) -> None:
+        if not parameters:
+            raise ValueError("there is nothing to train: every parameter is frozen")
+        self.config = config
+        self.parameters = dict(parameters)
+        self.master_weights = master_weights
+        self.steps = 0
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            state = self.new_state(name, parameter)
+            if master_weights and parameter.dtype != torch.float32:
+                state["master"] = parameter.detach().float()
+            self.state[name] = state
+
+    def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is kept for one parameter at the start."""
+        raise NotImplementedError
+
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
+        """Change ``weight`` (the parameter, or its master copy) in place; ``factor`` scales the learning rate."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, factor: float = 1.0) -> None:
+        """One step for every parameter that has a gradient."""
+        self.steps += 1
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            master = self.state[name].get("master")
+            if master is None:
+                self.update(name, parameter, parameter.grad, factor)
+            else:
+                self.update(name, master, parameter.grad.float(), factor)
+                parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients and give their memory back."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of all gradients together, a float32 scalar; NaN or infinite if one of them is."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros(())]
+        return torch.stack(norms).norm()
+
+    @torch.no_grad()
+    def clip(self, norm: Tensor, most: float) -> None:
+        """Scale all gradients so that their norm, which is ``norm``, is at most ``most``. No synchronisation."""
+        scale = (most / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+
+    def decay(self, weight: Tensor) -> float:
+        """The weight decay that a parameter gets: matrices only."""
+        return self.config.weight_decay if weight.ndim >= 2 else 0.0
+
+    def state_bytes(self) -> int:
+        """Memory of the state."""
+        return sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state as ``name/kind``."""
+        return {f"{name}/{kind}": tensor for name, state in self.state.items() for kind, tensor in state.items()}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        """Put back what ``state_tensors`` gave.
+
+        Raises:
+            ValueError: other names, shapes or dtypes than this run's.
+        """
+        own = self.state_tensors()
+        if set(own) != set(tensors):
+            odd = sorted(set(own) ^ set(tensors))[0]
+            raise ValueError(f"the checkpoint's optimizer state is of another run ({odd} is on one side only)")
+        for name, tensor in own.items():
+            found = tensors[name]
+            if found.shape != tensor.shape or found.dtype != tensor.dtype:
+                raise ValueError(
+                    f"the checkpoint's optimizer state {name} is {found.dtype} {list(found.shape)}, this run's "
+                    f"{tensor.dtype} {list(tensor.shape)}"
+                )
+            tensor.copy_(found)
+        self.steps = steps

@@ -1,0 +1,158 @@
+"""What a run tells: a line of JSON for each step, TensorBoard if it is installed, progress in the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .trainer import EvalRecord, StepRecord
+
+log = logging.getLogger(__name__)
+
+LOG = "log.jsonl"
+
+
+class RunLog:
+    """``RUN/log.jsonl``: one object a line, ``{"kind": "step" | "evaluation", "step": ..., ...}``.
+
+    A run that goes on from step n drops the lines of later steps first, so a curve has every step once.
+
+    Args:
+        resumed_at: the step of the checkpoint; 0 begins a new file.
+        flops_per_token, flops_per_second: for MFU; None leaves it out.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        resumed_at: int = 0,
+        *,
+        flops_per_token: float | None = None,
+        flops_per_second: float | None = None,
+        tensorboard: bool = True,
+    ) -> None:
+        directory = Path(run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / LOG
+        kept = [line for line in read_log(directory) if line["step"] <= resumed_at] if resumed_at else []
+        part = self.path.with_suffix(".part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        part.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._flops_per_token, self._flops_per_second = flops_per_token, flops_per_second
+        self._board = _tensorboard(directory, resumed_at) if tensorboard else None
+
+    def step(self, record: StepRecord) -> None:
+        """Write one step."""
+        values = asdict(record) | {"tokens_per_second": record.tokens_per_second}
+        if (mfu := self.mfu(record)) is not None:
+            values["mfu"] = mfu
+        self._write("step", values)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Write one measurement of the validation loss."""
+        self._write("evaluation", asdict(record))
+
+    def mfu(self, record: StepRecord) -> float | None:
+        """The share of the device's matrix rate that the step's useful FLOPs are."""
+        if self._flops_per_token is None or self._flops_per_second is None:
+            return None
+        return record.tokens_per_second * self._flops_per_token / self._flops_per_second
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, "time": time.time(), **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, values["step"])
+
+
+def read_log(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; a last line that was cut off by a kill is left out.
+
+    Raises:
+        ValueError: a line in the middle is not JSON.
+    """
+    path = Path(run_dir) / LOG
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: remove it") from None
+    return found
+
+
+class Terminal:
+    """A progress bar with loss, speed, MFU, memory and the time left; plain lines where there is no terminal."""
+
+    def __init__(self, steps: int, done: int, run_log: RunLog, console: Console | None = None) -> None:
+        self._log = run_log
+        self._console = console or Console()
+        self._recent: deque[StepRecord] = deque(maxlen=20)
+        self._steps = steps
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=done, line="")
+
+    def __enter__(self) -> Terminal:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()
+
+    def step(self, record: StepRecord) -> None:
+        """Show a step."""
+        self._recent.append(record)
+        speed = sum(r.tokens for r in self._recent) / sum(r.seconds for r in self._recent)
+        line = f"loss {record.loss:.4f}  {speed:,.0f} tok/s"
+        if (mfu := self._log.mfu(record)) is not None:
+            line += f"  MFU {mfu:.0%}"
+        if record.peak_bytes:
+            line += f"  {record.peak_bytes / 2**30:.1f} GiB"
+        self._progress.update(self._task, completed=record.step, line=line)
+        every = max(1, self._steps // 20)
+        if not self._console.is_terminal and (record.step % every == 0 or record.step == self._steps):
+            left = (self._steps - record.step) * sum(r.seconds for r in self._recent) / len(self._recent)
+            self._console.print(f"step {record.step}/{self._steps}  {line}  {left:.0f} s left", highlight=False)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Show a validation loss."""
+        bits = "" if record.bits_per_byte is None else f", {record.bits_per_byte:.3f} bits per byte"
+        self._progress.console.print(
+            f"step {record.step}: validation loss {record.loss:.4f}{bits} ({record.labels} tokens)", highlight=False
+        )
+
+
+def _tensorboard(directory: Path, resumed_at: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.info("TensorBoard is not installed, so the log is %s alone; pip install tensorboard adds it", LOG)
+        return None
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_at + 1)  # type: ignore[no-untyped-call]

@@ -1,0 +1,268 @@
+"""The training loop: batch, forward, loss, backward, clip, optimizer, metrics, and checkpoints that lose nothing.
+
+One step, in the order it happens (``Trainer.step``):
+
+1. Take ``accumulate`` micro-batches. How many labels they hold together is known on the host, so each micro-batch's
+   mean loss is weighted by its share, and the gradient is that of the mean over all labels of the step.
+2. Forward and backward for each: the model of ``models/``, packed documents, the fused loss.
+3. The global norm of the gradient; anything that is not finite, or a loss far above the last ones, stops the run.
+4. Clip, set the learning rate, step the optimizer.
+
+Everything that decides the next step is in ``Trainer.snapshot``: weights, optimizer state, the position in the data,
+the step, the last losses. There is no dropout and so no random state; the order of the data is a function of the seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..models.load import load_weights
+from ..models.resolve import resolve
+from .activations import stack_with
+from .batches import Batch
+from .checkpoint import Checkpoint, Snapshot, Writer
+from .config import TrainConfig
+from .data import Loader, Position, load_stream
+from .health import LossWatch, TrainingStopped, first_bad_tensor
+from .loss import batch_loss, evaluate, token_loss
+from .model import Trainable, build
+from .optim import build as build_optimizer
+from .schedule import factor
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did. ``loss`` in nats per label, before the update; ``seconds`` of wall time."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    labels: int
+    seconds: float
+    peak_bytes: int
+    """Peak memory of the GPU's allocator so far; 0 on the CPU."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """Validation loss in nats per label, and in bits per byte of text where the tokenizer is known."""
+
+    step: int
+    loss: float
+    labels: int
+    bits_per_byte: float | None
+
+
+class Listener(Protocol):
+    """Is told what a run does."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvalRecord) -> None: ...
+
+
+class Trainer:
+    """A run that can take steps, measure itself, and be stopped and taken up again at any step.
+
+    Args:
+        config: the run.
+        checkpoint: where to go on from; None to start.
+
+    Raises:
+        ValueError: the model, the data or a setting is at fault, or the checkpoint is of another run.
+    """
+
+    def __init__(self, config: TrainConfig, checkpoint: Checkpoint | None = None) -> None:
+        self.config = config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.trainable: Trainable = build(config)
+        self.model, self.device = self.trainable.model, self.trainable.device
+        self.model.stack = stack_with(self.model, "none" if config.checkpointing == "auto" else config.checkpointing)
+        self.loss = token_loss(self.device)
+        tokenizer, template, size = (
+            self.trainable.tokenizer,
+            self.trainable.template,
+            self.trainable.source.config.vocab_size,
+        )
+        self.loader = Loader(load_stream(config.data.train, size, tokenizer, template), config.data, config.seed)
+        self.validation: Loader | None = None
+        if config.data.validation:
+            stream = load_stream(config.data.validation, size, tokenizer, template)
+            self.validation = Loader(stream, config.data, config.seed)
+        self.optimizer = build_optimizer(
+            config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
+        )
+        self.watch = LossWatch()
+        self.steps_done = 0
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    def step(self) -> StepRecord:
+        """Take one step.
+
+        Raises:
+            TrainingStopped: the loss or a gradient is not finite, or the loss has jumped.
+        """
+        begin = time.perf_counter()
+        before = Position(self.loader.position.epoch, self.loader.position.index)
+        batches = [next(self.loader) for _ in range(self.config.accumulate)]
+        labels = sum(batch.num_labels for batch in batches)
+        total = torch.zeros((), device=self.device)
+        on_device = [batch.to(self.device) for batch in batches]
+        for batch in on_device:
+            if batch.num_labels:
+                loss = batch_loss(self.model, batch, self.loss) * (batch.num_labels / labels)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        norm = self.optimizer.gradient_norm()
+        values = torch.stack([total.float(), norm.to(self.device)]).tolist()  # the one wait for the device in a step
+        self._check(values[0], values[1], before, on_device)
+        if self.config.optimizer.clip:
+            self.optimizer.clip(norm, self.config.optimizer.clip)
+        scale = factor(self.config.schedule, self.steps_done, self.config.steps)
+        self.optimizer.step(scale)
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        return StepRecord(
+            step=self.steps_done,
+            loss=values[0],
+            gradient_norm=values[1],
+            learning_rate=self.config.optimizer.learning_rate * scale,
+            tokens=sum(batch.num_tokens for batch in batches),
+            labels=labels,
+            seconds=time.perf_counter() - begin,
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
+        )
+
+    def evaluate(self) -> EvalRecord | None:
+        """The validation loss; None without validation data."""
+        if self.validation is None:
+            return None
+        loss, labels = evaluate(self.model, self.validation.one_epoch(), self.loss)
+        return EvalRecord(self.steps_done, loss, labels, self._bits_per_byte(loss, labels))
+
+    def run(self, listeners: Sequence[Listener] = (), should_stop: Callable[[], bool] = lambda: False) -> Path:
+        """Train to the end, or until ``should_stop`` is true after a step; a checkpoint is written either way.
+
+        Returns:
+            The directory of the last checkpoint.
+
+        Raises:
+            TrainingStopped: see ``step``; nothing is written of the failed step.
+            ValueError: a checkpoint could not be written.
+        """
+        config = self.config
+        with Writer(config.run_dir, config.keep) as writer:
+            saved = -1
+            while self.steps_done < config.steps and not should_stop():
+                record = self.step()
+                for listener in listeners:
+                    listener.step(record)
+                if config.eval_every and self.steps_done % config.eval_every == 0:
+                    self._evaluated(listeners)
+                if config.save_every and self.steps_done % config.save_every == 0:
+                    writer.save(self.snapshot())
+                    saved = self.steps_done
+            finished = self.steps_done >= config.steps
+            if finished and not (config.eval_every and self.steps_done % config.eval_every == 0):
+                self._evaluated(listeners)
+            if saved != self.steps_done:
+                writer.save(self.snapshot())
+        return Path(config.run_dir) / f"step-{self.steps_done:08}"
+
+    def snapshot(self) -> Snapshot:
+        """This moment of the run, copied to the CPU."""
+        weights = self.trainable.snapshot()
+        tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
+        if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told
+            tensors |= {f"weight/{k}": p.detach().to("cpu", copy=True) for k, p in self.trainable.parameters.items()}
+        state = {
+            "config": self.config.to_dict(),
+            "position": asdict(self.loader.position),
+            "data": self.loader.fingerprint(),
+            "optimizer_steps": self.optimizer.steps,
+            "losses": list(self.watch.losses),
+        }
+        return Snapshot(self.steps_done, lambda folder: self.trainable.write(weights, folder), tensors, state)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        if state["data"] != self.loader.fingerprint():
+            raise ValueError(
+                f"{checkpoint.path} was trained on other data, sizes or seed than are there now: put back the files "
+                "and settings of that run"
+            )
+        with torch.no_grad():
+            if self.trainable.adapted:
+                for name, parameter in self.trainable.parameters.items():
+                    if f"weight/{name}" not in checkpoint.tensors:
+                        raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
+                    parameter.copy_(checkpoint.tensors[f"weight/{name}"])
+            else:
+                own = self.model.state_dict()
+                for name, weight in load_weights(resolve(str(checkpoint.path))):
+                    assert isinstance(weight, torch.Tensor)
+                    own[name].copy_(weight)
+        moments = {
+            name.removeprefix("optimizer/"): t
+            for name, t in checkpoint.tensors.items()
+            if name.startswith("optimizer/")
+        }
+        self.optimizer.load_state_tensors(moments, state["optimizer_steps"])
+        self.loader.position = Position(**state["position"])
+        self.watch = LossWatch(state["losses"])
+        self.steps_done = checkpoint.step
+
+    def _check(self, loss: float, norm: float, position: Position, batches: list[Batch]) -> None:
+        finite = loss - loss == 0 and norm - norm == 0
+        if finite and not self.watch.is_spike(loss):
+            return
+        last = position.index + len(batches) - 1
+        where = f"step {self.steps_done + 1} (epoch {position.epoch}, micro-batches {position.index} to {last})"
+        kept = "the last checkpoint is whole and from before this step"
+        if finite:
+            recent = sum(self.watch.losses) / len(self.watch.losses)
+            raise TrainingStopped(
+                f"the loss jumped to {loss:.3f} at {where}, the last ones averaged {recent:.3f}: lower the learning "
+                f"rate or look at that batch; {kept}"
+            )
+        bad = next(
+            (
+                found
+                for b in batches
+                if (found := first_bad_tensor(self.model, b, self.loss, self.trainable.parameters))
+            ),
+            "",
+        )
+        raise TrainingStopped(
+            f"loss {loss} and gradient norm {norm} at {where}; the first tensor that is not finite is {bad}: lower the "
+            f"learning rate or look at that batch; {kept}"
+        )
+
+    def _bits_per_byte(self, loss: float, labels: int) -> float | None:
+        tokenizer, validation = self.trainable.tokenizer, self.validation
+        if tokenizer is None or validation is None or not labels:
+            return None
+        size = 0
+        for batch in validation.one_epoch():
+            size += sum(len(tokenizer.token_bytes(int(token))) for token in batch.labels_T[batch.labels_T >= 0])
+        return loss * labels / 0.6931471805599453 / max(size, 1)
+
+    def _evaluated(self, listeners: Sequence[Listener]) -> None:
+        record = self.evaluate()
+        if record is not None:
+            for listener in listeners:
+                listener.evaluation(record)

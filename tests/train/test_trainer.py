@@ -1,0 +1,167 @@
+"""The training loop: the same losses as transformers with torch's AdamW, and runs that go on to the last bit."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from training_runs import tiny_run, write_chats
+
+from transect.train import checkpoint
+from transect.train.config import TrainConfig
+from transect.train.data import Loader
+from transect.train.health import TrainingStopped
+from transect.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def losses(trainer, steps):
+    return [trainer.step().loss for _ in range(steps)]
+
+
+def test_the_loss_curve_is_that_of_transformers_with_torch(tmp_path) -> None:
+    config = tiny_run(
+        tmp_path, steps=200, optimizer={"weight_decay": 0.0, "clip": 1.0}, data={"seq_len": 32, "micro_batch": 128},
+        schedule={"kind": "cosine", "warmup": 10, "final": 0.1},
+    )  # fmt: skip
+    trainer = Trainer(config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    mirror = Loader(trainer.loader.stream, config.data, config.seed)
+    ours, theirs = [], []
+    for _ in range(200):
+        batch = next(mirror)  # windows of the file's one document, all of the same length: rows
+        record = trainer.step()
+        rows, labels = batch.tokens_T.view(-1, 32), batch.labels_T.view(-1, 32)
+        logits = model(rows).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = record.learning_rate
+        optimizer.step()
+        ours.append(record.loss)
+        theirs.append(loss.item())
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+    assert ours[-1] < ours[0] - 1  # it learned something
+
+
+def test_accumulating_micro_batches_is_one_large_batch(tmp_path) -> None:
+    whole = Trainer(tiny_run(tmp_path, data={"micro_batch": 512}))
+    parts = Trainer(tiny_run(tmp_path, accumulate=2, data={"micro_batch": 256}))
+    for a, b in zip(losses(whole, 3), losses(parts, 3), strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["selective", "full"])
+def test_recomputing_activations_changes_no_bit(tmp_path, plan: str) -> None:
+    kept = losses(Trainer(tiny_run(tmp_path, checkpointing="none")), 4)
+    assert losses(Trainer(tiny_run(tmp_path, checkpointing=plan)), 4) == kept
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize(("task", "precision"), [("finetune", "float32"), ("finetune", "mixed"), ("lora", "float32")])
+def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, name: str, task: str, precision: str) -> None:
+    changes = {"steps": 8, "task": task, "precision": precision, "optimizer": {"name": name}, "lora": {"rank": 4}}
+    through = Trainer(tiny_run(tmp_path, **changes))
+    expected = losses(through, 8)
+    first = Trainer(tiny_run(tmp_path, **changes))
+    assert losses(first, 5) == expected[:5]
+    with checkpoint.Writer(tmp_path / "run", keep=2) as writer:
+        writer.save(first.snapshot())
+        first.step()  # training goes on while the snapshot is written
+    found = checkpoint.newest(tmp_path / "run")
+    assert found.step == 5
+    second = Trainer(TrainConfig.from_dict(found.state["config"]), found)
+    assert losses(second, 3) == expected[5:]
+    for a, b in zip(through.trainable.parameters.values(), second.trainable.parameters.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("task", ["finetune", "lora"])
+def test_a_checkpoint_is_a_model_for_transformers_and_for_the_engine(tmp_path, task: str) -> None:
+    from transect import LLM, SamplingParams
+
+    config = tiny_run(tmp_path, task=task, steps=3, optimizer={"learning_rate": 1e-2})
+    trainer = Trainer(config)
+    last = trainer.run()
+    assert (tmp_path / "run" / "last").resolve() == last
+    tokens = torch.arange(20, 60)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
+    with torch.no_grad():
+        from transect.models.context import VarlenContext
+
+        context = VarlenContext(torch.tensor([0, 40], dtype=torch.int32), trainer.model.ops)
+        ours = trainer.model.logits(trainer.model(tokens, torch.arange(40), context))
+        torch.testing.assert_close(theirs(tokens[None]).logits[0], ours, atol=2e-4, rtol=1e-4)
+    assert transformers.AutoTokenizer.from_pretrained(last).encode("hi") == trainer.trainable.tokenizer.encode("hi")
+    llm = LLM(str(last), dtype="float32", max_num_seqs=2, kv_cache_tokens=256)
+    (answer,) = llm.generate([tokens.tolist()], SamplingParams(temperature=0, max_tokens=3))
+    with torch.no_grad():
+        first = int(theirs(tokens[None]).logits[0, -1].argmax())
+    assert answer.outputs[0].token_ids[0] == first
+
+
+def test_chats_train_on_the_assistant_alone(tmp_path) -> None:
+    config = tiny_run(tmp_path, data={"train": [write_chats(tmp_path / "chats.jsonl")], "seq_len": 128})
+    trainer = Trainer(config)
+    tokenizer = trainer.trainable.tokenizer
+    batch = next(trainer.loader)
+    said = tokenizer.decode(batch.labels_T[batch.labels_T >= 0].tolist(), skip_special_tokens=False)
+    assert set(said.replace("<|im_end|>", "")) <= set("0123456789!Yes.")
+    assert said.count("Yes.<|im_end|>") == len(batch.cu_seqlens) - 1
+    before = trainer.step().loss
+    for _ in range(20):
+        after = trainer.step().loss
+    assert after < before
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_place(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path))
+    trainer.step()
+    with torch.no_grad():
+        trainer.model.layers[1].mlp.up.weight[0, 0] = float("nan")
+    with pytest.raises(TrainingStopped, match=r"step 2 \(epoch 0, micro-batches 1 to 1\).*weight layers.1.mlp.up"):
+        trainer.step()
+    trainer = Trainer(tiny_run(tmp_path))
+    with torch.no_grad():
+        trainer.model.layers[0].attention.o.weight.mul_(1e38)
+    with pytest.raises(TrainingStopped, match=r"output of layers\.0\."):
+        trainer.step()
+
+
+def test_a_jump_of_the_loss_stops_the_run(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path, steps=60))
+    losses(trainer, 25)
+    with torch.no_grad():
+        trainer.model.head.weight.mul_(-30)
+    with pytest.raises(TrainingStopped, match="the loss jumped"):
+        losses(trainer, 1)
+
+
+def test_validation_in_bits_per_byte(tmp_path) -> None:
+    config = tiny_run(tmp_path, data={"validation": [str(tmp_path / "text.txt")]})
+    record = Trainer(config).evaluate()
+    assert record is not None
+    assert record.bits_per_byte == pytest.approx(record.loss / 0.6931, rel=0.02)  # a byte-level tokenizer
+
+
+def test_other_data_than_the_checkpoint_s_is_refused(tmp_path) -> None:
+    config = tiny_run(tmp_path, steps=2)
+    Trainer(config).run()
+    (tmp_path / "text.txt").write_text("something else " * 400)
+    with pytest.raises(ValueError, match="other data"):
+        Trainer(config, checkpoint.newest(tmp_path / "run"))
+
+
+def test_the_state_file_is_plain_json(tmp_path) -> None:
+    config = tiny_run(tmp_path, steps=1)
+    last = Trainer(config).run()
+    state = json.loads((last / "train_state.json").read_text())
+    assert TrainConfig.from_dict(state["state"]["config"]) == dataclasses.replace(config)
