@@ -1,0 +1,23 @@
+"""Measuring a running system: load for any OpenAI-compatible server, and the offline protocols, beside their floors.
+
+Work and when it arrives (plain Python, every draw from a seed):
+
+* ``workload.py``   ``Work``: prompts and output lengths, random or from files; the throughput protocol
+* ``lengths.py``    distributions of lengths, as they are written on the command line
+* ``arrivals.py``   when requests arrive: Poisson, gamma, all at once
+
+A server under load:
+
+* ``http_stream.py`` a small HTTP/1.1 client that times every piece of a streamed answer as it arrives
+* ``target.py``      which server, and what one request to it looks like
+* ``load.py``        open loop (arrivals do not wait for answers) and closed loop (fixed concurrency)
+* ``load_test.py``  levels of load, one after the other
+* ``objectives.py``  latency objectives, for goodput
+* ``summary.py``     percentiles, rates, goodput, errors by kind. ``plots.py``: pictures of them
+
+An engine in this process:
+
+* ``offline.py``    latency at batch sizes, and throughput of a fixed set of sequences
+* ``floors.py``     what a device needs at the least for that work; MBU and MFU
+* ``energy.py``     joules, from NVML. ``environment.py``: machine and versions, for the JSON
+"""

@@ -1,0 +1,111 @@
+"""What ``bench latency`` and ``bench throughput`` share: the engine, its floor's ingredients, energy, and output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..bench.energy import EnergyMeter
+    from ..bench.floors import Rates
+    from ..engine.config import EngineConfig
+    from ..engine.llm import LLM
+    from ..models.config import ModelConfig
+    from ..models.cost import Storage
+
+WIDTH = 132
+"""Of tables that go to a file or a narrow terminal: wide enough that no figure is broken in two."""
+
+Model = Annotated[str, typer.Option(help="As for the other commands.")]
+Runs = Annotated[int, typer.Option(min=1, help="Measured runs, after one that warms up; the median is shown.")]
+MeasureEnergy = Annotated[bool, typer.Option("--energy", help="Joules per token, from NVML.")]
+EnergyGpu = Annotated[int, typer.Option(min=0, help="Number of the GPU whose energy is read, as nvidia-smi counts.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An engine, and what its floor is computed from."""
+
+    llm: LLM
+    config: ModelConfig
+    rates: Rates
+    storage: Storage
+
+
+def subject(settings: EngineConfig) -> Subject:
+    """Load the model; the device's ceilings are measured before, unless they are known."""
+    import dataclasses
+    import os
+
+    import torch
+
+    from ..bench.floors import Rates, storage_of
+    from ..engine.llm import LLM
+    from ..hardware.device import detect
+    from ..hardware.measured import ceilings
+    from ..models.load import kernels, kv_dtype
+    from ..models.resolve import resolve
+
+    source = resolve(settings.model, load_format=settings.load_format)
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    library, _ = kernels(
+        source.config, dtype=settings.dtype, native=settings.native, threads=threads, block_size=settings.block_size
+    )
+    compute = "float32" if library is not None else str(kv_dtype(settings.dtype)).removeprefix("torch.")
+    rates = Rates.of(ceilings(detect("cpu")), compute)
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    llm = LLM(**fields)
+    return Subject(llm, source.config, rates, storage_of(source, settings.dtype, keeps_quantized=library is not None))
+
+
+def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyMeter | None]]:
+    """Makes a meter for each measured run, or nothing that measures.
+
+    Raises:
+        ValueError: energy is wanted and cannot be had here.
+    """
+    if not wanted:
+        return nullcontext
+    from ..bench.energy import EnergyMeter, Nvml
+
+    source = Nvml()
+    return lambda: EnergyMeter(source, [gpu])
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on standard output."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=max(Console().width, WIDTH)).print(table, highlight=False)
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Median, extremes, number of runs."""
+    import statistics
+
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """The result with its environment, where a file is wanted."""
+    if path is None:
+        return
+    from ..bench.environment import environment
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")

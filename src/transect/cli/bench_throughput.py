@@ -1,0 +1,108 @@
+"""``transect bench throughput``: many sequences of random lengths, all at once, beside their floor."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .bench_offline import EnergyGpu, Json, MeasureEnergy, Model, Runs, meter, show, spread, subject, write
+from .engine_options import BUILTIN, Dtype, LoadFormat, MaxBatchedTokens, MaxNumSeqs, Native, Threads, engine_config
+
+COLUMNS = (
+    "sequences",
+    "tokens in",
+    "out",
+    "seconds",
+    "out tok/s",
+    "all tok/s",
+    "floor tok/s",
+    "of floor",
+    "MBU",
+    "MFU",
+)
+
+
+def command(
+    model: Model = BUILTIN,
+    sequences: Annotated[int, typer.Option(min=1, help="How many.")] = 256,
+    shortest: Annotated[int, typer.Option(min=1, help="Least tokens of a prompt, and of an output.")] = 100,
+    longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt, and of an output.")] = 1024,
+    runs: Runs = 1,
+    warm_up: Annotated[bool, typer.Option(help="Run a few sequences first.")] = True,
+    load_format: LoadFormat = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    native: Native = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
+    energy: MeasureEnergy = False,
+    energy_gpu: EnergyGpu = 0,
+    json: Json = None,
+) -> None:
+    """Many sequences at once: the protocol of nano-vllm's and mini-sglang's benchmarks.
+
+    256 sequences, prompts and outputs of 100 to 1024 tokens (142,827 in, 133,966 out), temperature 0.6, no early end.
+    Take fewer or shorter ones on small machines.
+    """
+    from ..bench.floors import batch_floor
+    from ..bench.offline import run_all
+    from ..bench.workload import throughput_protocol
+
+    if shortest > longest:
+        raise ValueError(f"--shortest {shortest} is above --longest {longest}: exchange them")
+    meters = meter(energy, energy_gpu)
+    settings = engine_config(
+        model,
+        load_format=load_format,
+        dtype=dtype,
+        threads=threads,
+        native=native,
+        enable_prefix_caching=False,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=2 * longest,
+        kv_cache_tokens=kv_cache_tokens,
+        seed=0,
+    )
+    about = subject(settings)
+    work = throughput_protocol(sequences, shortest, longest, highest=min(10000, about.llm.vocab_size - 1))
+    tokens_in = sum(len(each.prompt) for each in work)
+    tokens_out = sum(each.output_tokens for each in work)
+    if warm_up:
+        run_all(about.llm, throughput_protocol(4, 1, shortest, highest=about.llm.vocab_size - 1))
+    seconds, steps, joules = [], 0, []
+    for _ in range(runs):
+        with meters() as measuring:
+            taken, steps = run_all(about.llm, work)
+        seconds.append(taken)
+        if measuring is not None:
+            assert measuring.result is not None
+            joules.append(measuring.result.per_token(tokens_in, tokens_out))
+    time = spread(seconds)
+    lengths = [(len(each.prompt), each.output_tokens) for each in work]
+    prefill, decode = batch_floor(about.config, lengths, about.rates, about.storage)
+    floor = prefill + decode
+    shares = floor.compared(time["median"], about.rates)
+    rate, floor_rate = tokens_out / time["median"], tokens_out / floor.seconds
+    print(f"{model}, {about.llm.kernels}; floor from {about.rates.device}")
+    counts = (f"{sequences}", f"{tokens_in}", f"{tokens_out}", f"{time['median']:.2f}", f"{rate:.0f}")
+    totals = (f"{(tokens_in + tokens_out) / time['median']:.0f}", f"{floor_rate:.0f}")
+    show("throughput", COLUMNS, [(*counts, *totals, *(f"{shares[name]:.0%}" for name in ("of_floor", "mbu", "mfu")))])
+    if joules:
+        print(f"{spread([each['joules_per_output_token'] for each in joules])['median']:.3f} J per output token")
+    print(f"median of {runs} runs, {min(seconds):.2f} - {max(seconds):.2f} s, {steps} steps")
+    result = {
+        "sequences": sequences,
+        "input_tokens": tokens_in,
+        "output_tokens": tokens_out,
+        "seconds": time,
+        "steps": steps,
+        "output_tokens_per_second": rate,
+        "floor_output_tokens_per_second": floor_rate,
+        "prefill_floor_s": prefill.seconds,
+        **shares,
+        "energy": joules,
+    }
+    write(json, {"model": model, "results": [result]})
