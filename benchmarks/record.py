@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from transect.hardware.environment import commit, environment
+
+__all__ = ["RESULTS", "ROOT", "commit", "environment", "peak_memory_bytes", "summary", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -19,29 +19,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 def summary(values: Sequence[float]) -> dict[str, float | int]:
     """Median, extremes and number of runs."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
-
-
-def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
-    """The machine and the software that made a result."""
-    from transect.hardware.cpu import processor_name
-
-    return {
-        "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in packages},
-        "commit": commit(),
-    }
-
-
-def commit() -> str:
-    """The commit measured, with ``+changes`` when tracked files differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
-    sources = ["src", "benchmarks/*.py"]
-    dirty = subprocess.run([*git, "status", "--porcelain", "--", *sources], capture_output=True, text=True).stdout
-    return (head or "unknown") + ("+changes" if dirty.strip() else "")
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Published figures of machines, for planning on what one does not have. Nothing here is measured.
 
 Peaks are of dense matrix products (no sparsity) with float32 sums; bandwidth is the memory's; of a link, one
-direction. No program reaches them: of an H200's 4.8 TB/s a copy gets about 89%, of its 989 TFLOP/s a large product about 75%.
+direction. No program reaches them: of an H200's 4.8 TB/s a copy gets about 89%, of its 989 TFLOP/s a large product
+about 75%.
 ``Preset.ceilings`` takes such shares; they are 1 unless given, and then a floor is a bound by the data sheet.
 """
 

@@ -53,7 +53,8 @@ class Finding:
 def check(
     op: Op, implementation: Implementation, dtype: torch.dtype, device: str = "cpu", *, examples: Any = None
 ) -> Iterator[Finding]:
-    """Compare on every example; the first two also with elements apart and with rows padded.
+    """Compare on every example that the implementation takes; the first two also with elements apart and with rows
+    padded.
 
     Raises:
         Unavailable: the implementation cannot run here.
@@ -63,6 +64,8 @@ def check(
     if implementation.autograd is not None:
         forms.append(("operator ", implementation.autograd(), True))
     for index, example in enumerate(op.examples() if examples is None else examples):
+        if implementation.refuses and implementation.refuses(**example):
+            continue
         for layout in LAYOUTS if index < 2 else LAYOUTS[:1]:
             for prefix, call, with_gradient in forms:
                 if prefix and layout == "padded":
@@ -129,7 +132,7 @@ def _compare(
     pools: dict[str, _Pool] = {}
     peer = op.peers.get("torch", op.reference)
     for draw in range(DRAWS):
-        inputs = {key: _cast(op, key, value, dtype, device, draw) for key, value in example.items()}
+        inputs = {key: prepared(op, key, value, dtype, device, draw) for key, value in example.items()}
         exact_inputs = {key: v.double() if _floating(v) else v for key, v in inputs.items()}
         laid = {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
         exact, weights = _run(op, op.reference, exact_inputs, with_gradient, draw, dtype, None)
@@ -157,14 +160,51 @@ def _run(
     outputs = [*_listed(result), *(arguments[key] for key in op.mutates)]
     found = {f"output {i}": value.detach() for i, value in enumerate(outputs)}
     if weights is None:  # rounded to the dtype under test, so that float64 sees the same upstream gradient
-        generator = torch.Generator().manual_seed(1000 + draw)
-        weights = [torch.randn(o.shape, generator=generator).to(o.device, dtype) for o in outputs]
+        weights = [_upstream(o, 1000 + draw + i).to(dtype) for i, o in enumerate(outputs)]
     if with_gradient and op.differentiable:
         names = [key for key in op.differentiable if _floating(arguments.get(key))]
         upstream = [w.to(o.dtype) for w, o in zip(weights, outputs, strict=True)]
         gradients = torch.autograd.grad(outputs, [arguments[key] for key in names], upstream)
         found |= {f"gradient of {key}": value for key, value in zip(names, gradients, strict=True)}
     return found, weights
+
+
+def _upstream(output: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(output.device).manual_seed(seed)
+    return torch.randn(output.shape, generator=generator, device=output.device)
+
+
+def at_case(
+    op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str
+) -> tuple[float | None, float | None, float | None]:
+    """(error, torch's error, allowed) of ``call`` on a case's real shape: the worst output, or gradient.
+
+    Against ``op.exact`` or the reference in float64; all None where the memory for that is not there.
+
+    Raises:
+        ValueError: NaN or an infinity stands where float64 has none, or the other way round.
+    """
+    dtypes = [value.dtype for key, value in inputs.items() if _floating(value) and key not in op.keeps_dtype]
+    dtype = dtypes[0] if dtypes else torch.float32
+    with_gradient = direction != "forward"
+    wide = {key: value.double() if _floating(value) else value for key, value in inputs.items()}
+    try:
+        exact, weights = _run(op, op.exact or op.reference, wide, with_gradient, 0, dtype, None)
+        del wide
+        ours, _ = _run(op, call, inputs, with_gradient, 0, dtype, weights)
+        theirs, _ = _run(op, op.peers.get("torch", op.reference), inputs, with_gradient, 0, dtype, weights)
+        verdicts = []
+        for quantity in sorted(exact):
+            if with_gradient and not quantity.startswith("gradient"):
+                continue
+            pool = _Pool()
+            pool.add(exact.pop(quantity), ours.pop(quantity), theirs.pop(quantity))
+            verdicts.append(pool.verdict(op, dtype))
+    except torch.OutOfMemoryError:
+        return None, None, None
+    if not all(same for *_, same in verdicts):
+        raise ValueError("NaN or infinities do not stand where float64 has them")
+    return max(((e, t, a) for e, t, a, _ in verdicts), key=lambda v: v[0] / v[2] if v[2] else v[0])
 
 
 def _fresh(op: Op, key: str, value: Any, with_gradient: bool) -> Any:
@@ -186,7 +226,7 @@ def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _cast(op: Op, key: str, value: Any, dtype: torch.dtype, device: str, draw: int) -> Any:
+def prepared(op: Op, key: str, value: Any, dtype: torch.dtype, device: str, draw: int) -> Any:
     """An example's value for one draw: floating-point tensors in ``dtype``, other than ``op.keeps_dtype``."""
     if not isinstance(value, Tensor):
         return value.to(device) if hasattr(value, "to") else copy.copy(value)

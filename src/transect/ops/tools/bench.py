@@ -3,142 +3,297 @@
 Each contender is captured in one CUDA graph of several calls on different inputs, together larger than the L2 cache,
 whose results are all kept, so that nothing is read from or left in a cache. The time is the median over replays. The
 floor is ``Op.cost`` over the ceilings of ``hardware/``: FLOPs by the rate of the dtype, bytes by the copy bandwidth
-(the read bandwidth where less than a tenth of the bytes is written).
+(the read bandwidth where less than a tenth of the bytes is written). On a processor the operator's small examples take
+the place of its cases, and a clock that of the graph.
+
+What fails, or does not take a shape, is a row with its reason.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...hardware.ceilings import Ceilings
-from ..registry import Case, Cost, Op, Unavailable
+from ..registry import Case, Cost, OnHost, Op, Unavailable
+from . import accuracy, timing
 
 ROTATE_BYTES = 400 * 2**20
-REPLAYS = 15
+MOST_COPIES = 16
+EXPECTED = (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError, IndexError, OSError)
+"""What a contender that cannot do a case may raise; RuntimeError includes CUDA's and memory's errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One contender at one shape, forward or backward."""
+    """One contender at one shape in one direction; ``reason`` says why it has no time."""
 
     op: str
     case: str
     direction: str
     contender: str
     is_peer: bool
-    seconds: float
-    fastest: float
-    slowest: float
-    runs: int
-    bytes: float
-    flops: float
-    floor_seconds: float
+    bytes: float = 0.0
+    flops: float = 0.0
+    floor_seconds: float | None = None
+    seconds: float | None = None
+    fastest: float | None = None
+    slowest: float | None = None
+    runs: int = 0
+    method: str = ""
+    """``graph``, ``eager`` (where a graph could not be captured; launches count) or ``host``."""
+    peak_bytes: int | None = None
+    """Memory allocated on top of the inputs while it ran once; of it ``result_bytes`` are what it returned."""
+    result_bytes: int | None = None
+    error: float | None = None
+    """Against float64, as in ``accuracy.py``; None where that was not asked for or is too large."""
+    torch_error: float | None = None
+    allowed_error: float | None = None
+    reason: str = ""
+    note: str = ""
 
     @property
-    def of_floor(self) -> float:
+    def of_floor(self) -> float | None:
         """Floor over time: 1 is all that the device can do."""
-        return self.floor_seconds / self.seconds
+        return None if self.seconds is None or self.floor_seconds is None else self.floor_seconds / self.seconds
 
 
 def floor_seconds(cost: Cost, ceilings: Ceilings, dtype: str) -> float:
     """The least time for this work: arithmetic or bytes, whichever takes longer."""
     reading = cost.bytes_written < 0.1 * cost.bytes
     bandwidth = ceilings.read_bytes_per_second if reading else ceilings.copy_bytes_per_second
-    return cost.floor(ceilings.flops_per_second[dtype], bandwidth)
+    return cost.floor(ceilings.rate(dtype), bandwidth)
 
 
-def time_graph(calls: list[Callable[[], Any]], replays: int = REPLAYS) -> list[float]:
-    """Seconds of one call, for each replay of a graph that holds ``calls`` one after another."""
-    kept: list[Any] = []
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            calls[0]()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        kept.extend(call() for call in calls)
-    times = []
-    for replay in range(replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            times.append(start.elapsed_time(end) * 1e-3 / len(calls))
-    return times
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One entry of a race: the plain callable, the one with gradients (or None), or why there is neither."""
+
+    name: str
+    is_peer: bool
+    plain: Callable[..., Any] | None
+    differentiable: Callable[..., Any] | None
+    reason: str = ""
 
 
-def contenders(op: Op) -> Iterator[tuple[str, bool, Callable[..., Any], Callable[..., Any] | None]]:
-    """(name, is a peer, plain callable, callable with gradients)."""
+def contenders(op: Op, case: Case, inputs: Mapping[str, Any], device: torch.device) -> Iterator[Contender]:
+    """Who runs at this case: implementations for this kind of device, the reference on a processor, and peers."""
+    backends = ("torch", "cpu") if device.type == "cpu" else ("triton", "cuda")
+    taken = set()
     for name, made in op.implementations.items():
-        if made.backend == "torch":
+        if made.backend not in backends or (case.only and name not in case.only):
             continue
+        reason = made.refuses(**inputs) if made.refuses else ""
+        if not reason and not _takes(made.dtypes, op, inputs):
+            reason = f"computes in {', '.join(made.dtypes)}"
+            if not case.only:
+                continue
+        plain = differentiable = None
         try:
-            yield name, False, made.load(), made.autograd() if made.autograd else None
-        except Unavailable:
-            continue
+            if not reason:
+                plain = made.load()
+                differentiable = made.autograd() if made.autograd else None
+        except EXPECTED as error:
+            reason = sentence(error)
+        taken.add(name)
+        yield Contender(name, False, plain, differentiable, reason)
+    if device.type == "cpu":
+        yield Contender("reference", False, op.reference, op.reference)
     for name, peer in op.peers.items():
-        yield name, True, peer, peer
+        if name in case.only if case.only or isinstance(peer, OnHost) else True:
+            label = f"{name} (peer)" if name in taken else name
+            yield Contender(label, True, peer, None if isinstance(peer, OnHost) else peer)
 
 
-def bench_case(op: Op, case: Case, ceilings: Ceilings, *, backward: bool = True) -> Iterator[Timing]:
-    """Time every contender at one shape, on the current CUDA device."""
-    first = case.make(torch.device("cuda"), 0)
-    cost = op.cost(**first)
-    copies = max(2, min(16, -(-ROTATE_BYTES // int(cost.bytes))))
-    inputs = [first, *(case.make(torch.device("cuda"), seed) for seed in range(1, copies))]
-    for name, is_peer, plain, differentiable in contenders(op):
-        yield _timing(op, case, "forward", name, is_peer, [_bind(plain, i) for i in inputs], cost, ceilings)
-        if not (backward and op.gradient_cost and op.differentiable and differentiable):
+def _takes(dtypes: tuple[str, ...], op: Op, inputs: Mapping[str, Any]) -> bool:
+    used = {
+        str(value.dtype).removeprefix("torch.")
+        for key, value in inputs.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and key not in op.keeps_dtype
+    }
+    return used <= set(dtypes)
+
+
+def cases_on(op: Op, device: torch.device) -> list[Case]:
+    """The operator's cases; on a processor its non-empty examples in float32, named by their shapes."""
+    if device.type != "cpu":
+        return list(op.cases())
+    cases = []
+    for index, example in enumerate(op.examples()):
+        tensors = [value for value in example.values() if isinstance(value, torch.Tensor)]
+        if not tensors or not all(tensor.numel() for tensor in tensors):
             continue
-        calls = [_backward_call(op, differentiable, i, seed) for seed, i in enumerate(inputs)]
-        yield _timing(op, case, "backward", name, is_peer, calls, op.gradient_cost(**first), ceilings)
+        shape = "x".join(str(side) for side in tensors[0].shape) or "scalar"
+
+        def make(device: torch.device, seed: int, index: int = index) -> Mapping[str, Any]:
+            return {
+                key: accuracy.prepared(op, key, v, torch.float32, "cpu", seed)
+                for key, v in op.examples()[index].items()
+            }
+
+        cases.append(Case(f"example {index}, {shape}", make, "float32"))
+    return cases
 
 
-def _bind(call: Callable[..., Any], inputs: Mapping[str, Any]) -> Callable[[], Any]:
-    return lambda: call(**inputs)
+def directions_of(op: Op, case: Case) -> list[str]:
+    """What is timed at a case."""
+    wanted = [d for d in op.directions if not case.directions or d in case.directions]
+    return [d for d in wanted if d == "forward" or (op.gradient_cost is not None and op.differentiable)]
 
 
-def _backward_call(op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], seed: int) -> Callable[[], Any]:
-    leaves = {k: v.detach().requires_grad_() if k in op.differentiable else v for k, v in inputs.items()}
-    made = call(**leaves)
-    outputs = [made] if isinstance(made, torch.Tensor) else list(made)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    upstream = [torch.randn(o.shape, device=o.device, dtype=o.dtype, generator=generator) for o in outputs]
-    wanted = [leaves[k] for k in op.differentiable]
-    return lambda: torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
-
-
-def _timing(
+def bench_case(
     op: Op,
     case: Case,
-    direction: str,
-    name: str,
-    is_peer: bool,
-    calls: list[Callable[[], Any]],
-    cost: Cost,
     ceilings: Ceilings,
+    device: str = "cuda",
+    *,
+    check: bool = False,
+    skip: frozenset[tuple[str, str]] = frozenset(),
+    started: Callable[[str, str], None] = lambda contender, direction: None,
+) -> Iterator[Timing]:
+    """Time every contender at one shape.
+
+    Args:
+        check: also compare each implementation's results with float64.
+        skip: (contender, direction) pairs to leave out.
+        started: called before a pair is run, so that a watcher knows who hangs.
+    """
+    place = torch.device(device)
+    first = case.make(place, 0)
+    cost = op.cost(**first)
+    copies = 1 if place.type == "cpu" else max(2, min(MOST_COPIES, -(-ROTATE_BYTES // max(1, int(cost.bytes)))))
+    inputs = [first, *(case.make(place, seed) for seed in range(1, copies))]
+    directions = directions_of(op, case)
+    for entry in contenders(op, case, first, place):
+        for direction in directions:
+            if (entry.name, direction) in skip:
+                continue
+            work = cost if direction == "forward" else _work(op, first, direction, cost)
+            floor = floor_seconds(work, ceilings, case.dtype)
+            row = Timing(op.name, case.name, direction, entry.name, entry.is_peer, work.bytes, work.flops, floor)
+            if entry.reason:
+                yield replace(row, reason=entry.reason)
+                break
+            call = entry.plain if direction == "forward" else entry.differentiable
+            if call is None:
+                continue
+            started(entry.name, direction)
+            try:
+                yield _measure(op, entry, direction, call, inputs, row, place, check)
+            except EXPECTED as error:
+                yield replace(row, reason=sentence(error))
+            if place.type == "cuda":
+                torch.cuda.synchronize()  # an error that the device reports late belongs to this contender
+
+
+def _work(op: Op, inputs: Mapping[str, Any], direction: str, forward: Cost) -> Cost:
+    assert op.gradient_cost is not None
+    backward = op.gradient_cost(**inputs)
+    return forward + backward if direction == "both" else backward
+
+
+def _measure(
+    op: Op,
+    entry: Contender,
+    direction: str,
+    call: Callable[..., Any],
+    inputs: list[Mapping[str, Any]],
+    row: Timing,
+    place: torch.device,
+    check: bool,
 ) -> Timing:
-    times = time_graph(calls)
-    return Timing(
-        op.name,
-        case.name,
-        direction,
-        name,
-        is_peer,
-        statistics.median(times),
-        min(times),
-        max(times),
-        len(times),
-        cost.bytes,
-        cost.flops,
-        floor_seconds(cost, ceilings, case.dtype),
-    )
+    if isinstance(call, OnHost):
+        on_host = {key: _to(value, "cpu") for key, value in inputs[0].items()}
+        return _with_times(row, timing.time_host([lambda: call(**on_host)], 5, 5.0), "host")
+    if place.type == "cpu":
+        calls = [_call(op, call, values, direction, seed) for seed, values in enumerate(inputs)]
+        many = calls * max(1, int(2e-4 / max(1e-7, _once(calls[0]))))
+        return _with_times(row, timing.time_host(many), "host")
+    with timing.own_stream():
+        calls = [_call(op, call, values, direction, seed) for seed, values in enumerate(inputs)]
+        peak, result = _memory(calls[0])
+    row = replace(row, peak_bytes=peak, result_bytes=result)
+    try:
+        row = _with_times(row, timing.time_graph(calls), "graph")
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not entry.is_peer:
+            raise
+        torch.cuda.synchronize()
+        row = _with_times(row, timing.time_eager(calls), "eager")
+    del calls
+    if check and not entry.is_peer:
+        off, theirs, allowed = accuracy.at_case(op, call, inputs[0], direction)
+        note = "" if off is not None else "not compared: float64 at this shape takes more memory than there is"
+        row = replace(row, error=off, torch_error=theirs, allowed_error=allowed, note=note)
+    return row
+
+
+def _with_times(row: Timing, times: list[float], method: str) -> Timing:
+    median = statistics.median(times)
+    return replace(row, seconds=median, fastest=min(times), slowest=max(times), runs=len(times), method=method)
+
+
+def run_once(op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str) -> None:
+    """One run that nobody times."""
+    with timing.own_stream():
+        _call(op, call, inputs, direction, 0)()
+    torch.cuda.synchronize()
+
+
+def _once(call: Callable[[], Any]) -> float:
+    call()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _memory(call: Callable[[], Any]) -> tuple[int, int]:
+    """(most bytes allocated on top of what was, bytes of the result) of one run, the second one."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    tensors = [result] if isinstance(result, torch.Tensor) else list(result or ())
+    return peak, sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _to(value: Any, device: str) -> Any:
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def _call(op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str, seed: int) -> Callable[[], Any]:
+    """One run of one direction on one set of inputs, as a function of nothing."""
+    if direction == "forward":
+        return lambda: call(**inputs)
+    given = {k: v for k, v in inputs.items() if k in op.differentiable and isinstance(v, torch.Tensor)}
+    leaves = {**inputs, **{k: v.detach().requires_grad_() for k, v in given.items()}}
+    wanted = [leaves[k] for k in given]
+
+    def listed(made: Any) -> list[torch.Tensor]:
+        return [made] if isinstance(made, torch.Tensor) else list(made)
+
+    def upstream(made: list[torch.Tensor]) -> list[torch.Tensor]:
+        generator = torch.Generator(made[0].device).manual_seed(seed)
+        return [torch.randn(o.shape, device=o.device, dtype=o.dtype, generator=generator) for o in made]
+
+    if direction == "backward":
+        outputs = listed(call(**leaves))
+        given_upstream = upstream(outputs)
+        return lambda: torch.autograd.grad(outputs, wanted, given_upstream, retain_graph=True)
+    drawn = upstream(listed(call(**leaves)))
+    return lambda: torch.autograd.grad(listed(call(**leaves)), wanted, drawn)
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong, on one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    kind = "" if isinstance(error, Unavailable | ValueError) else f"{type(error).__name__}: "
+    return (kind + text)[:200]

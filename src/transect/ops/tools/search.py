@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from ..registry import Case, Knobs
-from .bench import ROTATE_BYTES, time_graph
+from .bench import ROTATE_BYTES
+from .timing import time_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,129 @@
+"""``transect bench ops``: every operator's time beside its floor and its peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..hardware.ceilings import Ceilings
+    from ..hardware.device import Device
+    from ..ops.registry import Op
+    from ..ops.tools.bench import Timing
+
+
+def command(
+    names: Annotated[list[str] | None, typer.Argument(help="Operators; all of them by default.")] = None,
+    ops: Annotated[str, typer.Option(help="The same, separated by commas.")] = "",
+    case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda.")] = "auto",
+    json: Annotated[Path | None, typer.Option(help="Put the rows into this file; other operators' rows stay.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw into this directory (matplotlib).")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Also compare results with float64, on a GPU.")] = False,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one contender may take at a case.")] = 30.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that compile kernels first, on a GPU.")] = 0,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Name the operators and their cases, and measure nothing.")
+    ] = False,
+) -> None:
+    """Measured time, floor and % of floor of every operator at its real shapes, with every peer in the same run."""
+    from ..hardware.device import detect
+    from ..ops.registry import all_ops, get
+
+    everything = all_ops()
+    wanted = [get(name) for name in dict.fromkeys([*(names or ()), *filter(None, ops.split(","))])] or everything
+    found = detect(device)
+    if list_:
+        _list(wanted, found)
+        return
+    from ..hardware.measured import ceilings
+
+    limits = ceilings(found)
+    rows = _measure(wanted, limits, found, case, check, limit, workers)
+    if not rows:
+        raise ValueError(f"no case's name contains {case!r}; `transect bench ops --list` shows them")
+    if json is not None:
+        from ..ops.tools.results import merge
+
+        merge(json, _run(limits, found), rows)
+    if plot is not None:
+        from ..ops.tools.plots import draw
+
+        for path in draw(rows, limits, plot):
+            print(path)
+
+
+def _list(wanted: list[Op], found: Device) -> None:
+    import torch
+
+    from ..ops.tools.bench import cases_on
+
+    for op in wanted:
+        cases = cases_on(op, torch.device("cpu" if found.kind == "cpu" else "cuda"))
+        print(op.name + ("" if cases else ": no cases" + f" (see {', '.join(op.measured_as)})" * bool(op.measured_as)))
+        for made in cases:
+            print(f"  {made.name}")
+
+
+def _run(limits: Ceilings, found: Device) -> dict[str, Any]:
+    """Where and with what the rows were measured."""
+    import sys
+    from dataclasses import asdict
+    from datetime import UTC, datetime
+
+    from ..hardware.environment import environment
+
+    return {
+        "command": " ".join(["transect", *sys.argv[1:]]),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment(("torch", "triton", "numpy")),
+        "device": asdict(found),
+        "ceilings": asdict(limits),
+    }
+
+
+def _measure(
+    wanted: list[Op], limits: Ceilings, found: Device, case: str, check: bool, limit: float, workers: int
+) -> list[Timing]:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..ops.tools.bench_run import run
+    from ..ops.tools.results import COLUMNS, cells
+
+    console = Console()
+    place = "cpu" if found.kind == "cpu" else f"cuda:{found.index}"
+    rows: list[Timing] = []
+
+    def show(group: list[Timing]) -> None:
+        title = f"{group[0].op}: {group[0].case}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column in (COLUMNS[0], COLUMNS[1], "") else "right")
+        for row in group:
+            table.add_row(*cells(row))
+        console.print(table, highlight=False)
+
+    group: list[Timing] = []
+    made = run(
+        wanted,
+        limits,
+        place,
+        check=check,
+        matching=case,
+        limit=limit,
+        warm_up_workers=0 if found.kind == "cpu" else workers,
+        say=lambda line: console.print(line, style="red", highlight=False, soft_wrap=True),
+    )
+    for row in made:
+        rows.append(row)
+        if group and (group[0].op, group[0].case) != (row.op, row.case):
+            show(group)
+            group = []
+        group.append(row)
+    if group:
+        show(group)
+    return rows

@@ -1,0 +1,53 @@
+"""Where and with what a measurement was made: machine, versions, commit. Every recorded result carries this."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .cpu import processor_name
+
+ROOT = Path(__file__).resolve().parents[3]
+"""The repository that this package is run from."""
+
+
+def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
+    """The machine and the software; packages that are not installed are left out."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": versions,
+        "commit": commit(),
+    }
+
+
+def commit(root: Path = ROOT) -> str:
+    """The commit that the sources in ``root`` are, with ``+changes`` when tracked files differ from it.
+
+    A copied tree without a git history says it in a file ``COMMIT`` beside ``src``, written by whoever copied it.
+    ``unknown`` where neither is there.
+    """
+    note = root / "COMMIT"
+    if note.is_file():
+        return note.read_text().strip() or "unknown"
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+        status = [*git, "status", "--porcelain", "--", "src", "benchmarks/*.py"]
+        dirty = subprocess.run(status, capture_output=True, text=True).stdout
+    except OSError:
+        return "unknown"
+    return (head or "unknown") + ("+changes" if head and dirty.strip() else "")

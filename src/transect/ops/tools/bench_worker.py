@@ -1,0 +1,80 @@
+"""The process that measures for ``bench_run.py``: reads what to do from stdin, writes one JSON object a line.
+
+A kernel that hangs, or that leaves the device unusable, takes this process with it and not the results so far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import torch
+
+from ...hardware.ceilings import Ceilings
+from ..registry import Case, Op, all_ops
+from . import bench
+
+
+def warm_up(op: Op, case: Case, device: str) -> None:
+    """Run every implementation once at a case, in every direction, so that its kernels are compiled and kept."""
+    place = torch.device(device)
+    inputs = case.make(place, 0)
+    for entry in bench.contenders(op, case, inputs, place):
+        for direction in bench.directions_of(op, case):
+            call = entry.plain if direction == "forward" else entry.differentiable
+            if not entry.is_peer and call is not None:
+                try:
+                    bench.run_once(op, call, inputs, direction)
+                except bench.EXPECTED:
+                    continue  # run again, and reported, by the process that measures
+
+
+def main(out: TextIO) -> None:
+    """One job, as ``bench_run.py`` describes it; messages go to ``out``."""
+
+    def say(kind: str, **fields: Any) -> None:
+        print(json.dumps({"kind": kind, **fields}), file=out, flush=True)
+
+    job = json.loads(sys.stdin.read())
+    registry = {op.name: op for op in all_ops()}
+    if job["device"] == "cpu":
+        torch.set_num_threads(job["threads"])
+    if job["warm_up"]:
+        for name, index in job["warm_up"]:
+            warm_up(registry[name], bench.cases_on(registry[name], torch.device(job["device"]))[index], job["device"])
+            torch.cuda.empty_cache()
+        return
+    ceilings = Ceilings(**job["ceilings"])
+    skip = frozenset(tuple(entry) for entry in job["skip"])
+    for name, index in job["units"]:
+        op = registry[name]
+        case = bench.cases_on(op, torch.device(job["device"]))[index]
+        say("unit", op=name, index=index, case=case.name)
+        left_out = frozenset((c, d) for o, i, c, d in skip if (o, i) == (name, index))
+        try:
+            for row in bench.bench_case(
+                op,
+                case,
+                ceilings,
+                job["device"],
+                check=job["check"],
+                skip=left_out,
+                started=lambda contender, direction: say("start", contender=contender, direction=direction),
+            ):
+                say("row", **asdict(row))
+        except bench.EXPECTED as error:
+            say("failed", reason=bench.sentence(error))
+            if job["device"] != "cpu":
+                torch.cuda.synchronize()  # raises, and ends this process, when the device is unusable
+        if job["device"] != "cpu":
+            torch.cuda.empty_cache()
+        say("done")
+
+
+if __name__ == "__main__":
+    messages = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints goes to stderr
+    main(messages)

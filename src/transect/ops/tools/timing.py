@@ -1,0 +1,86 @@
+"""How one call is timed: in a CUDA graph of many, eagerly between two events, or on the processor.
+
+All of it happens on one stream of its own, so that what autograd launches (on the stream of its forward pass) is
+captured with the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+REPLAYS = 15
+WARM_SECONDS = 0.02
+"""Kept busy this long before the first time counts: clocks have then settled."""
+
+Calls = Sequence[Callable[[], Any]]
+
+
+@contextmanager
+def own_stream() -> Iterator[None]:
+    """A side stream for the length of a block; the block's inputs must be made inside it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def time_graph(calls: Calls, replays: int = REPLAYS) -> list[float]:
+    """Seconds of one call, for each replay of a CUDA graph that holds ``calls`` one after another."""
+    kept: list[Any] = []  # every call's result is kept, so that no two of them share memory
+    with own_stream():
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
+            kept.extend(call() for call in calls)
+        return [seconds / len(calls) for seconds in _events(graph.replay, replays)]
+
+
+def time_eager(calls: Calls, replays: int = REPLAYS) -> list[float]:
+    """Seconds of one call between two events, launch included; for what cannot be captured."""
+    with own_stream():
+
+        def work() -> None:
+            for call in calls:
+                call()
+
+        return [seconds / len(calls) for seconds in _events(work, replays)]
+
+
+def _events(work: Callable[[], Any], replays: int) -> list[float]:
+    work()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_SECONDS:
+        work()
+        torch.cuda.synchronize()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for start, end in pairs:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e-3 for start, end in pairs]
+
+
+def time_host(calls: Calls, replays: int = REPLAYS, seconds: float = 0.5) -> list[float]:
+    """Seconds of one call by the clock, after one that does not count; fewer replays when they take ``seconds``."""
+    for call in calls[:1]:
+        call()
+    times = []
+    begun = time.perf_counter()
+    for replay in range(replays):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        times.append((time.perf_counter() - start) / len(calls))
+        if replay >= 2 and time.perf_counter() - begun > seconds:
+            break
+    return times
