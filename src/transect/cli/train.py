@@ -57,7 +57,7 @@ def command(
         run_log.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if asked:
+    if trainer.steps_done < settings.steps:
         print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
     else:
         print(f"done: transect serve {last.parent / 'last'}")

@@ -1,0 +1,132 @@
+"""``transect train`` as a user runs it: from a file, stopped by a signal, killed, and taken up again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from training_runs import tiny_run
+
+from transect.train import checkpoint
+from transect.train.report import read_log
+
+TOML = """
+model = "{folder}/model"
+run_dir = "{folder}/runs/{name}"
+steps = {steps}
+save_every = 3
+eval_every = 5
+threads = 1
+device = "cpu"
+
+[data]
+train = ["{folder}/text.txt"]
+validation = ["{folder}/text.txt"]
+seq_len = 64
+micro_batch = 256
+
+[optimizer]
+learning_rate = 1e-3
+"""
+
+
+def start(folder, *arguments):
+    command = [sys.executable, "-m", "transect", "train", *map(str, arguments)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def finish(folder, *arguments):
+    process = start(folder, *arguments)
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, out
+
+
+def write_config(folder, name, steps=20):
+    path = folder / f"{name}.toml"
+    path.write_text(TOML.format(folder=folder, name=name, steps=steps))
+    return path
+
+
+def losses(folder, name):
+    return [line["loss"] for line in read_log(folder / "runs" / name) if line["kind"] == "step"]
+
+
+def wait_for_step(folder, name, step):
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if len(losses(folder, name)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run did not get that far")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    tiny_run(folder)
+    code, out = finish(folder, write_config(folder, "whole"))
+    assert code == 0, out
+    assert "done: transect serve" in out and "validation loss" in out and "bits per byte" in out
+    assert len(losses(folder, "whole")) == 20
+    return folder
+
+
+def test_killed_and_resumed_it_is_the_same_run(folder) -> None:
+    process = start(folder, write_config(folder, "killed"))
+    for step in (4, 9, 14):
+        wait_for_step(folder, "killed", step)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if checkpoint.list_steps(folder / "runs" / "killed"):
+            process = start(folder, "--resume", "--run", "runs/killed")
+        else:  # killed before the first checkpoint was whole
+            process = start(folder, folder / "killed.toml")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert losses(folder, "killed") == losses(folder, "whole")
+    a, b = (checkpoint.newest(folder / "runs" / name) for name in ("killed", "whole"))
+    assert all((a.tensors[name] == b.tensors[name]).all() for name in b.tensors)
+
+
+def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> None:
+    process = start(folder, write_config(folder, "stopped"))
+    wait_for_step(folder, "stopped", 4)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert "stopped at step" in out
+    stopped = checkpoint.newest(folder / "runs" / "stopped").step
+    assert stopped >= 4
+    os.utime(folder / "runs" / "stopped" / f"step-{stopped:08}", (2**31, 2**31))
+    code, out = finish(folder, "--resume")
+    assert code == 0, out
+    assert losses(folder, "stopped") == losses(folder, "whole")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a TOML file"),
+        (("nothing.toml",), "cannot read nothing.toml"),
+        (("whole.toml",), "holds a run already"),
+        (("--resume", "--run", "runs/none"), "no checkpoint to go on from"),
+    ],
+)
+def test_mistakes_get_one_line(folder, arguments, message: str) -> None:
+    code, out = finish(folder, *arguments)
+    assert code == 2
+    assert out.startswith("transect: error: ") and len(out.splitlines()) == 1
+    assert message in out
+
+
+def test_the_log_is_json_lines_with_every_step_once(folder) -> None:
+    lines = [json.loads(line) for line in (folder / "runs" / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 21))
+    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [5, 10, 15, 20]
+    assert all(line["tokens_per_second"] > 0 for line in lines if line["kind"] == "step")
