@@ -9,9 +9,9 @@ import torch
 from transect.engine import penalties
 from transect.engine.batch import Draw
 from transect.engine.penalties import Pick
-from transect.engine.philox import TOKEN_STREAM, gumbel
 from transect.engine.sampler import BARS, Sampler, _draw_truncated, group_mass, token_logprobs
 from transect.engine.sampling_params import SamplingParams
+from transect.ops.philox import TOKEN_STREAM, gumbel
 
 torch.set_num_threads(2)
 
@@ -194,6 +194,20 @@ def test_flat_logits_need_the_lower_bars():
     with_peak[0, 5] = 3.0
     assert _draw_truncated(with_peak - 3.0, group_mass(with_peak - 3.0).sum(-1), one, BARS[0]) == [None]
     assert 0 <= sample_one(with_peak[0], one[0]) < 20_000
+
+
+def test_top_p_is_a_share_of_what_top_k_or_min_p_keep():
+    """The kept set reaches below the first bar: its mass, not that of the vocabulary, is what top-p is a share of."""
+    logits = torch.zeros(1, 20_000)
+    logits[0, :10] = torch.arange(10, 0, -1) * 0.5 + 9.0
+    for params in ({"top_k": 20, "top_p": 0.95}, {"min_p": 1e-5, "top_p": 0.95}, {"min_p": 2e-6, "top_p": 0.95}):
+        keep, _ = kept_by_full_sort(logits[0], **params)
+        picks = [pick(i, position=i, **params) for i in range(40)]
+        tokens = run(logits.repeat(40, 1), range(40), picks).tokens
+        z = (logits[0] - logits[0].max()).double()
+        for i in range(40):
+            noise = gumbel([1], [0], [i], torch.arange(20_000)[None], TOKEN_STREAM)[0]
+            assert tokens[i] == int(torch.where(keep, z + noise, -math.inf).argmax())
 
 
 def test_ties_with_the_kth_are_kept():

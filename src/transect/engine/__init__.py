@@ -19,7 +19,7 @@ With tensors, or on the way to them:
 * ``config``: ``EngineConfig``, everything a user can set. ``build``: from it to a running engine.
 * ``kv_size``: how many KV blocks to have.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
-* ``sampler``, ``penalties``, ``philox``: from logits to tokens; draws depend on seed, choice and position alone.
+* ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.

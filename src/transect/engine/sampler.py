@@ -2,8 +2,8 @@
 
 For a row of logits x the order is that of vLLM: bias, masks, penalties (penalties.py), temperature, min-p, top-k,
 top-p, draw. Draws are made with the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the argmax of
-``log p + noise`` is a draw from p. The noise comes from philox.py, so a draw depends on the request's seed, the choice
-and the position alone.
+``log p + noise`` is a draw from p. The noise comes from ops/philox.py, so a draw depends on the request's seed, the
+choice and the position alone.
 
 * Greedy: argmax, the lower id of equals. Nothing else is computed.
 * top-k, top-p, min-p: the tokens above a small probability are picked out first (a few hundred of them as a rule) and
@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..ops.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
 from .batch import TokenLogprobs
 from .penalties import LogitAdjuster, Pick, is_adjusted
-from .philox import GROUP_STREAM, TOKEN_STREAM, gumbel
 from .sampling_params import MAX_LOGPROBS
 
 GROUP = 128
@@ -273,7 +273,9 @@ def _draw_truncated(z_BV: torch.Tensor, total_B: torch.Tensor, picks: Sequence[P
     reached_BK = weight_BK.cumsum(-1)
     norm_B = torch.where(closed_B, reached_BK[:, -1], total_B)
     wanted_B1 = (top_p_B * norm_B)[:, None]
-    enough_B = torch.where(closed_B, True, (top_p_B < 1.0) & (reached_BK[:, -1] >= wanted_B1[:, 0]))
+    # Where top-k or min-p narrow the set first, top-p is a share of what they keep, so all of that must be at hand.
+    alone_B = (k_B == vocab) & (floor_B == float("-inf")) & (top_p_B < 1.0)
+    enough_B = torch.where(closed_B, True, alone_B & (reached_BK[:, -1] >= wanted_B1[:, 0]))
     nucleus_BK = (reached_BK - weight_BK < wanted_B1) | (top_p_B >= 1.0)[:, None]
     nucleus_BK[:, 0] = True
     keep_BK &= nucleus_BK

@@ -21,6 +21,7 @@ Operators of the decoder:
 * ``kv_cache_write.py``: keys and values into the paged cache; ``rotary_kv_write.py``: both in one launch, with the
   QK-norm of some models before
 * ``paged_attention.py``: causal attention through the block table
+* ``sampling.py``: the next token of every row, on the device; ``philox.py``: its random numbers, without a state
 * ``cpu/``: the C++ kernels for the processor
 
 Operators on the GPU that no model runs on yet:

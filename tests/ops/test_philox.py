@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from transect.engine import philox
+from transect.ops import philox
 
 KNOWN_ANSWERS = [  # counter, key, output: the test vectors published with Random123 for philox4x32-10
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

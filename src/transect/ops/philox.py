@@ -12,8 +12,9 @@ The same draw on every device: the random words are integers, equal to the bit w
 Gumbel noise in float64. Two devices can therefore disagree on a token only if their logits put its perturbed score
 within rounding (about 1e-6 for float32 logits) of the runner-up's.
 
-The rounds below use only ``* >> & ^``, so that one piece of code serves numpy (uint64; quicker for the small arrays of
-a CPU step) and torch (int64, whose product wraps and whose shift is arithmetic: hence the masks).
+The rounds of ``philox4x32`` use only ``* >> & ^``, so that one piece of code serves numpy (uint64; quicker for the
+small arrays of a CPU step) and torch (int64, whose product wraps and whose shift is arithmetic: hence the masks).
+Kernels use ``word_of`` and ``noise_of``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .jit import kernel, tl
+
 WORD = 0xFFFFFFFF
 _MULTIPLY_0, _MULTIPLY_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -31,7 +34,7 @@ ROUNDS = 10
 TOKEN_STREAM = 0
 """Noise for single tokens."""
 GROUP_STREAM = 1
-"""Noise for groups of tokens (see sampler.py); the id is the group's number."""
+"""Noise for groups of tokens (see sampling.py); the id is the group's number."""
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -115,3 +118,34 @@ def gumbel(
     words = random_words(seeds, choices, positions, ids_RK, stream)
     uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
     return -torch.log(-torch.log(uniform))
+
+
+@kernel
+def words_of(quarter, position, choice, low, high, STREAM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """In a kernel: the four words of each ``quarter`` (id // 4); all uint32, ``low`` and ``high`` from the seed."""
+    c0 = quarter
+    c1 = c0 * 0 + position
+    c2 = c0 * 0 + choice
+    c3 = c0 * 0 + STREAM
+    for _ in tl.static_range(10):
+        high_0 = tl.umulhi(c0, 0xD2511F53)
+        high_1 = tl.umulhi(c2, 0xCD9E8D57)
+        c0, c2, c1, c3 = high_1 ^ c1 ^ low, high_0 ^ c3 ^ high, c2 * 0xCD9E8D57, c0 * 0xD2511F53
+        low += 0x9E3779B9
+        high += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@kernel
+def word_of(ids, position, choice, low, high, STREAM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """In a kernel: the word of each id (int32, of any order)."""
+    w0, w1, w2, w3 = words_of((ids >> 2).to(tl.uint32), position, choice, low, high, STREAM)
+    lane = ids & 3
+    return tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
+
+
+@kernel
+def noise_of(word):  # type: ignore[no-untyped-def]
+    """In a kernel: Gumbel noise in float64 from a word, as ``gumbel`` makes it."""
+    uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return -tl.log(-tl.log(uniform))

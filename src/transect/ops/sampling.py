@@ -1,0 +1,646 @@
+r"""Draw the next token of every row on the device: greedy, temperature, top-k, top-p, min-p, in one set of launches.
+
+For a row of logits x with temperature t, and noise G from ``philox.py`` that depends on (seed, choice, position, id):
+
+    z_i = (x_i - max x) / t           kept: z_i >= log(min_p), z_i >= the k-th largest z, and of those the likeliest,
+    token = argmax over kept (z_i + G_i)      equals in the order of their ids, until their mass reaches top_p
+
+which is a draw from the kept tokens' softmax (Gumbel-max; Gumbel 1954, Maddison et al. 2014). Tokens equal to the k-th
+are all kept. Temperature 0 is argmax, the lower id of equals. A row that keeps its whole vocabulary draws a group of
+128 tokens by its mass first, then a token within it: the same distribution for V / 128 + 128 random numbers in place
+of V. These are the rules of ``engine/sampler.py``, and the draws are the same tokens, up to rounding of a score (about
+1e-6).
+
+Nothing is sorted. After ``_groups`` (largest logit and mass of each group, one pass over the logits at the rate of
+memory) a program a row knows its maximum and its mass, and a bar for what can matter: the k-th largest group maximum
+(at least k tokens reach it), min-p's floor, or 2**-13 of the mass. ``_collect`` gathers what passes the bar, some
+hundred tokens as a rule, and ``_choose`` settles the row on those: the k-th largest by a search over bit patterns, then
+the best score, checked against top-p and, if it lies outside, replaced by the best of the tokens before it. What lies
+outside shuts out everything behind it, so few rounds are needed. A flat row (more than CANDIDATES above the bar, or too
+little mass) is settled the same way on all its tokens. Masses are added as integers (units of 2**-42), so that no
+order of arrival shows: a row's token does not depend on the other rows, to the bit.
+
+Shapes: logits ``[R, V]``; temperature, top_p, min_p float32 ``[R]``; top_k int32 ``[R]`` (0 or at least V: off); seed
+int64 ``[R]``; choice and position int32 or int64 ``[R]``; result int64 ``[R]``. No gradient. The host reads no value.
+
+Bound by bytes: the logits once, 2 V or 4 V a row.
+Source: rejection in place of sorting: FlashInfer (Ye et al. 2025, arXiv:2501.01005), whose draws are not Gumbel-max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
+from .numerics import compute_dtype
+from .numerics import sample as normal
+from .philox import GROUP_STREAM, TOKEN_STREAM, gumbel, noise_of, word_of, words_of
+from .registry import Case, Cost, Implementation, Kernel, Op, register
+
+GROUP = 128
+CANDIDATES = 8192
+"""Tokens of a row that can be collected; as many can have a probability of 2**-13 at the most."""
+SMALLEST_TEMPERATURE = 1e-30
+
+
+def reference(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """One token for each row, int64 ``[R]``, by a full sort. A row that holds NaN or +inf, or only -inf, gives 0."""
+    tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    for row, x in enumerate(logits.to(compute_dtype(logits.dtype))):
+        peak = x.max() if len(x) else x.new_tensor(torch.nan)
+        if not torch.isfinite(peak):
+            continue
+        if float(temperature[row]) == 0.0:
+            tokens[row] = (x == peak).nonzero()[0, 0]
+            continue
+        z = (x - peak) / temperature[row].clamp(min=SMALLEST_TEMPERATURE)
+        key = [int(seed[row])], [int(choice[row])], [int(position[row])]
+        tokens[row] = _draw(z, int(top_k[row]), float(top_p[row]), float(min_p[row]), key)
+    return tokens
+
+
+def _draw(z: Tensor, top_k: int, top_p: float, min_p: float, key: tuple[list[int], list[int], list[int]]) -> Tensor:
+    vocab = len(z)
+    limited = 0 < top_k < vocab
+    ids = torch.arange(vocab, device=z.device)
+    if not limited and top_p >= 1.0 and min_p <= 0.0:
+        padded = torch.nn.functional.pad(z, (0, -vocab % GROUP), value=-torch.inf).view(-1, GROUP)
+        groups = torch.arange(len(padded), device=z.device)
+        score = padded.double().exp().sum(-1).log() + gumbel(*key, groups[None], GROUP_STREAM)[0]
+        ids = ids[int(score.argmax()) * GROUP :][:GROUP]
+        return ids[(z[ids].double() + gumbel(*key, ids[None], TOKEN_STREAM)[0]).argmax()]
+    z, order = z.sort(descending=True, stable=True)
+    keep = (z > -torch.inf) & (z >= torch.tensor(min_p, dtype=torch.float64).log().to(z.dtype).to(z.device))
+    if limited:
+        keep &= z >= z[top_k - 1]
+    mass = z.double().exp() * keep
+    if top_p < 1.0:
+        keep &= mass.cumsum(0) - mass < top_p * mass.sum()
+        keep[0] = True
+    score = z.double() + gumbel(*key, order[None], TOKEN_STREAM)[0]
+    return order[score.masked_fill(~keep, -torch.inf).argmax()]
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@kernel
+def _after(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Dependent launch (Hopper): let the next kernel start, then wait for what the one before has written."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@kernel
+def _scaled(x, peak, t):  # type: ignore[no-untyped-def]
+    """z in float32, divided as the CPU divides; never -0, so that equals have equal bits."""
+    z = tl.div_rn(x - peak, t)
+    return tl.where(z == 0, 0.0, z)
+
+
+@kernel
+def _key(z):  # type: ignore[no-untyped-def]
+    """int32 in the order of the floats."""
+    bits = z.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@kernel
+def _value(key):  # type: ignore[no-untyped-def]
+    """The float of a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@kernel
+def _seed(seeds, choices, positions, row):  # type: ignore[no-untyped-def]
+    """position, choice, and the halves of the seed, as uint32."""
+    seed = tl.load(seeds + row)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return tl.load(positions + row).to(tl.uint32), tl.load(choices + row).to(tl.uint32), low, high
+
+
+@kernel
+def _groups(  # type: ignore[no-untyped-def]
+    logits, temperature, peaks, masses, raw_masses, V, G, row_stride,
+    GROUPS: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that."""
+    _after(EARLY)
+    row = tl.program_id(1)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    ids = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
+    bad = ((x != x) | (x == float("inf"))).to(tl.int32)
+    peak = tl.where(tl.max(bad, 1) > 0, float("inf"), tl.max(x, 1))
+    shift = tl.where((peak == -float("inf")) | (peak == float("inf")), 0.0, peak)[:, None]
+    t = tl.maximum(tl.load(temperature + row), 1e-30)
+    real = group < G
+    tl.store(peaks + row * G + group, peak, real)
+    tl.store(masses + row * G + group, tl.sum(tl.exp(tl.div_rn(x - shift, t)), 1), real)
+    if RAW:
+        tl.store(raw_masses + row * G + group, tl.sum(tl.exp(x - shift), 1), real)
+
+
+@kernel
+def _settle(  # type: ignore[no-untyped-def]
+    logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, masses, raw_masses,
+    tokens, logprobs, finite, mode, bars, totals, lses, counts, V, G, row_stride,
+    WIDTH: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A row from its groups: the token itself, or the bar and the mass for what follows.
+
+    mode: 0 the row is done, 1 collect what reaches the bar, 2 look at all tokens.
+    """
+    _after(EARLY)
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * row_stride
+    t = tl.load(temperature + row)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    least = tl.load(min_p + row)
+    group = tl.arange(0, WIDTH)
+    peak_G = tl.load(peaks + row * G + group, group < G, -float("inf"))
+    mass_G = tl.load(masses + row * G + group, group < G, 0.0).to(tl.float64)
+    peak = tl.max(peak_G, 0)
+    good = (peak < float("inf")) & (peak > -float("inf"))
+    tl.store(finite + row, good.to(tl.uint8))
+    tl.store(counts + row, 0)
+    todo = 0
+    token = tl.full((), 0, tl.int32)
+    lse = tl.full((), 0.0, tl.float64)
+    if good:
+        if RAW:
+            raw_G = tl.load(raw_masses + row * G + group, group < G, 0.0).to(tl.float64)
+            lse = peak + tl.log(tl.sum(raw_G * tl.exp((peak_G - peak).to(tl.float64)), 0))
+            tl.store(lses + row, lse)
+        limited = (k > 0) & (k < V)
+        inside = tl.arange(0, 128)
+        if t == 0:
+            best = tl.min(tl.where(peak_G == peak, group, WIDTH), 0)
+            ids = best * 128 + inside
+            x = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
+            token = tl.min(tl.where(x == peak, ids, V), 0)
+        else:
+            t = tl.maximum(t, 1e-30)
+            z_G = _scaled(peak_G, peak, t)
+            if (p < 1) | limited | (least > 0):
+                todo = 1
+                total = tl.sum(tl.exp(z_G.to(tl.float64)) * mass_G, 0)
+                tl.store(totals + row, total)
+                floor = tl.where(least > 0, tl.log(tl.maximum(least, 1e-38).to(tl.float64)), -float("inf"))
+                low = _key(floor.to(tl.float32))
+                if limited & (k <= G):
+                    key_G = _key(z_G)
+                    end = 0
+                    while end > low:
+                        middle = low + (end - low + 1) // 2
+                        enough = tl.sum((key_G >= middle).to(tl.int32), 0) >= k
+                        low = tl.where(enough, middle, low)
+                        end = tl.where(enough, end, middle - 1)
+                bar = _value(low)
+                if (least <= 0) & (limited == 0):
+                    bar = (tl.log(total) - 9.010913347279289).to(tl.float32)  # 2**-13
+                if bar == -float("inf"):
+                    todo = 2
+                tl.store(bars + row, bar)
+            else:
+                position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
+                word = word_of(group, position, choice, seed_low, seed_high, 1)
+                score = tl.log(mass_G) + z_G.to(tl.float64) + noise_of(word)
+                score = tl.where(mass_G > 0, score, -float("inf"))
+                best = tl.min(tl.where(score == tl.max(score, 0), group, WIDTH), 0)
+                ids = best * 128 + inside
+                x = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
+                score = _scaled(x, peak, t).to(tl.float64)
+                score += noise_of(word_of(ids, position, choice, seed_low, seed_high, 0))
+                token = tl.min(tl.where(score == tl.max(score, 0), ids, V), 0)
+    tl.store(mode + row, todo)
+    if todo == 0:
+        tl.store(tokens + row, token.to(tl.int64))
+        if RAW:
+            x = tl.load(logits + token).to(tl.float64)
+            tl.store(logprobs + row, tl.where(good, x - lse, float("nan")).to(tl.float32))
+
+
+@kernel
+def _collect(  # type: ignore[no-untyped-def]
+    logits, temperature, peaks, mode, bars, counts, found_z, found_id, V, G, row_stride,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """z and id of the tokens that reach the bar, in any order; groups that do not reach it are not read."""
+    _after(EARLY)
+    row = tl.program_id(1)
+    if tl.load(mode + row) == 1:
+        t = tl.maximum(tl.load(temperature + row), 1e-30)
+        bar = tl.load(bars + row)
+        all_groups = tl.arange(0, WIDTH)
+        peak = tl.max(tl.load(peaks + row * G + all_groups, all_groups < G, -float("inf")), 0)
+        first = tl.program_id(0) * GROUPS
+        group = first + tl.arange(0, GROUPS)
+        mine = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
+        if _scaled(mine, peak, t) >= bar:
+            ids = first * 128 + tl.arange(0, GROUPS * 128)
+            x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
+            z = _scaled(x, peak, t)
+            keep = ((z >= bar) & (z > -float("inf"))).to(tl.int32)
+            begin = tl.atomic_add(counts + row, tl.sum(keep, 0))
+            at = begin + tl.cumsum(keep, 0) - 1
+            stored = (keep > 0) & (at < CAPACITY)
+            tl.store(found_z + row * CAPACITY + at, z, stored)
+            tl.store(found_id + row * CAPACITY + at, ids, stored)
+
+
+@kernel
+def _tile(logits, found_z, found_id, start, n, peak, t, DENSE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """z and id of BLOCK tokens, of the row or of those collected; z is -inf past the end."""
+    at = start + tl.arange(0, BLOCK)
+    if DENSE:
+        ids = at
+        z = _scaled(tl.load(logits + at, at < n, -float("inf")).to(tl.float32), peak, t)
+    else:
+        ids = tl.load(found_id + at, at < n, 0)
+        z = tl.load(found_z + at, at < n, -float("inf"))
+    return z, ids
+
+
+@kernel
+def _units(z, keep, DENSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The mass of the tokens to ``keep``, in units of 2**-42: integers add up to the same in any order."""
+    if DENSE:
+        e = tl.exp(z).to(tl.float64)
+    else:
+        e = tl.exp(z.to(tl.float64))
+    return tl.sum(tl.where(keep, e * 4398046511104.0, 0.0).to(tl.int64), 0)
+
+
+@kernel
+def _nearly(z, ids, position, choice, low, high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """z + noise to 1e-4, for ids that follow each other from a multiple of 4: a quarter of the rounds, no float64."""
+    quarter = (tl.min(ids, 0) // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    w0, w1, w2, w3 = words_of(quarter, position, choice, low, high, 0)
+    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape((BLOCK,))
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
+    e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -tl.log(u))
+    return z - tl.log(e)
+
+
+@kernel
+def _select(  # type: ignore[no-untyped-def]
+    logits, found_z, found_id, n, peak, t, V, k, p, least, total, position, choice, seed_low, seed_high,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token of a truncated row, from all n tokens (DENSE) or from n collected ones that hold all that is kept."""
+    limited = (k > 0) & (k < V)
+    floor = tl.where(least > 0, tl.log(tl.maximum(least, 1e-38).to(tl.float64)), -float("inf"))
+    low = tl.maximum(_key(floor.to(tl.float32)), -2139095040)  # above the key of -inf
+    if limited:  # the largest key that k tokens reach: three keys are tried at a time, their counts packed in one sum
+        end = 0
+        while end > low:
+            step = tl.maximum((end - low + 3) // 4, 1)
+            packed = tl.full((), 0, tl.int64)
+            for start in range(0, n, BLOCK):
+                z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+                above = _key(z) - low
+                tries = (above >= step).to(tl.int64) + ((above >= 2 * step).to(tl.int64) << 21)
+                packed += tl.sum(tries + ((above >= 3 * step).to(tl.int64) << 42), 0)
+            reached = ((packed & 0x1FFFFF) >= k).to(tl.int32)
+            reached += (((packed >> 21) & 0x1FFFFF) >= k).to(tl.int32) + ((packed >> 42) >= k).to(tl.int32)
+            end = tl.where(reached == 3, end, tl.minimum(end, low + (reached + 1) * step - 1))
+            low += reached * step
+    wanted = total * p
+    if (p < 1) & (limited | (least > 0)):
+        units = tl.full((), 0, tl.int64)
+        for start in range(0, n, BLOCK):
+            z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+            units += _units(z, _key(z) >= low, DENSE)
+        wanted = units.to(tl.float64) * 2.2737367544323206e-13 * p
+    last_key = -2147483647  # the best of the tokens before this one, in order of (z descending, id), is what is left
+    last_id = 0
+    settled = 0
+    while settled == 0:
+        best = tl.full((), -float("inf"), tl.float64)
+        best_id = 0
+        best_key = 0
+        for start in range(0, n, BLOCK):
+            z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+            key = _key(z)
+            open_ = (key >= low) & ((key > last_key) | ((key == last_key) & (ids < last_id)))
+            hopeful = tl.max(open_.to(tl.int32), 0) > 0
+            if DENSE:
+                guess = _nearly(z, ids, position, choice, seed_low, seed_high, BLOCK)
+                hopeful = tl.max(tl.where(open_, guess, -float("inf")), 0).to(tl.float64) + 1e-3 >= best
+            if hopeful:
+                score = z.to(tl.float64) + noise_of(word_of(ids, position, choice, seed_low, seed_high, 0))
+                score = tl.where(open_, score, -float("inf"))
+                top = tl.max(score, 0)
+                if top > best:
+                    best = top
+                    best_id = tl.min(tl.where(score == top, ids, 2147483647), 0)
+                    best_key = tl.max(tl.where((score == top) & (ids == best_id), key, -2147483647), 0)
+        settled = 1
+        if p < 1:
+            units = tl.full((), 0, tl.int64)
+            for start in range(0, n, BLOCK):
+                z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+                key = _key(z)
+                units += _units(z, (key > best_key) | ((key == best_key) & (ids < best_id)), DENSE)
+            settled = ((units == 0) | (units.to(tl.float64) * 2.2737367544323206e-13 < wanted)).to(tl.int32)
+        last_key = best_key
+        last_id = best_id
+    return last_id
+
+
+@kernel
+def _choose(  # type: ignore[no-untyped-def]
+    logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, mode, totals, lses, counts,
+    found_z, found_id, tokens, logprobs, V, G, row_stride,
+    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The token of each row that ``_settle`` left open."""
+    _after(EARLY)
+    row = tl.program_id(0)
+    todo = tl.load(mode + row)
+    if todo > 0:
+        logits += row.to(tl.int64) * row_stride
+        found_z += row * CAPACITY
+        found_id += row * CAPACITY
+        t = tl.maximum(tl.load(temperature + row), 1e-30)
+        k = tl.load(top_k + row)
+        p = tl.load(top_p + row)
+        least = tl.load(min_p + row)
+        total = tl.load(totals + row)
+        group = tl.arange(0, WIDTH)
+        peak = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
+        position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
+        n = tl.load(counts + row)
+        all_tokens = (todo == 2) | (n > CAPACITY)
+        if (all_tokens == 0) & (least <= 0) & ((k <= 0) | (k >= V)):  # top-p alone: is its mass among the collected?
+            units = tl.full((), 0, tl.int64)
+            for start in range(0, n, BLOCK):
+                z, _ids = _tile(logits, found_z, found_id, start, n, peak, t, False, BLOCK)
+                units += _units(z, z > -float("inf"), False)
+            all_tokens = units.to(tl.float64) * 2.2737367544323206e-13 < total * p
+        if all_tokens:
+            token = _select(
+                logits, found_z, found_id, V, peak, t, V, k, p, least, total, position, choice, seed_low, seed_high,
+                True, BLOCK,
+            )  # fmt: skip
+        else:
+            token = _select(
+                logits, found_z, found_id, n, peak, t, V, k, p, least, total, position, choice, seed_low, seed_high,
+                False, BLOCK,
+            )  # fmt: skip
+        tl.store(tokens + row, token.to(tl.int64))
+        if RAW:
+            x = tl.load(logits + token).to(tl.float64)
+            tl.store(logprobs + row, (x - tl.load(lses + row)).to(tl.float32))
+
+
+# -------------------------------------------------------------------------------------------------------- launchers
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+    *,
+    out: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    finite: Tensor | None = None,
+) -> Tensor:
+    """As ``reference``, on the device; can be captured in a CUDA graph.
+
+    Args:
+        out: int64 ``[R]``, where the tokens are to go.
+        logprobs: float32 ``[R]``, receives the drawn token's log-softmax, of the logits as given (temperature 1);
+            NaN for a row that is not finite.
+        finite: bool ``[R]``, receives whether the row has a largest logit and it is finite (no NaN, no +inf).
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype or device.
+    """
+    require("sample", logits)
+    if logits.dim() != 2 or not 0 < logits.shape[1] < 2**20:
+        raise ValueError(f"sample: logits must be [rows, 1 to {2**20 - 1} tokens], not {list(logits.shape)}")
+    rows, vocab = logits.shape
+    device = logits.device
+    wide = (torch.int32, torch.int64)
+    f32 = (torch.float32,)
+    for name, tensor, dtypes in (
+        ("temperature", temperature, f32), ("top_k", top_k, wide), ("top_p", top_p, f32), ("min_p", min_p, f32),
+        ("seed", seed, (torch.int64,)), ("choice", choice, wide), ("position", position, wide),
+        ("out", out, (torch.int64,)), ("logprobs", logprobs, f32), ("finite", finite, (torch.bool,)),
+    ):  # fmt: skip
+        if tensor is None:
+            continue
+        if tensor.shape != (rows,) or tensor.dtype not in dtypes or tensor.device != device:
+            raise ValueError(
+                f"sample: {name} must be {' or '.join(map(str, dtypes))} [{rows}] on {device}, not {tensor.dtype} "
+                f"{list(tensor.shape)} on {tensor.device}"
+            )
+        if name in ("out", "logprobs", "finite") and not tensor.is_contiguous():
+            raise ValueError(f"sample: {name} must be contiguous")
+    out = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
+    if rows == 0:
+        return out
+    logits = rows_of(logits)
+    parameters = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, choice, position)]
+    flags = (torch.empty(rows, dtype=torch.bool, device=device) if finite is None else finite).view(torch.uint8)
+    groups = -(-vocab // GROUP)
+    width, raw = next_power_of_2(groups), logprobs is not None
+    peaks, masses, raw_masses = torch.empty((3, rows, groups), dtype=torch.float32, device=device)
+    totals, lses = torch.empty((2, rows), dtype=torch.float64, device=device)
+    bars = torch.empty(rows, dtype=torch.float32, device=device)
+    mode, counts = torch.empty((2, rows), dtype=torch.int32, device=device)
+    found_z = torch.empty((rows, CANDIDATES), dtype=torch.float32, device=device)
+    found_id = torch.empty((rows, CANDIDATES), dtype=torch.int32, device=device)
+    early: dict[str, Any] = {"EARLY": False}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
+        early = {"EARLY": True, "launch_pdl": True}
+    numbers = (vocab, groups, logits.stride(0))
+    _groups[(-(-groups // 16), rows)](
+        logits, temperature, peaks, masses, raw_masses, *numbers, GROUPS=16, RAW=raw, num_warps=4, **early
+    )
+    _settle[(rows,)](
+        logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, bars, totals, lses, counts,
+        *numbers, WIDTH=width, RAW=raw, num_warps=4, **early,
+    )  # fmt: skip
+    _collect[(-(-groups // 16), rows)](
+        logits, temperature, peaks, mode, bars, counts, found_z, found_id, *numbers, GROUPS=16, WIDTH=width,
+        CAPACITY=CANDIDATES, num_warps=4, **early,
+    )  # fmt: skip
+    _choose[(rows,)](
+        logits, *parameters, peaks, mode, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
+        WIDTH=width, CAPACITY=CANDIDATES, BLOCK=512 if INTERPRETED else 2048, RAW=raw, num_warps=8, **early,
+    )  # fmt: skip
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------- registry entry
+
+
+def cost(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+) -> Cost:
+    """The logits once: a subtraction, a division, an exponential and an addition for each."""
+    parameters = sum(t.nbytes for t in (temperature, top_k, top_p, min_p, seed, choice, position))
+    return Cost(4 * logits.numel(), logits.nbytes + parameters, 8 * logits.shape[0])
+
+
+def _sorting(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """The usual way in torch: softmax, sort, cumulative sum, mask, and probabilities over exponential noise."""
+    greedy = logits.argmax(-1)
+    p = torch.softmax(logits.float() / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None], -1)
+    p, order = p.sort(-1, descending=True)
+    vocab = logits.shape[1]
+    kth = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long() - 1
+    keep = (p >= p.gather(1, kth[:, None])) & (p >= min_p[:, None] * p[:, :1])
+    p = p * keep
+    p = p * (p.cumsum(-1) - p < top_p[:, None] * p.sum(-1, keepdim=True))
+    drawn = order.gather(1, (p / torch.empty_like(p).exponential_()).argmax(-1, keepdim=True))[:, 0]
+    return torch.where(temperature == 0, greedy, drawn)
+
+
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+SETTINGS = (
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.6, 20, 0.95, 0.0),
+    (0.8, 0, 0.9, 0.0),
+    (1.3, 40, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.05),
+    (0.7, 7, 0.5, 0.01),
+    (2.0, 0, 0.999, 0.0),
+)
+"""(temperature, top_k, top_p, min_p) of a mixed batch; rows take them in turn."""
+
+
+def inputs(logits: Tensor, settings: Sequence[tuple[float, int, float, float]], seed: int = 0) -> dict[str, Any]:
+    """Arguments for the rows of ``logits``, which take ``settings`` in turn."""
+    rows = [settings[row % len(settings)] for row in range(logits.shape[0])]
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 4
+    number = torch.arange(len(rows), device=logits.device)
+    made: dict[str, Any] = {"logits": logits}
+    for name, column in zip(PARAMETERS, columns, strict=True):
+        dtype = torch.int32 if name == "top_k" else torch.float32
+        made[name] = torch.tensor(column, dtype=dtype, device=logits.device)
+    made["seed"] = (number + seed) * 0x5851F42D4C957F2D
+    return made | {"choice": number % 3, "position": 11 + 5 * number}
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    tied = normal(8, 300, seed=2).round()
+    masked = 4 * normal(8, 1000, seed=3)
+    masked[:, ::3] = -torch.inf
+    masked[4:, 17:] = -torch.inf
+    extreme = normal(8, 513, seed=4) * 1e4
+    extreme[0, 400], extreme[1, 3], extreme[2] = torch.nan, torch.inf, -torch.inf
+    made = [
+        4 * normal(8, 777),
+        0.01 * normal(8, 130, seed=1),
+        tied,
+        masked,
+        extreme,
+        torch.zeros(3, 1),
+        torch.ones(0, 9),
+    ]
+    return [inputs(logits, SETTINGS, index) for index, logits in enumerate(made)]
+
+
+def _cases() -> Sequence[Case]:
+    def case(model: shapes.ModelShape, rows: int, label: str, settings: Any) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            logits = 2.5 * torch.randn(rows, model.vocab_size, device=device, generator=generator)
+            logits[:, : 40 * 997 : 997] += 12  # some likely tokens, as a model's logits have
+            return inputs(logits, settings, seed)
+
+        return Case(f"{model.name}, {rows} rows, {label}", make, "float32")
+
+    kinds = (
+        ("mixed", SETTINGS[:7]),
+        ("greedy", SETTINGS[:1]),
+        ("whole", SETTINGS[1:2]),
+        ("top-k and top-p", SETTINGS[2:3]),
+    )
+    made = [case(shapes.LLAMA_8B, rows, label, s) for rows in shapes.DECODE_ROWS for label, s in kinds]
+    return [*made, *(case(shapes.QWEN3_0_6B, rows, "mixed", SETTINGS[:7]) for rows in shapes.DECODE_ROWS)]
+
+
+def _kernels() -> Sequence[Kernel]:
+    ints = dict.fromkeys(("V", "G", "row_stride"), "i32")
+    parameters = {
+        "temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64",
+        "choices": "*i64", "positions": "*i64",
+    }  # fmt: skip
+    floats = dict.fromkeys(("peaks", "masses", "raw_masses", "bars", "found_z", "logprobs"), "*fp32")
+    others = {
+        "logits": "*fp32", "tokens": "*i64", "finite": "*u8", "found_id": "*i32",
+        **dict.fromkeys(("mode", "counts"), "*i32"), **dict.fromkeys(("totals", "lses"), "*fp64"),
+    }  # fmt: skip
+    arguments = {**parameters, **floats, **others, **ints}
+    sizes = {"WIDTH": 1024, "CAPACITY": CANDIDATES, "EARLY": False}
+    return [
+        Kernel("groups", _groups, arguments, {"GROUPS": 16, "RAW": False, "EARLY": False}, ("V", "row_stride")),
+        Kernel("settle", _settle, arguments, {"WIDTH": 1024, "RAW": True, "EARLY": False}, ("V", "row_stride")),
+        Kernel("collect", _collect, arguments, {**sizes, "GROUPS": 16}, ("V", "row_stride")),
+        Kernel(
+            "choose", _choose, arguments, {**sizes, "BLOCK": 2048, "RAW": True}, ("V", "row_stride"), warps=8
+        ),
+    ]  # fmt: skip
+
+
+register(
+    Op(
+        name="sampling",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
+            "triton": Implementation("triton", available(sample), TRITON_TARGETS, batch_invariant=True),
+        },
+        examples=_examples,
+        peers={"torch, sorted": _sorting},
+        keeps_dtype=(*PARAMETERS,),
+        cases=_cases,
+        kernels=_kernels,
+    )
+)
