@@ -1,53 +1,180 @@
-"""Searches a launcher's knobs on the device: every combination at one shape, and what each knob is worth."""
+"""Searches a launcher's knobs on the device at one shape, and says what each knob is worth.
+
+The heuristic's configuration is tried first and is what every other is compared with: a candidate is rejected when it
+does not compile or run, when its result is not the heuristic's up to rounding, or when its result is not the same to
+the bit in repeated runs (a race), unless the launcher says that it need not be.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..registry import Case, Knobs
-from .bench import ROTATE_BYTES
-from .timing import time_graph
+from ..tuning import bucket_name
+from .bench import EXPECTED, MOST_COPIES, ROTATE_BYTES, sentence
+from .timing import Calls, time_graph
+
+REPEATS = 5
+"""Runs whose bits must be equal."""
+REPLAYS = 9
+ROUNDING = 16
+"""Largest difference from the heuristic's result, in units of the result's precision, in the 2-norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One configuration and its median seconds."""
+    """One configuration: its median seconds, or why it was rejected."""
 
-    config: Mapping[str, int]
-    seconds: float
+    config: Mapping[str, Any]
+    seconds: float | None
+    reason: str = ""
 
 
-def search(knobs: Knobs, case: Case) -> tuple[int, list[Trial]]:
-    """(size that the launcher keys on, trials from the fastest); configurations that do not compile are left out."""
-    sample = case.make(torch.device("cuda"), 0)
-    size = knobs.size(sample)
-    nbytes = sum(v.nbytes for v in sample.values() if isinstance(v, torch.Tensor))
-    prepared = [knobs.prepare(case.make(torch.device("cuda"), s)) for s in range(max(2, ROTATE_BYTES // nbytes))]
-    fixed = knobs.heuristic(size)
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A search at one shape."""
+
+    launcher: str
+    case: str
+    bucket: str
+    default: Mapping[str, Any]
+    trials: Sequence[Trial]
+    """The heuristic's first, the others in the order tried."""
+    left: int
+    """Configurations that the time limit left untried."""
+
+    @property
+    def best(self) -> Trial:
+        """The fastest that was not rejected."""
+        return min((t for t in self.trials if t.seconds is not None), key=lambda t: t.seconds or 0.0)
+
+    @property
+    def gain(self) -> float | None:
+        """The heuristic's time over the best's; None where the heuristic's did not run."""
+        return None if self.trials[0].seconds is None else self.trials[0].seconds / (self.best.seconds or 1.0)
+
+    def worth(self) -> dict[str, float | None]:
+        """For each knob: the best time with it at its default over the best time with it free (1.0: worth nothing).
+
+        None where no such trial ran.
+        """
+        best = self.best
+        found: dict[str, float | None] = {}
+        for name in best.config:
+            fixed = [t.seconds for t in self.trials if t.seconds and t.config[name] == self.default[name]]
+            found[name] = min(fixed) / (best.seconds or 1.0) if fixed else None
+        return found
+
+
+def configurations(knobs: Knobs, size: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the heuristic's, every other one that makes sense at ``size``, shuffled the same way each time)."""
+    fixed = dict(knobs.heuristic(size))
     names = [name for name in knobs.choices if name in fixed]
-    trials = []
-    for values in itertools.product(*(knobs.choices[name] for name in names)):
-        config = dict(zip(names, values, strict=True))
+    default = {name: fixed[name] for name in names}
+    everything = [dict(zip(names, v, strict=True)) for v in itertools.product(*(knobs.choices[n] for n in names))]
+    others = [c for c in everything if c != default and (knobs.valid is None or knobs.valid(c, size))]
+    random.Random(0).shuffle(others)
+    return default, others
+
+
+def search(
+    knobs: Knobs,
+    case: Case,
+    device: str = "cuda",
+    *,
+    seconds: float = 60.0,
+    timer: Callable[[Calls, int], list[float]] = time_graph,
+) -> Found:
+    """Try configurations at ``case`` until all are tried or ``seconds`` are over.
+
+    Raises:
+        ValueError: nothing ran, not even the heuristic's configuration.
+    """
+    place = torch.device(device)
+    sample = case.make(place, 0)
+    size = knobs.size(sample)
+    default, others = configurations(knobs, size)
+    nbytes = max(1, sum(v.nbytes for v in sample.values() if isinstance(v, torch.Tensor)))
+    copies = max(2, min(MOST_COPIES, ROTATE_BYTES // nbytes)) if place.type == "cuda" else 1
+    prepared = [knobs.prepare(sample), *(knobs.prepare(case.make(place, seed)) for seed in range(1, copies))]
+    wanted: list[torch.Tensor] | None = None
+    trials: list[Trial] = []
+    begun = time.monotonic()
+    queue = [default, *others]
+    while queue and (not trials or time.monotonic() - begun < seconds):
+        config = queue.pop(0)
         try:
-            times = time_graph([partial(knobs.launch, **p, config=config) for p in prepared], replays=7)
-        except (RuntimeError, torch.OutOfMemoryError):
+            outputs = results(knobs, prepared[0], config)
+            reason = _differs(outputs, wanted) if wanted is not None else ""
+            if not reason and knobs.exact:
+                reason = _unsteady(knobs, prepared[0], config, outputs)
+            if reason:
+                trials.append(Trial(config, None, reason))
+                continue
+            wanted = wanted or outputs
+            times = timer([partial(knobs.launch, **p, config=config) for p in prepared], REPLAYS)
+            trials.append(Trial(config, statistics.median(times)))
+        except EXPECTED as error:
+            trials.append(Trial(config, None, sentence(error)))
+            if place.type == "cuda":
+                torch.cuda.synchronize()  # raises when the device is unusable from here on
+    if all(trial.seconds is None for trial in trials):
+        raise ValueError(f"{knobs.name}, {case.name}: no configuration ran; the heuristic's: {trials[0].reason}")
+    return Found(knobs.name, case.name, bucket_name(size), default, trials, len(queue))
+
+
+def results(knobs: Knobs, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Copies of what one run returns, or of its arguments where it returns nothing but writes into those."""
+    made = knobs.launch(**arguments, config=config)
+    listed = [made] if isinstance(made, torch.Tensor) else list(made or arguments.values())
+    return [value.detach().clone() for value in listed if isinstance(value, torch.Tensor)]
+
+
+def _unsteady(knobs: Knobs, arguments: Mapping[str, Any], config: Mapping[str, Any], first: list[torch.Tensor]) -> str:
+    for _ in range(REPEATS - 1):
+        again = results(knobs, arguments, config)
+        if not all(torch.equal(_bits(a), _bits(b)) for a, b in zip(first, again, strict=True)):
+            return "its result is not the same in every run"
+    return ""
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(kinds[x.element_size()])
+
+
+def _differs(outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> str:
+    for a, b in zip(outputs, wanted, strict=True):
+        if not a.is_floating_point():
+            if not torch.equal(a, b):
+                return "its result is not that of the heuristic's configuration"
             continue
-        trials.append(Trial(config, statistics.median(times)))
-    return size, sorted(trials, key=lambda trial: trial.seconds)
+        both = a.isfinite() & b.isfinite()
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return "NaN or infinities where the heuristic's configuration has none"
+        off = (a.double() - b.double()).where(both, 0.0).norm()
+        scale = b.double().where(both, 0.0).norm()
+        if off > ROUNDING * torch.finfo(a.dtype).eps * scale:
+            return f"its result is {float(off / scale):.1e} away from that of the heuristic's configuration"
+    return ""
 
 
-def worth(trials: list[Trial]) -> dict[str, float]:
-    """For each knob: how much slower the best trial gets with that knob alone at its worst value (1.0: nothing)."""
-    best = trials[0]
-    found = {}
-    for name in best.config:
-        others = {k: v for k, v in best.config.items() if k != name}
-        same = [t.seconds for t in trials if all(t.config[k] == v for k, v in others.items())]
-        found[name] = max(same) / best.seconds
-    return found
+def cases_of(knobs: Knobs, cases: Sequence[Case], device: str, matching: str = "") -> list[Case]:
+    """The first case of each size bucket that this launcher runs at, of those whose name contains ``matching``."""
+    chosen: dict[str, Case] = {}
+    for case in cases:
+        if matching not in case.name:
+            continue
+        arguments = case.make(torch.device(device), 0)
+        if knobs.applies is None or knobs.applies(arguments):
+            chosen.setdefault(bucket_name(knobs.size(arguments)), case)
+    return list(chosen.values())

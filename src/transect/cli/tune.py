@@ -1,0 +1,98 @@
+"""``transect tune``: find the fastest configuration of an operator's launchers on this machine's GPU, and keep it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..ops.tools.search import Found
+
+
+def command(
+    op: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
+    shapes: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    launcher: Annotated[str, typer.Option(help="Only launchers whose name contains this.")] = "",
+    seconds: Annotated[float, typer.Option(min=1, help="At most this long at each shape.")] = 60.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that compile configurations first.")] = 0,
+    keep: Annotated[bool, typer.Option(help="Keep the best in the user's tuning file.")] = True,
+    ship: Annotated[bool, typer.Option("--ship", help="Keep it in the source tree instead, for everyone.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write every trial here.")] = None,
+) -> None:
+    """Try an operator's knobs (tile sizes, warps, stages, ...) on this GPU, show what each is worth, keep the best."""
+    from ..ops.registry import all_ops, get
+
+    all_ops()
+    entry = get(op)
+    chosen = [knobs for knobs in entry.knobs if launcher in knobs.name]
+    if not chosen:
+        have = ", ".join(knobs.name for knobs in entry.knobs)
+        raise ValueError(f"{op} has no knobs to tune" + (f" in a launcher called {launcher!r}: {have}" if have else ""))
+    import torch
+
+    from ..ops import tuning
+    from ..ops.tools import search, search_worker
+
+    if not torch.cuda.is_available():
+        raise ValueError("tuning measures on the GPU, and torch finds none here; the rules of thumb stay in use")
+    device = torch.cuda.get_device_name()
+    found = []
+    for knobs in chosen:
+        for case in search.cases_of(knobs, entry.cases(), "cuda", shapes):
+            if workers:
+                search_worker.start(op, knobs.name, case.name, workers)
+            found.append(search.search(knobs, case, seconds=seconds))
+            _show(found[-1])
+            if keep:
+                finding = {knobs.name: {found[-1].bucket: found[-1].best.config}}
+                path = tuning.save(device, finding, tuning.SHIPPED if ship else None)
+            torch.cuda.empty_cache()
+    if not found:
+        raise ValueError(f"no case of {op} has {shapes!r} in its name; `transect bench ops {op} --list` shows them")
+    if keep:
+        print(f"kept in {path}")
+    if json is not None:
+        _write(json, device, found)
+
+
+def _show(found: Found) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..ops.tools.results import time_text
+
+    console = Console()
+    timed = [trial for trial in found.trials if trial.seconds is not None]
+    rejected = len(found.trials) - len(timed)
+    gain = "the heuristic's did not run" if found.gain is None else f"{found.gain:.3f}x the heuristic's speed"
+    console.print(
+        f"{found.launcher} [{found.bucket}], {found.case}: {len(timed)} timed, {rejected} rejected, {found.left} left; "
+        f"best {time_text(found.best.seconds or 0)} us, {gain}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in ("knob", "heuristic", "best", "worth"):
+        table.add_column(column, justify="left" if column == "knob" else "right")
+    for name, worth in found.worth().items():
+        share = "?" if worth is None else f"{worth - 1:.1%}"
+        table.add_row(name, str(found.default[name]), str(found.best.config[name]), share)
+    console.print(table, highlight=False)
+    for trial in found.trials:
+        if trial.reason and "same in every run" in trial.reason:
+            console.print(f"rejected as a race: {trial.config}", style="red", highlight=False, markup=False)
+
+
+def _write(path: Path, device: str, found: list[Found]) -> None:
+    from dataclasses import asdict
+    from json import dumps
+
+    from ..hardware.environment import environment
+
+    searches = [{**asdict(f), "best": asdict(f.best), "gain": f.gain, "worth": f.worth()} for f in found]
+    where = environment(("torch", "triton"))
+    path.write_text(dumps({"device": device, "environment": where, "searches": searches}, indent=1) + "\n")

@@ -1,0 +1,156 @@
+"""The search of a launcher's knobs: what is tried, what is rejected, what each knob is worth, what is kept."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from transect.ops import tuning
+from transect.ops.registry import Case, Knobs
+from transect.ops.tools import search
+
+RUNS: list[Mapping[str, Any]] = []
+SPEED = {"block": {1: 4.0, 2: 1.0, 4: 2.0}, "warps": {4: 1.0, 8: 1.5}}
+
+
+def _launch(x: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """Doubles x; some configurations fail, are wrong, or give another result in every run."""
+    RUNS.append(config)
+    if config["block"] == 8:
+        raise RuntimeError("out of resources")
+    if config["block"] == 16:
+        return 2 * x + 1
+    if config["block"] == 32:
+        return 2 * x + len(RUNS) % 2 * 5e-7
+    return 2 * x
+
+
+def _timer(calls: Any, replays: int) -> list[float]:
+    """Pretends that a configuration takes the product of its knobs' speeds."""
+    config = calls[0].keywords["config"]
+    return [SPEED["block"].get(config["block"], 0.1) * SPEED["warps"][config["warps"]]] * replays
+
+
+def _knobs(**more: Any) -> Knobs:
+    fields: dict[str, Any] = {
+        "name": "double",
+        "choices": {"block": (1, 2, 4, 8, 16, 32), "warps": (4, 8), "unused": (1, 2)},
+        "heuristic": lambda size: {"block": 4, "warps": 8},
+        "launch": _launch,
+        "prepare": dict,
+        "size": lambda arguments: (3, arguments["x"].numel()),
+    }
+    return Knobs(**{**fields, **more})
+
+
+CASE = Case("one", lambda device, seed: {"x": torch.ones(1000) + seed}, "float32")
+
+
+def test_best_worth_and_rejections() -> None:
+    found = search.search(_knobs(), CASE, "cpu", timer=_timer)
+    assert found.trials[0].config == found.default == {"block": 4, "warps": 8}
+    assert len(found.trials) == 12 and found.left == 0 and found.bucket == "4x1024"
+    assert found.best.config == {"block": 2, "warps": 4} and found.best.seconds == 1.0
+    assert found.gain == 3.0
+    assert found.worth() == {"block": 2.0, "warps": 1.5}
+    reasons = {trial.config["block"]: trial.reason for trial in found.trials if trial.reason}
+    assert reasons[8] == "RuntimeError: out of resources"
+    assert "away from that of the heuristic's" in reasons[16]
+    assert reasons[32] == "its result is not the same in every run"
+    assert set(reasons) == {8, 16, 32}
+
+
+def test_a_launcher_may_differ_between_runs_where_it_says_so() -> None:
+    found = search.search(_knobs(exact=False), CASE, "cpu", timer=_timer)
+    assert found.best.config["block"] == 32
+
+
+def test_only_what_makes_sense_is_tried() -> None:
+    default, others = search.configurations(_knobs(valid=lambda config, size: config["block"] < size[0]), (3, 1000))
+    assert default == {"block": 4, "warps": 8}
+    assert {config["block"] for config in others} == {1, 2} and len(others) == 4
+
+
+def test_time_limit_leaves_the_heuristic_s() -> None:
+    found = search.search(_knobs(), CASE, "cpu", seconds=0, timer=_timer)
+    assert [trial.config for trial in found.trials] == [{"block": 4, "warps": 8}]
+    assert found.left == 11 and found.worth() == {"block": 1.0, "warps": 1.0}
+
+
+def test_nothing_runs() -> None:
+    knobs = _knobs(choices={"block": (8,)}, heuristic=lambda size: {"block": 8})
+    with pytest.raises(ValueError, match=r"double, one: no configuration ran; .*out of resources"):
+        search.search(knobs, CASE, "cpu", timer=_timer)
+
+
+def test_one_case_of_each_bucket() -> None:
+    def of(n: int) -> Case:
+        return Case(f"size {n}", lambda device, seed: {"x": torch.ones(n)}, "float32")
+
+    knobs = _knobs(applies=lambda arguments: arguments["x"].numel() > 5)
+    cases = [of(n) for n in (3, 9, 12, 16, 17)]
+    assert [case.name for case in search.cases_of(knobs, cases, "cpu")] == ["size 9", "size 17"]
+    assert [case.name for case in search.cases_of(knobs, cases, "cpu", "2")] == ["size 12"]
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    tuning.choices.cache_clear()
+    yield tmp_path / "tuned"
+    tuning.choices.cache_clear()
+
+
+def test_choices_are_kept_for_each_device_and_bucket(cache: Path) -> None:
+    tuning.save("Some GPU (TM)", {"double": {"4x1024": {"block": 2}}})
+    path = tuning.save("Some GPU (TM)", {"double": {"8": {"block": 1}}, "other": {"8": {"warps": 4}}})
+    assert path == cache / "some_gpu_tm.json" and [p.name for p in cache.iterdir()] == [path.name]
+    known = tuning.choices("Some GPU (TM)")
+    assert known == {"double": {"4x1024": {"block": 2}, "8": {"block": 1}}, "other": {"8": {"warps": 4}}}
+
+
+def test_an_unknown_device_is_said_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert tuning.choices("Another GPU") == {}
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "no tuned kernel configurations for Another GPU"
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"choices": {"double": 3}}'])
+def test_a_damaged_file_is_left_aside_and_said(cache: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    cache.mkdir()
+    (cache / "some_gpu.json").write_text(text)
+    assert tuning.choices("Some GPU") == {}
+    assert "cannot be read" in caplog.text
+    path = tuning.save("Some GPU", {"double": {"8": {"block": 1}}})
+    assert json.loads(path.read_text())["choices"] == {"double": {"8": {"block": 1}}}
+
+
+def test_shipped_choices_name_launchers_that_exist() -> None:
+    from transect.ops.registry import all_ops
+
+    knobs = {k.name: k for op in all_ops() for k in op.knobs}
+    for file in tuning.SHIPPED.glob("*.json"):
+        for launcher, buckets in json.loads(file.read_text())["choices"].items():
+            assert launcher in knobs, f"{file.name}: {launcher}"
+            for name, config in buckets.items():
+                assert set(config) <= set(knobs[launcher].choices), f"{file.name}: {launcher} {name}"
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    from transect.cli import main
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for arguments, message in (
+        (["softmax"], "tuning measures on the GPU, and torch finds none here"),
+        (["softmax", "--launcher", "nothing"], "no knobs to tune in a launcher called 'nothing': softmax"),
+        (["nothing"], "no operator 'nothing'"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["tune", *arguments])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
