@@ -73,17 +73,24 @@ def attach(model: Decoder, config: LoRAConfig, *, seed: int) -> list[str]:
 
 @torch.no_grad()
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the plain model, by canonical name, on the CPU."""
+    """The weights of the plain model, by canonical name, on the CPU; 4-bit ones as what they stand for."""
     state: dict[str, Tensor] = {}
+    replaced: list[str] = []
     for name, module in model.named_modules():
+        if name.startswith(tuple(replaced)):
+            continue
+        plain: Any = module.base if isinstance(module, LoRALinear) else module
         if isinstance(module, LoRALinear):
             state[f"{name}.weight"] = module.merged().cpu()
-            bias = getattr(module.base, "bias", None)
-            if bias is not None:
-                state[f"{name}.bias"] = bias.detach().cpu().clone()
-    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, LoRALinear))
+        elif hasattr(module, "dense_weight"):
+            state[f"{name}.weight"] = plain.dense_weight().cpu()
+        else:
+            continue
+        replaced.append(f"{name}.")
+        if plain.bias is not None:
+            state[f"{name}.bias"] = plain.bias.detach().cpu().clone()
     for name, tensor in model.state_dict().items():
-        if not name.startswith(inside):
+        if not name.startswith(tuple(replaced)):
             state[name] = tensor.detach().cpu().clone()
     return state
 

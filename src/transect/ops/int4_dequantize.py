@@ -1,0 +1,129 @@
+r"""4-bit codes in groups back to the weights they stand for: what training over a frozen 4-bit base multiplies by.
+
+    W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
+
+The packing is that of ``int4_matmul.py``: byte j of pair p of a row holds code 2 p G + j in its low half and code
+(2 p + 1) G + j in its high half. With thousands of rows a product is bound by arithmetic, so it pays to rebuild the
+weight once and use the fast dense product; with few rows ``int4_matmul`` is the operator to take.
+
+Shapes: codes uint8 ``[N, K / 2]``, scale and zero ``[N, K / G]``, result ``[N, K]`` in the dtype of ``scale``; float32
+inside, rounded once. No gradient: the base is frozen.
+
+Bound by bytes: 1/2 + 4 / G bytes read and 2 written for each weight in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .int4_matmul import pack, unpack
+from .jit import TRITON_TARGETS, available, kernel, require, tl
+from .numerics import compute_dtype, sample
+from .registry import Case, Cost, Implementation, Kernel, Op, register
+
+BLOCK = 2048
+
+
+def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """``-> [N, K]`` in the dtype of ``scale``."""
+    group = 2 * codes.shape[1] // scale.shape[1]
+    dtype = compute_dtype(scale.dtype)
+    wide, base = (t.to(dtype).repeat_interleave(group, dim=1) for t in (scale, zero))
+    return (wide * unpack(codes, group).to(dtype) + base).to(scale.dtype)
+
+
+@kernel
+def _dequantize_kernel(
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, n_bytes, row_bytes, G: tl.constexpr, BLOCK: tl.constexpr
+):
+    """BLOCK bytes a program: each gives two weights that lie G apart."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n_bytes
+    row = at // row_bytes
+    column = at - row * row_bytes
+    pair = column // G
+    low = row * (2 * row_bytes) + pair * (2 * G) + column - pair * G
+    group = row * (2 * row_bytes // G) + 2 * pair
+    code = tl.load(codes_ptr + at, mask=inside, other=0)
+    for half in tl.static_range(2):
+        scale = tl.load(scale_ptr + group + half, mask=inside, other=0.0).to(tl.float32)
+        zero = tl.load(zero_ptr + group + half, mask=inside, other=0.0).to(tl.float32)
+        value = ((code >> (4 * half)) & 15).to(tl.float32) * scale + zero
+        tl.store(out_ptr + low + half * G, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """``reference`` in Triton; copies strided inputs. ValueError if the shapes do not fit each other."""
+    require("int4_dequantize", scale, zero)
+    n, half = codes.shape
+    if scale.shape != zero.shape or scale.shape[0] != n or scale.dtype != zero.dtype or (2 * half) % scale.shape[1]:
+        raise ValueError(
+            f"int4_dequantize: codes [N, K / 2] need scale and zero [N, K / G] of one dtype; got {list(codes.shape)}, "
+            f"{list(scale.shape)} {scale.dtype} and {list(zero.shape)} {zero.dtype}"
+        )
+    codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
+    out = torch.empty(n, 2 * half, dtype=scale.dtype, device=codes.device)
+    if codes.numel():
+        grid = (-(-codes.numel() // BLOCK),)
+        group = 2 * half // scale.shape[1]
+        _dequantize_kernel[grid](codes, scale, zero, out, codes.numel(), half, G=group, BLOCK=BLOCK)
+    return out
+
+
+def cost(codes: Tensor, scale: Tensor, zero: Tensor) -> Cost:
+    """One multiply-add a weight."""
+    return Cost(4 * codes.numel(), codes.nbytes + scale.nbytes + zero.nbytes, 2 * codes.numel() * scale.element_size())
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    made = []
+    for n, k, group in ((1, 64, 32), (5, 384, 64), (7, 512, 128)):
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(k))
+        scale, zero = sample(n, k // group), sample(n, k // group, seed=1)
+        made.append({"codes": pack(codes, group), "scale": scale, "zero": zero})
+    return made
+
+
+def _cases() -> Sequence[Case]:
+    def case(shape: shapes.ModelShape) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            n, k, group = shape.ffn_dim, shape.dim, 64
+            codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device, generator=generator)
+            scale, zero = torch.randn(2, n, k // group, device=device, dtype=torch.bfloat16, generator=generator)
+            return {"codes": codes, "scale": scale, "zero": zero}
+
+        return Case(f"up of {shape.name}", make)
+
+    return [case(shape) for shape in shapes.MODELS]
+
+
+def _kernels() -> Sequence[Kernel]:
+    arguments = {
+        "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*bf16", "out_ptr": "*bf16", "n_bytes": "i32",
+        "row_bytes": "i32",
+    }  # fmt: skip
+    return [
+        Kernel(
+            "dequantize", _dequantize_kernel, arguments, {"G": 64, "BLOCK": BLOCK}, divisible=("n_bytes", "row_bytes")
+        )
+    ]
+
+
+register(
+    Op(
+        name="int4_dequantize",
+        reference=reference,
+        cost=cost,
+        implementations={"triton": Implementation("triton", available(triton_dequantize), TRITON_TARGETS)},
+        examples=_examples,
+        peers={"torch": reference},
+        cases=_cases,
+        kernels=_kernels,
+    )
+)
