@@ -11,10 +11,12 @@ import torch
 from ..models.cost import Storage, kv_bytes_per_token
 from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
+from .batch import Executor
 from .clock import WallClock
 from .config import EngineConfig
 from .core import EngineCore
-from .kv_size import free_memory, kv_size
+from .gpu_build import build_gpu, device_for
+from .kv_size import KVSize, free_memory, kv_size
 from .runner import Runner
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
@@ -32,6 +34,8 @@ class BuiltEngine:
     kv_tokens: int
     kernels: str
     """Which kernels run, and why: the start-up line."""
+    report: tuple[str, ...] = ()
+    """On a GPU: where its memory went, and what starting took."""
 
     @property
     def vocab_size(self) -> int:
@@ -49,11 +53,45 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
     source = resolve(config.model, load_format=config.load_format)
+    device, reason = device_for(config)
+    max_num_seqs, max_num_batched_tokens = config.limits(device.type)
+    report: tuple[str, ...] = ()
+    executor: Executor
+    if device.type == "cuda":
+        parts = build_gpu(config, source, device)
+        executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
+    else:
+        executor, size, why = _build_cpu(config, source)
+        if config.device == "auto" and torch.cuda.is_available():
+            why = f"{why}; not on the GPU: {reason}"
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=size.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=size.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.policy,
+            max_queue=config.max_queue,
+            seed=config.seed,
+        ),
+        WallClock(),
+    )
+    ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+    core = EngineCore(scheduler, executor, lag=int(ahead))
+    kv_tokens = size.num_blocks * config.block_size
+    log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
+    return BuiltEngine(core, source, size.max_model_len, kv_tokens, why, report)
+
+
+def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSize, str]:
+    """The model and its cache in the memory of the host, and which kernels run."""
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     choice = {"dtype": config.dtype, "native": config.native, "threads": threads, "block_size": config.block_size}
     library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
-    model = load_model(source, seed=config.seed or 0, **choice)  # type: ignore[arg-type]
+    model = load_model(source, seed=config.seed or 0, deterministic=config.deterministic, **choice)  # type: ignore[arg-type]
     if library is not None:
         # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.
@@ -65,22 +103,4 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         bytes_per_token=kv_bytes_per_token(source.config, Storage(kv=cache_type.itemsize * 8)),
         free_bytes=free_memory(),
     )
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=size.num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.batched_tokens,
-            max_model_len=size.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            policy=config.policy,
-            max_queue=config.max_queue,
-            seed=config.seed,
-        ),
-        WallClock(),
-    )
-    runner = Runner(model, *model.new_kv_cache(size.num_blocks, config.block_size, cache_type))
-    core = EngineCore(scheduler, runner, lag=int(config.async_scheduling))
-    kv_tokens = size.num_blocks * config.block_size
-    log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
-    return BuiltEngine(core, source, size.max_model_len, kv_tokens, why)
+    return Runner(model, *model.new_kv_cache(size.num_blocks, config.block_size, cache_type)), size, why

@@ -8,8 +8,10 @@ from typing import Literal
 
 from .scheduler_config import Policy
 
-DEFAULT_BATCHED_TOKENS = 256
-"""Tokens of a step. Decoding streams wait for the prefill chunks of others: this many keep a small CPU for 0.15 s."""
+DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
+"""Tokens of a step. Decoding streams wait for the prefill chunks of others: this many keep a small CPU for 0.15 s, and
+an H200 with an 8B model for 0.2 s."""
+DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +23,28 @@ class EngineConfig:
         load_format: ``auto``, or ``dummy``: random weights (of ``seed``, or 0) in the shape of a config.json; ``model``
             is a directory that holds one, or a name of ``models.presets``.
         dtype: ``auto`` (the file's own formats, KV cache in bfloat16), ``float32`` (exactly the dequantized model) or
-            ``bfloat16`` (on torch alone).
+            ``bfloat16`` (on torch alone). On a GPU ``auto`` is bfloat16.
+        device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
+        deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
+            prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
+        cuda_graphs: ``on`` captures the steps that only decode when the engine starts, ``lazy`` each when it first
+            comes, ``off`` none.
+        fused_operators, dependent_launch, device_sampling: switches of what makes a GPU fast, to see what each is
+            worth: several operators in one kernel; kernels that start while the one before ends (Hopper); tokens drawn
+            on the GPU.
+        gpu_memory_utilization: share of the GPU's memory that the engine may fill.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
-        max_num_seqs: sequences that run at the same time.
-        max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, or max_num_seqs if larger.
+        max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
+        max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
+            max_num_seqs if larger.
         block_size: tokens in a KV block.
-        num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: a quarter of
-            the memory that is free, at most 2 GiB, or what max_num_seqs sequences of max_model_len can use, if less.
+        num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
+            max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
+            on a GPU all that gpu_memory_utilization leaves.
         enable_prefix_caching: keep the KV of finished prompts for later ones that begin alike.
         policy: ``continuous``, or ``static`` to compare with.
         max_queue: requests that may wait; one more is refused. None: no bound.
-        async_scheduling: plan a step ahead of the tokens.
+        async_scheduling: plan a step ahead of the tokens; None: on a GPU.
         threads: CPU threads of the model; None: the cores that this process may use. They become torch's number of
             threads in this process too, or 1 where the C++ kernels run, which have their own.
         native: the C++ kernels: True insists, False forbids, None uses them if they can run.
@@ -45,8 +58,15 @@ class EngineConfig:
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False
+    cuda_graphs: Literal["on", "lazy", "off"] = "on"
+    fused_operators: bool = True
+    dependent_launch: bool = True
+    device_sampling: bool = True
+    gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
@@ -55,7 +75,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
     max_queue: int | None = None
-    async_scheduling: bool = False
+    async_scheduling: bool | None = None
     threads: int | None = None
     native: bool | None = None
     seed: int | None = None
@@ -66,10 +86,16 @@ class EngineConfig:
             raise ValueError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
-        for name in ("max_num_seqs", "block_size"):
-            _positive(name, getattr(self, name))
+        for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {getattr(self, name)!r}"
+                )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        _positive("block_size", self.block_size)
         sizes = ("num_kv_blocks", "kv_cache_bytes", "kv_cache_tokens")
-        for name in ("max_model_len", "max_num_batched_tokens", "max_queue", "threads", *sizes):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue", "threads", *sizes):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         given = [name for name in sizes if getattr(self, name) is not None]
@@ -77,19 +103,22 @@ class EngineConfig:
             raise ValueError(f"the size of the KV cache is given twice ({', '.join(given)}): give one of them")
         if self.policy not in ("continuous", "static"):
             raise ValueError(f"policy must be continuous or static, not {self.policy!r}")
-        if self.batched_tokens < self.max_num_seqs:
+        if None not in (self.max_num_seqs, self.max_num_batched_tokens) and (
+            self.max_num_batched_tokens < self.max_num_seqs  # type: ignore[operator]
+        ):
             raise ValueError(
-                f"max_num_batched_tokens ({self.batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs})"
             )
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
 
-    @property
-    def batched_tokens(self) -> int:
-        """``max_num_batched_tokens`` with its default filled in."""
-        if self.max_num_batched_tokens is not None:
-            return self.max_num_batched_tokens
-        return max(DEFAULT_BATCHED_TOKENS, self.max_num_seqs)
+    def limits(self, device: str) -> tuple[int, int]:
+        """max_num_seqs and max_num_batched_tokens with the defaults of a device type (``cpu``, ``cuda``)."""
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if seqs is None:
+            seqs = min(DEFAULT_NUM_SEQS[device], tokens or DEFAULT_NUM_SEQS[device])
+        return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, for the start-up line."""

@@ -22,13 +22,24 @@ class KVSize:
     max_model_len: int
 
 
-def kv_size(config: EngineConfig, *, model_positions: int, bytes_per_token: float, free_bytes: int) -> KVSize:
+def kv_size(
+    config: EngineConfig,
+    *,
+    model_positions: int,
+    bytes_per_token: float,
+    free_bytes: int,
+    max_num_seqs: int | None = None,
+    default_bytes: int | None = None,
+) -> KVSize:
     """Size the KV cache.
 
     Args:
         model_positions: the longest context of the model.
         bytes_per_token: keys and values of all layers.
         free_bytes: memory that is free once the weights are loaded.
+        max_num_seqs: sequences that run at the same time; None: as many as on a CPU.
+        default_bytes: the most to take if the configuration gives no size; None: a quarter of what is free, at most
+            2 GiB.
 
     Raises:
         ValueError: the context is longer than the model's, or the cache does not fit; the message has the numbers.
@@ -48,8 +59,10 @@ def kv_size(config: EngineConfig, *, model_positions: int, bytes_per_token: floa
     elif config.kv_cache_bytes is not None:
         blocks = int(config.kv_cache_bytes // block_bytes)
     else:
-        usable = config.max_num_seqs * -(-longest // size)
-        blocks = min(usable, int(min(free_bytes // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES) // block_bytes))
+        if default_bytes is None:
+            default_bytes = min(free_bytes // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES)
+        usable = (max_num_seqs or config.limits("cpu")[0]) * -(-longest // size)
+        blocks = min(usable, int(default_bytes // block_bytes))
     if blocks * block_bytes > free_bytes:
         raise ValueError(
             f"a KV cache of {blocks} blocks of {size} tokens takes {blocks * block_bytes / MIB:.0f} MiB, but "

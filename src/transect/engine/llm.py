@@ -53,7 +53,8 @@ class LLM:
         self.chat_template = ChatTemplate.from_source(built.source)
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
-        print(f"transect: {built.kernels}; {capacity}; {self.config}", file=sys.stderr)
+        for line in (*built.report, f"{built.kernels}; {capacity}; {self.config}"):
+            print(f"transect: {line}", file=sys.stderr)
 
     def get_tokenizer(self) -> Tokenizer | NumberText:
         """The model's tokenizer."""

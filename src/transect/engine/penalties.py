@@ -37,10 +37,11 @@ class Pick(NamedTuple):
 def is_adjusted(pick: Pick) -> bool:
     """True if anything below would change this pick's logits."""
     draw = pick.draw
-    return bool(draw.params.logit_bias or draw.masked_at(pick.position)) or _is_penalised(draw)
+    return bool(draw.params.logit_bias or draw.masked_at(pick.position)) or is_penalised(draw)
 
 
-def _is_penalised(draw: Draw) -> bool:
+def is_penalised(draw: Draw) -> bool:
+    """True if a penalty depends on the tokens that the choice has used."""
     params = draw.params
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
@@ -131,7 +132,7 @@ class LogitAdjuster:
             logits_BV[at[:, 0], at[:, 1]] = float("-inf")
 
     def _penalise(self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]) -> None:
-        rows = [row for row, pick in enumerate(picks) if _is_penalised(pick.draw)]
+        rows = [row for row, pick in enumerate(picks) if is_penalised(pick.draw)]
         if not rows:
             return
         used = [self._update(picks[row], previous) for row in rows]

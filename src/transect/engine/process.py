@@ -55,6 +55,8 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
         traceback.print_exc()
         socket.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}", user_error=False)))
         return 1
+    for line in built.report:
+        print(f"transect: {line}", file=sys.stderr)
     socket.send(wire.encode(_ready(built, time.monotonic() - started)))
     try:
         _Loop(socket, built).run()

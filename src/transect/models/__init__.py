@@ -14,12 +14,12 @@ The model (flat, token-major: ``x_TD`` is tokens by model dim):
 * ``embedding.py``: ``Embedding``, tables that are gathered from
 * ``rope.py``: the angles of rotary embedding and their scalings
 * ``context.py``: where keys and values are: ``VarlenContext`` (packed documents, differentiable), ``PagedContext``
-* ``native.py``: a ``Decoder`` on the C++ CPU kernels
+* ``native.py``: a ``Decoder`` on the C++ CPU kernels; ``fused_stack.py``: its layers on a GPU in fewer kernels
 
 Weights and names:
 
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model; ``presets.py``: shapes of
   published models without files
 * ``weights_hf.py``: safetensors in and out; ``weights_gguf.py``: GGUF in; ``weights_dummy.py``: random
-* ``load.py``: ``load_model``, a source to a ``Decoder`` on a device
+* ``load.py``: ``load_model``, a source to a ``Decoder``; ``load_device.py``: to one on a GPU
 """

@@ -52,6 +52,7 @@ def load_model(
     threads: int | None = None,
     block_size: int = 16,
     seed: int = 0,
+    deterministic: bool = False,
 ) -> Decoder:
     """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
 
@@ -67,6 +68,8 @@ def load_model(
         block_size: tokens of a KV block; the C++ kernels are set up for one size, and for a KV cache of
             ``kv_dtype(dtype)``.
         seed: of the random weights that a source without weights gets.
+        deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
+            so always.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -77,7 +80,7 @@ def load_model(
     )
     log.info("%s: %s", source.name, why)
     if library is None:
-        return _load_torch(source, dtype, torch.device(device), seed)
+        return _load_torch(source, dtype, torch.device(device), seed, deterministic)
     weights = load_weights(source, seed)
     if dtype == "auto":
         weights = ((name, _half_matrix(weight)) for name, weight in weights)
@@ -141,11 +144,11 @@ def kernels(
     return None, f"plain torch in {str(computed_in).removeprefix('torch.')} ({reason})"
 
 
-def _load_torch(source: ModelSource, dtype: str, device: torch.device, seed: int) -> Decoder:
+def _load_torch(source: ModelSource, dtype: str, device: torch.device, seed: int, deterministic: bool) -> Decoder:
     config = source.config
     number_type = kv_dtype(dtype)
     # float32 is the mode in which a request gives the same tokens alone and in any batch
-    ops = resolve_ops(device, batch_invariant=number_type is torch.float32)
+    ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     model = Decoder(config, device="meta", dtype=number_type, ops=ops)
     state = {name: _dense(weight, number_type, device) for name, weight in load_weights(source, seed)}
     if config.tied_embeddings:

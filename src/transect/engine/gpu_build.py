@@ -1,0 +1,248 @@
+"""An engine on a CUDA GPU: weights, a dry run of the largest step, the KV cache from what is left, graphs.
+
+Each part is timed; what it took and where the GPU's memory went is printed when the engine starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from ..models.cost import Storage, kv_bytes_per_token, weight_bytes
+from ..models.decoder import Decoder
+from ..models.fused_stack import Fusions
+from ..models.load import kv_dtype
+from ..models.load_device import load_on_device
+from ..models.resolve import ModelSource
+from ..ops.opset import OpSet, dependent_launch, resolve_ops
+from .batch import Draw, ScheduledBatch, ScheduledRow
+from .config import EngineConfig
+from .gpu_memory import GIB, MemoryAccount, refusal
+from .gpu_runner import GPURunner, row_bucket
+from .kv_size import KVSize, kv_size
+from .sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+GRAPH_BYTES = 4 * 2**20
+"""Kept for one captured graph beside the memory that all share."""
+WARM_WIDTHS = 2
+"""Widths of block tables whose graphs are captured at the start (contexts up to 1024 and 2048 tokens)."""
+
+
+@dataclass(slots=True)
+class StartupTimes:
+    """Seconds by part, in order."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def done(self, part: str) -> None:
+        """The part that ends now; the device has finished it."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.parts[part] = now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.parts.items())
+
+
+@dataclass(frozen=True, slots=True)
+class GPUParts:
+    """What ``build_engine`` needs to know of an engine on a GPU."""
+
+    runner: GPURunner
+    size: KVSize
+    description: str
+    """The start-up line."""
+    report: tuple[str, ...]
+    """Where the memory went, and the time."""
+
+
+def device_for(config: EngineConfig) -> tuple[torch.device, str]:
+    """The device that a configuration runs on, and why.
+
+    Raises:
+        ValueError: ``cuda`` was asked for and cannot be used.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu"), "device=cpu"
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "torch sees no CUDA GPU"
+    elif config.native:
+        reason = "native=True asks for the C++ CPU kernels"
+    else:
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            reason = "Triton is not installed: pip install 'transect[gpu]'"
+    if reason is None:
+        return torch.device("cuda", torch.cuda.current_device()), "a GPU is here"
+    if config.device == "cuda":
+        raise ValueError(f"device is cuda, but {reason}; give device='cpu' to run on the processor")
+    return torch.device("cpu"), reason
+
+
+def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -> GPUParts:
+    """Load the model, size the cache, capture graphs.
+
+    Raises:
+        ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.
+    """
+    times = StartupTimes()
+    torch.cuda.init()
+    model_config, dtype = source.config, kv_dtype(config.dtype)
+    max_seqs, max_tokens = config.limits("cuda")
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free
+    bits = dtype.itemsize * 8
+    storage = Storage(linear=bits, embed=bits, head=bits, norm=bits, activation=bits, kv=bits)
+    _check_weights(config, weight_bytes(model_config, storage), free, total)
+    longest = config.max_model_len or model_config.max_position
+    ops = gpu_ops(device, deterministic=config.deterministic, early=config.dependent_launch)
+    times.done("CUDA")
+    fusions = None if config.fused_operators else Fusions(qkv=False, gate_up=False, add_norm=False, rotary_write=False)
+    model = load_on_device(
+        source,
+        device=device,
+        dtype=dtype,
+        ops=ops,
+        max_positions=longest,
+        seed=config.seed or 0,
+        fusions=fusions,
+    )
+    times.done("weights")
+    weights = int(weight_bytes(model_config, storage))
+    before = torch.cuda.memory_allocated(device)
+    peak, tables = dry_run(
+        model, config.block_size, dtype, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens, max_model_len=longest
+    )
+    times.done("kernels and dry run")
+    per_token = kv_bytes_per_token(model_config, storage)
+    graphs = 2 * max_seqs * model_config.vocab_size * 6
+    if config.cuda_graphs != "off":
+        graphs += 2 * GRAPH_BYTES * len(row_buckets(max_seqs))
+    account = MemoryAccount(
+        total=total,
+        usable=int(total * config.gpu_memory_utilization),
+        others=others,
+        weights=weights,
+        tables=before - weights + tables,
+        largest_step=peak,
+        graphs=graphs,
+    )
+    size = _cache_size(config, account, max_seqs, longest, model_config.max_position, per_token)
+    caches = model.new_kv_cache(size.num_blocks + 1, config.block_size, dtype)
+    for cache in caches:
+        cache[:, -1].zero_()
+    runner = GPURunner(
+        model,
+        *caches,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=max_tokens,
+        max_model_len=size.max_model_len,
+        graphs=config.cuda_graphs != "off",
+        sample_on_device=config.device_sampling,
+    )
+    times.done("KV cache")
+    if config.cuda_graphs == "on":
+        runner.capture(row_buckets(max_seqs), WARM_WIDTHS)
+        times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
+    name = torch.cuda.get_device_name(device)
+    how = [f"Triton kernels on {name} in {str(dtype).removeprefix('torch.')}"]
+    how += [f"CUDA graphs {config.cuda_graphs}"] + (["batch-invariant"] if config.deterministic else [])
+    used = sum(cache.nbytes for cache in caches)
+    report = (*account.lines(used), f"start-up: {times}")
+    for line in report:
+        log.info("%s", line)
+    return GPUParts(runner, size, ", ".join(how), report)
+
+
+def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = True) -> OpSet:
+    """The operators of an engine on a GPU; ``early``: with dependent launch where the GPU has it (Hopper)."""
+    ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
+    return dependent_launch(ops, early and torch.cuda.get_device_capability(device)[0] >= 9)
+
+
+def row_buckets(max_num_seqs: int) -> list[int]:
+    """Every number of rows that a decode step of up to ``max_num_seqs`` sequences is padded to, the largest first."""
+    return sorted({row_bucket(rows) for rows in range(1, max_num_seqs + 1)}, reverse=True)
+
+
+def dry_run(
+    model: Decoder,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+) -> tuple[int, int]:
+    """Run the largest step on a cache of two blocks: (bytes at its peak, bytes that a runner's own tables take)."""
+    device = model.norm.weight.device
+    caches = model.new_kv_cache(2, block_size, dtype)
+    for cache in caches:
+        cache.zero_()
+    before = torch.cuda.memory_allocated(device)
+    runner = GPURunner(
+        model,
+        *caches,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        graphs=False,
+    )
+    tables = torch.cuda.memory_allocated(device) - before
+    # Every row writes to block 0, one over the other: what is measured does not depend on it.
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    lengths = [min(max_num_batched_tokens // rows, max_model_len)] * rows
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=5)
+    blocks = [0] * (-(-max_model_len // block_size))
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    for decode in (False, True):
+        made = []
+        for seq_id, length in enumerate(lengths):
+            prompt = (0,) * length
+            draw = Draw(seq_id, 0, seq_id, params, prompt, [])
+            start = length - 1 if decode else 0
+            made.append(ScheduledRow(seq_id, start, length - start, prompt, [], blocks, (draw,)))
+        runner.submit(ScheduledBatch(int(decode), tuple(made))).result()
+    peak = torch.cuda.max_memory_allocated(device) - held
+    del runner, caches
+    torch.cuda.empty_cache()
+    return peak, tables
+
+
+def _check_weights(config: EngineConfig, needed: float, free: int, total: int) -> None:
+    usable = min(free, int(total * config.gpu_memory_utilization))
+    if needed > usable:
+        advice = "take a smaller model" + ("" if config.dtype != "float32" else " or dtype='bfloat16'")
+        raise ValueError(
+            f"the weights take {needed / GIB:.1f} GiB and {usable / GIB:.1f} GiB of the GPU can be used "
+            f"({free / GIB:.1f} GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}): {advice}"
+        )
+
+
+def _cache_size(
+    config: EngineConfig, account: MemoryAccount, max_seqs: int, longest: int, positions: int, per_token: float
+) -> KVSize:
+    padding = int(per_token * config.block_size)
+    left = account.for_cache - padding
+    needed = int(per_token * (config.max_model_len or 1))
+    if left < max(needed, padding):
+        raise ValueError(refusal(account, max(needed, padding) + padding, config.max_model_len or 1, per_token))
+    return kv_size(
+        config,
+        max_num_seqs=max_seqs,
+        model_positions=positions,
+        bytes_per_token=per_token,
+        free_bytes=left,
+        default_bytes=left,
+    )

@@ -1,0 +1,68 @@
+"""Where the bytes of a GPU go: measured before the KV cache is made, which gets what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAccount:
+    """Bytes on one GPU.
+
+    ``usable`` is the total times the share that the engine may fill; ``others`` and ``spare`` count against it last.
+    """
+
+    total: int
+    usable: int
+    others: int
+    """Taken before the engine loaded anything: other programs, the CUDA context."""
+    weights: int
+    tables: int
+    """Angles of rotary embedding, the steps' inputs."""
+    largest_step: int
+    """Activations and logits of the largest step, measured by running it."""
+    graphs: int
+    """Kept for CUDA graphs, and for requests with penalties or biases."""
+
+    @property
+    def for_cache(self) -> int:
+        """What is left for keys and values; negative if nothing is."""
+        return self.usable - self.others - self.weights - self.tables - self.largest_step - self.graphs
+
+    def lines(self, cache: int) -> list[str]:
+        """The account as text, with a KV cache of ``cache`` bytes in it."""
+        rest = self.total - self.others - self.weights - self.tables - self.largest_step - self.graphs - cache
+        parts = (
+            ("other programs and the CUDA context", self.others),
+            ("weights", self.weights),
+            ("rotary table, inputs of steps", self.tables),
+            ("largest step (measured)", self.largest_step),
+            ("CUDA graphs, penalty counts (kept free)", self.graphs),
+            ("KV cache", cache),
+            ("left free", rest),
+            ("total", self.total),
+        )
+        return [f"{size / GIB:8.2f} GiB  {name}" for name, size in parts]
+
+
+def refusal(account: MemoryAccount, needed: int, max_model_len: int, bytes_per_token: float) -> str:
+    """What to change when the cache does not hold one sequence of ``max_model_len`` tokens, ``needed`` bytes: the
+    smallest change of each kind."""
+    missing = needed - account.for_cache
+    share = (account.usable + missing) / account.total
+    advice = []
+    if share <= 0.98:
+        advice.append(f"raise gpu_memory_utilization to {share + 0.005:.2f}")
+    if account.for_cache >= 64 * bytes_per_token:
+        advice.append(f"lower max_model_len to {int(account.for_cache // bytes_per_token)}")
+    if account.largest_step > missing:
+        advice.append("lower max_num_batched_tokens or max_num_seqs, which set the size of the largest step")
+    if not advice:
+        advice.append("take a smaller model, or free the GPU of other programs")
+    return (
+        f"the KV cache of one sequence of {max_model_len} tokens takes {needed / GIB:.2f} GiB, and "
+        f"{max(0, account.for_cache) / GIB:.2f} GiB are left on the GPU: {'; or '.join(advice)}\n"
+        + "\n".join(account.lines(max(0, account.for_cache)))
+    )

@@ -1,0 +1,410 @@
+"""``GPURunner``: the executor for a device that works beside the host. It takes the same batches as ``Runner``.
+
+A step is prepared in one piece of pinned memory, copied to the device once, computed and sampled there, and its tokens
+come back by a copy that only ``result`` waits for. So with ``EngineCore(lag=1)`` the host prepares step n + 1 while the
+device computes step n: the input tokens of step n + 1 that step n is about to draw are read on the device, from where
+step n leaves them.
+
+Steps that only decode are padded to one of a few sizes (``row_bucket``, ``width_bucket``) and replayed as CUDA graphs;
+the rows added belong to no sequence and write to a block of the cache that no sequence has. Steps with prefill chunks
+are launched kernel by kernel, under the arithmetic of which the launches are hidden.
+
+Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
+step's graph is then another one. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.
+
+All of it runs on CPU tensors too, without graphs and at once: that is how it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models.context import PagedContext
+from ..models.decoder import Decoder
+from .adjust_state import AdjustState
+from .batch import PLACEHOLDER, Draw, Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
+from .gpu_graphs import GraphCache
+from .penalties import Pick
+from .runner import Done
+from .sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
+from .sequence_table import SequenceTable
+from .step_inputs import ALIGNMENT, Fields, StepLayout
+
+LOGPROB_ROWS = 32
+"""Rows of logits held at a time for prompt logprobs."""
+RING = 3
+"""Steps whose host memory is apart: one being prepared, one or two in flight."""
+SMALLEST_WIDTH = 1024
+"""Positions that the narrowest block table of a graph covers."""
+
+
+def row_bucket(rows: int) -> int:
+    """Rows that a graph for ``rows`` has: 1, 2, 4, then multiples of 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 4 else -(-rows // 8) * 8
+
+
+def width_bucket(blocks: int, block_size: int, most: int) -> int:
+    """Columns of the block table for sequences of up to ``blocks`` blocks: a power of two, or all."""
+    width = max(1, SMALLEST_WIDTH // block_size)
+    while width < blocks:
+        width *= 2
+    return min(width, most)
+
+
+Sampled = LogprobTensors | Tensor | None
+"""What ``_compute`` returns beside the hidden states."""
+
+
+class Variant(NamedTuple):
+    """What a step's sampling includes beside the draws; each combination is a graph of its own."""
+
+    adjust: bool = False
+    logprobs: bool = False
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A submitted step. ``result`` waits for its tokens."""
+
+    ready: torch.cuda.Event | None
+    output: np.ndarray
+    """uint8, the step's part of the ring."""
+    seq_ids: list[int]
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    max_draws: int
+    logprobs: LogprobTensors | None = None
+    """On the host once ``ready``."""
+    alternatives: Sequence[int] = ()
+    """For each draw, how many; -1 for none."""
+    _result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """What the step drew; blocks until the device is done with it."""
+        if self._result is None:
+            if self.ready is not None:
+                self.ready.synchronize()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        drawn = Drawn.numpy(self.output, self.max_draws)
+        count = len(self.seq_ids)
+        ids = drawn.token[:count].tolist()
+        result = StepResult(dict(zip(self.seq_ids, ids, strict=True)), prompt_logprobs=self.prompt_logprobs)
+        finite = drawn.finite[:count]
+        if not finite.all():
+            for index in np.flatnonzero(finite == 0).tolist():
+                seq_id = self.seq_ids[index]
+                del result.tokens[seq_id]
+                result.errors[seq_id] = NOTHING_LEFT if drawn.raw_finite[index] else NOT_FINITE
+        if self.logprobs is not None:
+            wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and finite[i]]
+            entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
+            result.logprobs.update(zip((self.seq_ids[i] for i in wanted), entries, strict=True))
+        return result
+
+
+class _Plan(NamedTuple):
+    """A step in host memory."""
+
+    layout: StepLayout
+    decode: bool
+    """One token and one draw for each row: padded, and fit for a graph."""
+    seq_ids: list[int]
+    """Of the draws."""
+    draws: Sequence[Draw]
+    variant: Variant
+    alternatives: Sequence[int]
+    starts: list[int]
+    """Where each row's tokens begin."""
+
+
+class GPURunner:
+    """Runs batches on the device of the caches, each within ``submit`` as far as the host is concerned.
+
+    Args:
+        model: computes hidden states and logits.
+        k_cache, v_cache: ``[layers, blocks + 1, kv_heads, block_size, head_dim]``; the last block is for padding.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
+        graphs: capture steps that only decode (on CUDA); False launches every kernel of every step.
+        sample_on_device: False draws on the host from the step's logits, within ``submit``: there to compare with.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        graphs: bool = True,
+        sample_on_device: bool = True,
+    ) -> None:
+        self._model = model
+        self._k_cache, self._v_cache = k_cache, v_cache
+        self._device = k_cache.device
+        self._block_size = k_cache.shape[3]
+        self._padding_block = k_cache.shape[1] - 1
+        self._max_blocks = -(-max_model_len // self._block_size)
+        self._sequences = SequenceTable(max_num_seqs, self._max_blocks, self._block_size)
+        self._max_draws = row_bucket(max_num_seqs)
+        self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
+        self._sampler = device_sampler(self._device)
+        self._host_sampler = None if sample_on_device else Sampler()
+        self._host_tokens: dict[int, int] = {}
+        largest = StepLayout(
+            max(max_num_batched_tokens, self._max_draws), self._max_draws, self._max_draws, self._max_blocks
+        )
+        self._inputs_at = -(-OUTPUT_BYTES * self._max_draws // ALIGNMENT) * ALIGNMENT
+        cuda = self._device.type == "cuda"
+        self._arena = torch.zeros(self._inputs_at + largest.nbytes, dtype=torch.uint8, device=self._device)
+        """What steps draw, then what they read."""
+        self._drawn = Drawn.tensors(self._arena, self._max_draws)
+        self._inputs = [torch.zeros(largest.nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(RING)]
+        self._outputs = [torch.zeros(self._inputs_at, dtype=torch.uint8, pin_memory=cuda) for _ in range(RING)]
+        self._busy: list[torch.cuda.Event | None] = [None] * RING
+        self._stream = torch.cuda.Stream(self._device) if cuda else None
+        self.graphs = GraphCache(self._stream) if graphs and self._stream is not None else None
+        self._step = 0
+
+    @torch.inference_mode()
+    def submit(self, batch: ScheduledBatch) -> Handle:
+        """Start a step: copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""
+        with self._on_stream():
+            self._step += 1
+            turn = self._step % RING
+            busy = self._busy[turn]
+            if busy is not None:
+                busy.synchronize()
+            self._copy_blocks(batch.block_copies)
+            plan = self._plan(batch, self._inputs[turn].numpy())
+            used = plan.layout.nbytes
+            inputs = self._arena[self._inputs_at : self._inputs_at + used]
+            inputs.copy_(self._inputs[turn][:used], non_blocking=True)
+            hidden, sampled = self._run(plan, plan.layout.tensors(inputs))
+            prompt_logprobs = {
+                row.seq_id: self._prompt_logprobs(row, hidden[start : start + row.num_tokens])
+                for row, start in zip(batch.rows, plan.starts, strict=False)
+                if row.prompt_logprobs is not None and row.next_prompt_token_ids
+            }
+            if self._host_sampler is not None:
+                return Done(self._draw_on_host(self._host_sampler, batch, plan, sampled, prompt_logprobs))
+            self._outputs[turn].copy_(self._arena[: self._inputs_at], non_blocking=True)
+            logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
+            ready = self._busy[turn] = self._record()
+        output = self._outputs[turn].numpy()
+        if ready is None:
+            output = output.copy()
+        return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, logprobs, plan.alternatives)
+
+    @torch.inference_mode()
+    def capture(self, rows: Sequence[int], widths: int) -> None:
+        """Capture the graphs of decode steps of these numbers of rows, for the ``widths`` narrowest block tables."""
+        if self.graphs is None:
+            return
+        for number in range(widths):
+            width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
+            for count in rows:
+                with self._on_stream():
+                    self._run(*self._padding_step(StepLayout(count, count, count, width)))
+        self.graphs.stream.synchronize()
+
+    def _padding_step(self, layout: StepLayout) -> tuple[_Plan, Fields]:
+        """A decode step of padding rows alone, on the device."""
+        memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        fields = layout.numpy(memory.numpy())
+        fields.length[:], fields.state[:] = 1, -1
+        fields.start[:], fields.last[:] = np.arange(layout.rows + 1), np.arange(layout.draws)
+        fields.table[:] = self._padding_block
+        fields.source[:] = self._token_source(layout)
+        inputs = self._arena[self._inputs_at : self._inputs_at + layout.nbytes]
+        inputs.copy_(memory)
+        return _Plan(layout, True, [], (), Variant(), (), []), layout.tensors(inputs)
+
+    # ---- on the host
+
+    def _plan(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
+        for row in batch.rows:
+            if (
+                row.num_tokens != 1
+                or len(row.draws) != 1
+                or row.draws[0].seq_id != row.seq_id
+                or row.prompt_logprobs is not None
+            ):
+                return self._plan_ragged(batch, memory)
+        return self._plan_decode(batch, memory)
+
+    def _plan_decode(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
+        """One token and one draw a row, padded to the size of a graph."""
+        table, step = self._sequences, self._step
+        count = len(batch.rows)
+        slots = np.array([table.row(row, step) for row in batch.rows])
+        draws = [row.draws[0] for row in batch.rows]
+        for draw in draws:
+            table.draw(draw, step)
+        starts = np.array([row.start for row in batch.rows], np.int32)
+        ends = starts + 1
+        rows = row_bucket(count)
+        width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
+        layout = StepLayout(rows, rows, rows, width)
+        fields = layout.numpy(memory)
+        fields.position[:count], fields.position[count:] = starts, 0
+        fields.length[:count], fields.length[count:] = ends, 1
+        fields.start[:] = np.arange(rows + 1)
+        fields.table[:count] = table.table[slots, :width]
+        fields.table[count:] = self._padding_block
+        fields.token[:] = 0
+        source = self._token_source(layout)
+        fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts)
+        for index in np.flatnonzero(~fed).tolist():
+            fields.token[index] = max(0, batch.rows[index].token_ids[0])
+        fields.source[:] = source
+        fields.source[:count][fed] = table.drawn_index[slots[fed]]
+        fields.last[:] = np.arange(rows)
+        seq_ids = [draw.seq_id for draw in draws]
+        variant, alternatives = self._plan_draws(fields, draws, slots, ends)
+        return _Plan(layout, True, seq_ids, draws, variant, alternatives, [])
+
+    def _plan_ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
+        """Rows of any kind, as many as there are."""
+        table, step = self._sequences, self._step
+        slots = [table.row(row, step) for row in batch.rows]
+        draws = [draw for row in batch.rows for draw in row.draws]
+        draw_slots = np.array([table.draw(draw, step) for draw in draws], np.int64)
+        ends = np.array([row.end for row in batch.rows], np.int32)
+        width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
+        layout = StepLayout(batch.num_tokens, len(batch.rows), len(draws), width)
+        fields = layout.numpy(memory)
+        fields.length[:] = ends
+        fields.table[:] = table.table[slots, :width]
+        fields.source[:] = self._token_source(layout)
+        starts: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        at = 0
+        for row, slot in zip(batch.rows, slots, strict=True):
+            starts.append(at)
+            tokens = row.token_ids
+            at += len(tokens)
+            if tokens[-1] == PLACEHOLDER:
+                tokens[-1] = 0  # a sequence that failed has no token; its step is void
+                if table.drawn_step[slot] == step - 1 and table.drawn_position[slot] == row.end - 1:
+                    fields.source[at - 1] = table.drawn_index[slot]
+            fields.token[starts[-1] : at] = tokens
+            fields.position[starts[-1] : at] = np.arange(row.start, row.end)
+            for _ in row.draws:
+                last.append(at - 1)
+                positions.append(row.end)
+        fields.start[:-1], fields.start[-1] = starts, at
+        fields.last[:] = last
+        variant, alternatives = self._plan_draws(fields, draws, draw_slots, np.array(positions, np.int32))
+        return _Plan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
+
+    def _plan_draws(
+        self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
+    ) -> tuple[Variant, Sequence[int]]:
+        """Fill in the parameters of the draws; those past the last are greedy."""
+        table, step = self._sequences, self._step
+        count = len(draws)
+        for name in ("seed", "choice", "top_k", "temperature", "top_p", "min_p", "repetition", "frequency", "presence"):
+            field = getattr(fields, name)
+            field[:count] = getattr(table, name)[slots]
+            field[count:] = 0
+        fields.draw_position[:count], fields.draw_position[count:] = positions, 0
+        fields.state[:] = -1
+        adjusted = table.adjusted[slots] | (positions < table.masked_until[slots])
+        for index in np.flatnonzero(adjusted).tolist():
+            fields.state[index] = self._adjust.line(draws[index], int(positions[index]), step)
+        table.drawn_step[slots] = step
+        table.drawn_position[slots] = positions
+        table.drawn_index[slots] = np.arange(count)
+        alternatives = table.logprobs[slots]
+        wanted = bool((alternatives >= 0).any())
+        return Variant(bool(adjusted.any()), wanted), alternatives.tolist() if wanted else ()
+
+    def _token_source(self, layout: StepLayout) -> np.ndarray:
+        """Where ``token`` lies, counted in int64 from the beginning of the arena."""
+        at = layout.places()[Fields._fields.index("token")][0]
+        return np.arange(layout.tokens, dtype=np.int32) + (self._inputs_at + at) // 8
+
+    # ---- on the device
+
+    def _run(self, plan: _Plan, fields: Fields) -> tuple[Tensor, Sampled]:
+        work: Callable[[], tuple[Tensor, Sampled]] = partial(self._compute, plan, fields)
+        if self.graphs is None or not plan.decode:
+            return work()
+        generation = self._adjust.generation if plan.variant.adjust else 0
+        return self.graphs.run((plan.layout, plan.variant, generation), work)
+
+    def _compute(self, plan: _Plan, fields: Fields) -> tuple[Tensor, Sampled]:
+        """Hidden states ``[T, D]`` of the step; its draws are left in the arena, and logprobs returned (or, where the
+        host draws, the logits)."""
+        tokens_T = self._arena.view(torch.int64).index_select(0, fields.source)
+        context = PagedContext(self._k_cache, self._v_cache, fields.table, fields.start, fields.length, self._model.ops)
+        hidden_TD = self._model(tokens_T, fields.position, context)
+        if not plan.layout.draws:
+            return hidden_TD, None
+        hidden_RD = hidden_TD if plan.decode else hidden_TD.index_select(0, fields.last)
+        logits_RV = self._model.head(hidden_RD)
+        if self._host_sampler is not None:
+            return hidden_TD, logits_RV
+        return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, *plan.variant)
+
+    def _draw_on_host(
+        self,
+        sampler: Sampler,
+        batch: ScheduledBatch,
+        plan: _Plan,
+        logits_RV: Sampled,
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
+    ) -> StepResult:
+        """Draws as ``Runner`` makes them; the tokens go back to the device for the next step."""
+        positions = [row.end for row in batch.rows for _ in row.draws]
+        picks = [
+            Pick(draw, position, row) for row, (draw, position) in enumerate(zip(plan.draws, positions, strict=True))
+        ]
+        if not picks:
+            return StepResult({}, prompt_logprobs=prompt_logprobs)
+        assert isinstance(logits_RV, Tensor)
+        samples = sampler.sample(logits_RV.float(), picks, self._host_tokens)
+        self._host_tokens = samples.tokens
+        drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
+        self._drawn.token[: len(drawn)].copy_(drawn)
+        return StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            pairs = torch.tensor(copies).to(self._device)
+            for cache in (self._k_cache, self._v_cache):
+                cache[:, pairs[:, 1]] = cache[:, pairs[:, 0]]
+
+    def _prompt_logprobs(self, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
+        """One entry for each prompt token that the row's tokens predict."""
+        following = row.next_prompt_token_ids
+        entries: list[TokenLogprobs] = []
+        for first in range(0, len(following), LOGPROB_ROWS):
+            part = following[first : first + LOGPROB_ROWS]
+            logits_RV = self._model.logits(hidden_TD[first : first + len(part)])
+            entries.extend(token_logprobs(logits_RV, part, [row.prompt_logprobs or 0] * len(part)))
+        return tuple(entries)
+
+    def _record(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,0 +1,115 @@
+"""What one step needs from the host, in one piece of memory, so that one copy takes it to the device.
+
+A ``StepLayout`` says where each field lies, from the sizes of a step alone: T tokens, B rows (sequences), D draws and W
+columns of the block table. The same layout is viewed as numpy on the host side, where it is filled, and as tensors on
+the device, where it is read. CUDA graphs keep the addresses, so all steps of one layout can replay one graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles a kernel anew for a pointer that is aligned otherwise."""
+
+
+class Fields(NamedTuple):
+    """One step's numbers: numpy arrays, or tensors."""
+
+    seed: Any
+    """int64 ``[D]``; the bits of the unsigned seed."""
+    token: Any
+    """int64 ``[T]``: tokens that the host knows."""
+    source: Any
+    """int32 ``[T]``: where each input token is read from, counted in int64 from the beginning of the arena: ``token``,
+    or what the step before has drawn."""
+    position: Any
+    """int32 ``[T]``."""
+    start: Any
+    """int32 ``[B + 1]``: query starts."""
+    length: Any
+    """int32 ``[B]``: tokens of each sequence with this step's."""
+    last: Any
+    """int32 ``[D]``: the token whose logits are drawn from."""
+    draw_position: Any
+    """int32 ``[D]``: position of the drawn token."""
+    choice: Any
+    """int32 ``[D]``."""
+    top_k: Any
+    """int32 ``[D]``."""
+    state: Any
+    """int32 ``[D]``: row of ``AdjustState``, or -1."""
+    temperature: Any
+    """float32 ``[D]``, as are the rest."""
+    top_p: Any
+    min_p: Any
+    repetition: Any
+    frequency: Any
+    presence: Any
+    table: Any
+    """int32 ``[B, W]``: block tables."""
+
+
+_TYPES = {"seed": np.int64, "token": np.int64} | dict.fromkeys(
+    ("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), np.float32
+)
+_TORCH: dict[Any, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where the fields of a step with these sizes lie."""
+
+    tokens: int
+    rows: int
+    draws: int
+    width: int
+
+    def places(self) -> tuple[tuple[int, tuple[int, ...], type], ...]:
+        """(offset in bytes, shape, type) of each field, in the order of ``Fields``."""
+        return _places(self)[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all fields together."""
+        return _places(self)[1]
+
+    def numpy(self, memory: np.ndarray) -> Fields:
+        """Views of uint8 memory."""
+        return Fields(
+            *(
+                memory[at : at + int(np.prod(shape)) * np.dtype(kind).itemsize].view(kind).reshape(shape)
+                for at, shape, kind in self.places()
+            )
+        )
+
+    def tensors(self, memory: Tensor) -> Fields:
+        """Views of a uint8 tensor."""
+        return Fields(
+            *(
+                memory[at : at + int(np.prod(shape)) * np.dtype(kind).itemsize].view(_TORCH[kind]).view(shape)
+                for at, shape, kind in self.places()
+            )
+        )
+
+
+@cache
+def _places(layout: StepLayout) -> tuple[tuple[tuple[int, tuple[int, ...], type], ...], int]:
+    tokens, rows, draws = (layout.tokens,), (layout.rows,), (layout.draws,)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(Fields._fields, draws)
+    shapes |= {"token": tokens, "source": tokens, "position": tokens, "start": (layout.rows + 1,), "length": rows}
+    shapes["table"] = (layout.rows, layout.width)
+    found = []
+    at = 0
+    for name, shape in shapes.items():
+        kind = _TYPES.get(name, np.int32)
+        found.append((at, shape, kind))
+        size = int(np.prod(shape)) * np.dtype(kind).itemsize
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(found), at

@@ -1,0 +1,111 @@
+"""Random workloads for two executors that must agree: same requests, same tokens, whatever the batches were."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from transect.engine.clock import VirtualClock
+from transect.engine.core import EngineCore
+from transect.engine.request import Request
+from transect.engine.sampling_params import SamplingParams
+from transect.engine.scheduler import Scheduler
+from transect.engine.scheduler_config import SchedulerConfig
+
+
+@dataclass
+class Arrival:
+    """A request, the step before which it comes, and the number of steps after which it is aborted."""
+
+    request: Request
+    step: int
+    abort_after: int | None
+
+
+def random_params(rng: random.Random, vocab: int, *, prompt_logprobs: bool = True) -> SamplingParams:
+    """Every option of the sampler, in all mixtures."""
+    settings: dict = {"max_tokens": rng.randint(1, 12), "seed": rng.randint(-(2**63), 2**63)}
+    settings["temperature"] = rng.choice([0.0, 0.0, 0.7, 1.0, 3.0])
+    if rng.random() < 0.3:
+        settings["top_k"] = rng.randint(1, vocab)
+    if rng.random() < 0.3:
+        settings["top_p"] = rng.uniform(0.1, 1.0)
+    if rng.random() < 0.2:
+        settings["min_p"] = rng.uniform(0.0, 0.3)
+    if rng.random() < 0.25:
+        settings["repetition_penalty"] = rng.uniform(0.5, 2.0)
+    if rng.random() < 0.25:
+        settings |= {"presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2)}
+    if rng.random() < 0.2:
+        settings["logit_bias"] = {rng.randrange(vocab): rng.uniform(-100, 100) for _ in range(rng.randint(1, 5))}
+    if rng.random() < 0.3:
+        settings["min_tokens"] = rng.randint(0, settings["max_tokens"])
+        settings["stop_token_ids"] = [rng.randrange(vocab) for _ in range(4)]
+    if rng.random() < 0.2:
+        settings["logprobs"] = rng.randint(0, 5)
+    if prompt_logprobs and rng.random() < 0.1:
+        settings["prompt_logprobs"] = rng.randint(0, 3)
+    if rng.random() < 0.15:
+        settings["n"] = rng.randint(2, 3)
+    return SamplingParams(**settings)
+
+
+def random_arrivals(rng: random.Random, vocab: int, count: int, longest_prompt: int = 40) -> list[Arrival]:
+    """Requests with shared beginnings, some of them aborted."""
+    stems = [tuple(rng.randrange(vocab) for _ in range(longest_prompt)) for _ in range(3)]
+    arrivals = []
+    for index in range(count):
+        stem = rng.choice(stems)[: rng.randint(0, longest_prompt - 1)]
+        prompt = (*stem, *(rng.randrange(vocab) for _ in range(rng.randint(1, longest_prompt - len(stem)))))
+        request = Request(str(index), prompt, random_params(rng, vocab), eos_token_ids=(rng.randrange(vocab),))
+        abort_after = rng.randint(1, 10) if rng.random() < 0.15 else None
+        arrivals.append(Arrival(request, rng.randint(0, 12), abort_after))
+    return arrivals
+
+
+def run_workload(executor, config: SchedulerConfig, arrivals: list[Arrival], lag: int):
+    """What came out by (request, choice): tokens, logprobs, why it ended; and the engine."""
+    core = EngineCore(Scheduler(config, VirtualClock()), executor, lag=lag)
+    waiting = sorted(arrivals, key=lambda arrival: arrival.step)
+    aborts: dict[int, list[str]] = {}
+    found: dict[tuple[str, int], dict] = {}
+    step = 0
+    while waiting or core.has_work:
+        while waiting and waiting[0].step <= step:
+            arrival = waiting.pop(0)
+            core.add(arrival.request)
+            if arrival.abort_after is not None:
+                aborts.setdefault(step + arrival.abort_after, []).append(arrival.request.request_id)
+        for request_id in aborts.pop(step, ()):
+            core.abort(request_id)
+        for output in core.step():
+            entry = found.setdefault((output.request_id, output.index), {"tokens": [], "logprobs": [], "end": None})
+            entry["tokens"] += output.new_token_ids
+            entry["logprobs"] += output.logprobs or []
+            if output.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = output.prompt_logprobs
+            if output.finish_reason is not None:
+                entry["end"] = (output.finish_reason, output.error)
+        step += 1
+        assert step < 5000
+    cache = core.scheduler.cache
+    assert cache.num_free == cache.num_blocks, "a KV block was not given back"
+    return found, core
+
+
+def assert_same(expected: dict, found: dict, arrivals: list[Arrival]) -> None:
+    """Equal outputs; of aborted requests, which end at different moments, the tokens that both have."""
+    aborted = {arrival.request.request_id for arrival in arrivals if arrival.abort_after is not None}
+    for key, entry in expected.items():
+        other = found.get(key, {"tokens": [], "logprobs": [], "end": None})
+        if key[0] in aborted:
+            shared = min(len(entry["tokens"]), len(other["tokens"]))
+            assert entry["tokens"][:shared] == other["tokens"][:shared], key
+            continue
+        assert entry["tokens"] == other["tokens"], key
+        assert entry["end"] == other["end"], key
+        for one, two in zip(entry["logprobs"], other["logprobs"], strict=True):
+            assert one.token_id == two.token_id and one.rank == two.rank
+            assert abs(one.logprob - two.logprob) < 1e-4
+            assert [token for token, _ in one.top] == [token for token, _ in two.top]
+        assert ("prompt_logprobs" in entry) == ("prompt_logprobs" in other)
