@@ -1,7 +1,7 @@
 """Training and fine-tuning: the model of ``models/`` and the operators of ``ops/``, in a loop that loses nothing.
 
 * ``config.py``: a run as frozen dataclasses, from TOML. ``trainer.py``: the loop; start reading there.
-* ``tokens.py``: token streams and token files. ``data.py``: text, chats and token files to streams, and the position
+* ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: text, chats and token files to streams, and the position
   in them. ``batches.py``: documents packed side by side.
 * ``model.py``: the model of a run. ``lora.py``: adapters. ``activations.py``: what is kept for the backward pass.
 * ``loss.py``: the fused loss. ``optim/``: AdamW, 8-bit AdamW, Muon. ``schedule.py``: the learning rate.

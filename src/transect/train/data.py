@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,33 +64,41 @@ def read_documents(
     Raises:
         ValueError: not UTF-8, a line that is not what it should be (its number is named), or no chat template.
     """
-    end = list(tokenizer.eos_token_ids[:1])
     try:
-        if path.suffix != ".jsonl":
-            yield [*tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=True), *end], None
-            return
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                record = _record(line, where)
-                if "messages" in record:
-                    if template is None:
-                        raise ValueError(
-                            f"{where} is a chat and the model brings no chat template: use a model with one"
-                        )
-                    try:
-                        ids, trained = chat_tokens(record["messages"], tokenizer, template)
-                    except ValueError as error:
-                        raise ValueError(f"{where}: {error}") from None
-                    yield ids, trained
-                elif isinstance(record.get("text"), str):
-                    yield [*tokenizer.encode(record["text"], add_special_tokens=True), *end], None
-                else:
-                    raise ValueError(f'{where} needs "messages" (a chat) or "text" (a string)')
+        if path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as file:
+                yield from read_lines(file, path, tokenizer, template)
+        else:
+            yield text_tokens(path.read_text(encoding="utf-8"), tokenizer), None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
+
+
+def read_lines(
+    lines: Iterable[str], path: Path, tokenizer: Tokenizer, template: ChatTemplate | None, first_line: int = 1
+) -> Iterator[tuple[list[int], list[bool] | None]]:
+    """``read_documents`` for lines of JSONL; ``path`` and ``first_line`` are for messages."""
+    for number, line in enumerate(lines, first_line):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        record = _record(line, where)
+        if "messages" in record:
+            if template is None:
+                raise ValueError(f"{where} is a chat and the model brings no chat template: use a model with one")
+            try:
+                yield chat_tokens(record["messages"], tokenizer, template)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+        elif isinstance(record.get("text"), str):
+            yield text_tokens(record["text"], tokenizer), None
+        else:
+            raise ValueError(f'{where} needs "messages" (a chat) or "text" (a string)')
+
+
+def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """A document as the model expects it, closed by the end-of-text token if there is one."""
+    return [*tokenizer.encode(text, add_special_tokens=True), *tokenizer.eos_token_ids[:1]]
 
 
 def chat_tokens(messages: Any, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
@@ -128,8 +136,10 @@ def chat_tokens(messages: Any, tokenizer: Tokenizer, template: ChatTemplate) -> 
     return ids, trained
 
 
-def collect(documents: Iterator[tuple[list[int], list[bool] | None]], vocab_size: int, path: Path) -> TokenStream:
-    """Documents as one stream in memory. ValueError if there are none."""
+def collect(
+    documents: Iterator[tuple[list[int], list[bool] | None]], vocab_size: int, path: Path, *, allow_empty: bool = False
+) -> TokenStream:
+    """Documents as one stream in memory. ValueError if there are none, unless that is allowed."""
     tokens: list[np.ndarray] = []
     trained: list[np.ndarray] = []
     ends: list[int] = []
@@ -143,7 +153,9 @@ def collect(documents: Iterator[tuple[list[int], list[bool] | None]], vocab_size
         total += len(ids)
         ends.append(total)
     if not ends:
-        raise ValueError(f"{path} holds no text")
+        if not allow_empty:
+            raise ValueError(f"{path} holds no text")
+        return TokenStream(np.empty(0, dtype=token_dtype(vocab_size)), np.empty(0, dtype=np.uint64))
     if trained and len(trained) != len(tokens):
         raise ValueError(f"{path} mixes chats and text: put them into files of their own")
     return TokenStream(

@@ -4,6 +4,7 @@ A token file is a directory ``NAME.tokens``:
 
 * ``tokens.bin``: every token, little-endian, uint16 where the vocabulary allows it and else uint32.
 * ``ends.bin``: uint64, where each document ends: document i is the tokens from ``ends[i - 1]`` to before ``ends[i]``.
+* ``trained.bin``, of chats alone: one byte for each token, 1 where the assistant said it.
 * ``meta.json``: version, dtype, both counts, the vocabulary's size and the tokenizer's fingerprint. It is written last,
   so a directory without it is not finished.
 """
@@ -77,7 +78,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-def write_meta(directory: Path, tokens: int, documents: int, vocab_size: int, tokenizer: str) -> None:
+def write_meta(
+    directory: Path, tokens: int, documents: int, vocab_size: int, tokenizer: str, *, chats: bool = False
+) -> None:
     """Declare a token file finished. ``tokenizer`` is ``Tokenizer.fingerprint`` or any name that tells them apart."""
     meta = {
         "version": VERSION,
@@ -86,6 +89,7 @@ def write_meta(directory: Path, tokens: int, documents: int, vocab_size: int, to
         "documents": documents,
         "vocab_size": vocab_size,
         "tokenizer": tokenizer,
+        "chats": chats,
     }
     part = directory / "meta.json.part"
     part.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -128,7 +132,10 @@ def open_tokens(directory: str | Path, vocab_size: int, tokenizer: str | None = 
         raise ValueError(
             f"{directory} has token ids up to {vocabulary}, the model only {vocab_size}: tokenize it again"
         )
-    for name, size in (("tokens.bin", count * dtype.itemsize), ("ends.bin", documents * 8)):
+    sizes = {"tokens.bin": count * dtype.itemsize, "ends.bin": documents * 8}
+    if meta.get("chats"):
+        sizes["trained.bin"] = count
+    for name, size in sizes.items():
         found = (directory / name).stat().st_size if (directory / name).exists() else -1
         if found != size:
             raise ValueError(f"{directory}/{name} has {found} bytes and should have {size}: tokenize the data again")
@@ -138,4 +145,5 @@ def open_tokens(directory: str | Path, vocab_size: int, tokenizer: str | None = 
     ends = np.memmap(directory / "ends.bin", dtype="<u8", mode="r")
     if int(ends[-1]) != count:
         raise ValueError(f"{directory}/ends.bin does not fit tokens.bin: tokenize the data again")
-    return TokenStream(tokens, ends)
+    trained = np.memmap(directory / "trained.bin", dtype=np.bool_, mode="r") if meta.get("chats") else None
+    return TokenStream(tokens, ends, trained)

@@ -1,0 +1,192 @@
+"""``transect data tokenize``: text and chats to a token file, by all cores, and from where it stopped.
+
+The input is cut into chunks: a whole text file, or some megabytes of lines of a JSONL file. Workers tokenize a chunk
+each and put the result into ``NAME.tokens/parts/``; a part is renamed into place when it is whole. When all are there
+they are joined in order. A run that was interrupted finds the parts that it had finished; ``parts/plan`` tells whether
+they are of the same input, cut the same way, by the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from ..models.resolve import resolve
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from .data import collect, read_documents, read_lines
+from .tokens import SUFFIX, token_dtype, write_meta
+
+CHUNK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes ``start`` to before ``end`` of a file: whole lines of JSONL, or a whole text file."""
+
+    path: str
+    start: int
+    end: int
+    first_line: int
+    """Number of the first line, for messages."""
+
+
+def tokenize(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    model: str,
+    *,
+    workers: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[int, int]:
+    """Write ``output`` (a ``.tokens`` directory) from the documents of ``inputs``.
+
+    Args:
+        model: whose tokenizer and chat template to use; what ``resolve`` takes.
+        workers: processes; None: one for each core.
+        progress: is told how many bytes of how many are done.
+
+    Returns:
+        Tokens and documents.
+
+    Raises:
+        ValueError: an input that cannot be read, chats mixed with text, or a model without a tokenizer.
+    """
+    output = Path(output)
+    if output.suffix != SUFFIX:
+        raise ValueError(f"the output must end in {SUFFIX}, such as {output.with_suffix(SUFFIX)}")
+    source = resolve(model, load_format="dummy" if Path(model).is_dir() else "auto")
+    tokenizer = Tokenizer.from_source(source)
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError(f"{model} brings no tokenizer: give a model that does")
+    vocab_size = source.config.vocab_size
+    chunks = [chunk for path in inputs for chunk in cut(Path(path), chunk_bytes)]
+    if not chunks:
+        raise ValueError("there is no text in the input: name files that hold some")
+    parts = output / "parts"
+    _prepare(output, parts, chunks, tokenizer.fingerprint)
+    missing = [i for i in range(len(chunks)) if not (parts / f"{i:06}.npz").exists()]
+    total = sum(chunk.end - chunk.start for chunk in chunks)
+    done = total - sum(chunks[i].end - chunks[i].start for i in missing)
+    progress(done, total)
+    context = get_context("spawn")
+    count = max(1, min(workers or len(os.sched_getaffinity(0)), len(missing) or 1))
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        futures = {pool.submit(_tokenize_chunk, model, chunks[i], str(parts / f"{i:06}.npz")): i for i in missing}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                chunk = chunks[futures[future]]
+                done += chunk.end - chunk.start
+                progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint)
+
+
+def cut(path: Path, chunk_bytes: int) -> Iterator[Chunk]:
+    """The chunks of a file. ValueError if it cannot be read."""
+    try:
+        size = path.stat().st_size
+        if path.suffix != ".jsonl":
+            if size:
+                yield Chunk(str(path), 0, size, 1)
+            return
+        with path.open("rb") as file:
+            start, line = 0, 1
+            while start < size:
+                block = file.read(chunk_bytes) + file.readline()
+                if not block:
+                    break
+                yield Chunk(str(path), start, start + len(block), line)
+                start += len(block)
+                line += block.count(b"\n")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str) -> None:
+    """Keep the parts that are there if they are of this very plan, else begin anew."""
+    stamps = {chunk.path: os.stat(chunk.path) for chunk in chunks}
+    files = {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
+    plan = {"tokenizer": tokenizer, "files": files, "chunks": [asdict(chunk) for chunk in chunks]}
+    key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    saved = parts / "plan"
+    if not (saved.exists() and saved.read_text() == key):
+        shutil.rmtree(output, ignore_errors=True)
+        parts.mkdir(parents=True)
+        saved.write_text(key)
+
+
+@cache
+def _reader(model: str) -> tuple[Tokenizer, ChatTemplate | None, int]:
+    """Of this worker: loaded once."""
+    source = resolve(model, load_format="dummy" if Path(model).is_dir() else "auto")
+    tokenizer = Tokenizer.from_source(source)
+    assert isinstance(tokenizer, Tokenizer)
+    return tokenizer, ChatTemplate.from_source(source), source.config.vocab_size
+
+
+def _tokenize_chunk(model: str, chunk: Chunk, target: str) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    tokenizer, template, vocab_size = _reader(model)
+    path = Path(chunk.path)
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            file.seek(chunk.start)
+            lines = file.read(chunk.end - chunk.start).decode("utf-8").splitlines()
+        documents = read_lines(lines, path, tokenizer, template, chunk.first_line)
+    else:
+        documents = read_documents(path, tokenizer, template)
+    stream = collect(documents, vocab_size, path, allow_empty=True)
+    part = Path(f"{target}.{os.getpid()}.part")
+    arrays = {"tokens": stream.tokens, "ends": stream.ends}
+    if stream.trained is not None:
+        arrays["trained"] = stream.trained
+    with part.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    part.replace(target)
+
+
+def _join(output: Path, parts: Path, count: int, vocab_size: int, tokenizer: str) -> tuple[int, int]:
+    tokens = documents = 0
+    kinds = set()
+    with (
+        (output / "tokens.bin").open("wb") as tokens_file,
+        (output / "ends.bin").open("wb") as ends_file,
+        (output / "trained.bin").open("wb") as trained_file,
+    ):
+        for index in range(count):
+            with np.load(parts / f"{index:06}.npz", allow_pickle=False) as part:
+                ends = part["ends"]
+                if not len(ends):
+                    continue
+                kinds.add("trained" in part)
+                tokens_file.write(part["tokens"].astype(token_dtype(vocab_size)).tobytes())
+                ends_file.write((ends + np.uint64(tokens)).astype("<u8").tobytes())
+                if "trained" in part:
+                    trained_file.write(part["trained"].tobytes())
+                tokens += int(ends[-1])
+                documents += len(ends)
+    if len(kinds) == 2:
+        raise ValueError("chats and text cannot share a token file: tokenize them apart")
+    if not documents:
+        raise ValueError("there is no text in the input: name files that hold some")
+    chats = kinds == {True}
+    if not chats:
+        (output / "trained.bin").unlink()
+    write_meta(output, tokens, documents, vocab_size, tokenizer, chats=chats)
+    shutil.rmtree(parts)
+    return tokens, documents

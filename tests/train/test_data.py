@@ -1,0 +1,222 @@
+"""Data: token files, chats, and packing under which no document sees another and every token has its turn."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_llm import save_tiny_llm
+from training_runs import write_chats, write_text
+
+from transect.text.chat_template import ChatTemplate
+from transect.text.tokenizer import Tokenizer
+from transect.train import tokenize as tokenizing
+from transect.train.batches import IGNORE, DocumentPlan, WindowPlan
+from transect.train.config import DataConfig
+from transect.train.data import Loader, Position, chat_tokens, load_stream
+from transect.train.tokens import TokenStream, join, open_tokens
+
+LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=40)
+
+
+def stream_of(lengths, *, chats=False):
+    """Tokens that tell where they are from: document number times 100 plus position."""
+    tokens = np.concatenate([d * 100 + np.arange(n) for d, n in enumerate(lengths)]).astype(np.uint32)
+    trained = tokens % 3 != 0 if chats else None
+    return TokenStream(tokens, np.cumsum(lengths).astype(np.uint64), trained)
+
+
+def check_batch(batch, trained):
+    bounds = batch.cu_seqlens.tolist()
+    assert bounds[0] == 0 and bounds[-1] == batch.num_tokens
+    for first, last in itertools.pairwise(bounds):
+        part = batch.tokens_T[first:last]
+        assert len(set((part // 100).tolist())) == 1  # one document
+        assert (part - part[0] == torch.arange(last - first)).all()  # in order, whole
+        assert (batch.positions_T[first:last] == torch.arange(last - first)).all()
+        labels = batch.labels_T[first:last]
+        for token, label in zip(part.tolist(), labels.tolist(), strict=True):
+            if label != IGNORE:
+                assert label == token + 1  # the next token of the same document
+                assert not trained or label % 3 != 0
+    assert batch.num_labels == int((batch.labels_T != IGNORE).sum())
+
+
+@given(LENGTHS, st.integers(0, 3), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_windows_cover_the_stream_once(lengths, epoch, seed) -> None:
+    stream = stream_of(lengths)
+    if sum(lengths) < 32:
+        with pytest.raises(ValueError, match=r"lower data\.micro_batch"):
+            WindowPlan(stream, 16, 32, seed, epoch)
+        return
+    plan = WindowPlan(stream, 16, 32, seed, epoch)
+    seen = []
+    for index in range(len(plan)):
+        batch = plan.batch(index)
+        assert batch.num_tokens == 32
+        check_batch(batch, trained=False)
+        seen += batch.tokens_T.tolist()
+    assert len(seen) == len(set(seen))
+    assert len(seen) > sum(lengths) - plan.offset - 16 - 32
+    # a label is missing only after a document's last token
+    labels = sum(plan.batch(index).num_labels for index in range(len(plan)))
+    ends = {int(stream.tokens[int(end) - 1]) for end in stream.ends}
+    assert labels == len([token for token in seen if token not in ends])
+
+
+@given(LENGTHS, st.integers(0, 3), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_packed_documents_are_whole_and_each_comes_once(lengths, epoch, seed) -> None:
+    stream = stream_of(lengths, chats=True)
+    usable = [d for d, n in enumerate(lengths) if 1 < n <= 64]
+    if not usable:
+        with pytest.raises(ValueError, match=r"data\.seq_len"):
+            DocumentPlan(stream, 64, 128, seed, epoch)
+        return
+    plan = DocumentPlan(stream, 64, 128, seed, epoch)
+    seen = []
+    for index in range(len(plan)):
+        batch = plan.batch(index)
+        assert batch.num_tokens <= 128
+        check_batch(batch, trained=True)
+        seen += [int(batch.tokens_T[first]) // 100 for first in batch.cu_seqlens[:-1]]
+    assert sorted(seen) == usable
+    assert plan.left_out == len(lengths) - len(usable)
+
+
+def test_packing_fills_micro_batches() -> None:
+    lengths = np.random.default_rng(0).integers(5, 60, 2000)
+    plan = DocumentPlan(stream_of(lengths, chats=True), 64, 256, 0, 0)
+    filled = sum(plan.batch(i).num_tokens for i in range(len(plan))) / (256 * len(plan))
+    assert filled > 0.98
+
+
+def test_a_loader_goes_on_from_any_position() -> None:
+    loader = Loader(stream_of([37] * 30), DataConfig(seq_len=32, micro_batch=64), seed=3)
+    first = [next(loader) for _ in range(5)]
+    at = Position(loader.position.epoch, loader.position.index)
+    rest = [next(loader).tokens_T for _ in range(40)]  # into later epochs
+    again = Loader(loader.stream, loader.config, seed=3)
+    again.position = at
+    assert all(torch.equal(a, next(again).tokens_T) for a in rest)
+    assert again.position.epoch >= 2
+    other = Loader(loader.stream, loader.config, seed=4)
+    assert other.fingerprint() != loader.fingerprint()
+    assert not torch.equal(next(other).tokens_T, first[0].tokens_T)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llm(folder)
+    from transect.models.resolve import resolve
+
+    source = resolve(str(folder))
+    return folder, Tokenizer.from_source(source), ChatTemplate.from_source(source)
+
+
+def test_chat_tokens_are_what_a_server_would_send_and_what_is_said(tiny) -> None:
+    _, tokenizer, template = tiny
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Ciao"},
+    ]
+    ids, trained = chat_tokens(messages, tokenizer, template)
+    said = tokenizer.decode([t for t, s in zip(ids, trained, strict=True) if s], skip_special_tokens=False)
+    assert said == "Hello<|im_end|>Ciao<|im_end|>"
+    assert ids == tokenizer.encode(template.render(messages, add_generation_prompt=False), parse_special=True)
+    prompt = tokenizer.encode(template.render(messages[:1]), parse_special=True)
+    assert ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 must be a JSON object"),
+        ('{"a": 1}', 'line 2 needs "messages"'),
+        ('{"messages": []}', "line 2: messages must be"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the chat has no message of the assistant"),
+    ],
+)
+def test_a_bad_line_is_named(tiny, tmp_path, line: str, message: str) -> None:
+    path = tmp_path / "chats.jsonl"
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path.write_text(json.dumps(good) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        load_stream([str(path)], 300, tiny[1], tiny[2])
+
+
+def test_tokenized_by_workers_it_is_the_same_as_in_memory(tiny, tmp_path) -> None:
+    folder, tokenizer, template = tiny
+    lines = [{"text": f"document {i} " * (i % 9 + 1)} for i in range(300)]
+    text = tmp_path / "many.jsonl"
+    text.write_text("".join(json.dumps(line) + "\n" for line in lines) + "\n")
+    write_text(tmp_path / "one.txt")
+    inputs = [str(text), str(tmp_path / "one.txt")]
+    tokens, documents = tokenizing.tokenize(inputs, tmp_path / "a.tokens", str(folder), workers=2, chunk_bytes=2000)
+    assert documents == 301
+    mapped = open_tokens(tmp_path / "a.tokens", 300, tokenizer.fingerprint)
+    direct = load_stream(inputs, 300, tokenizer, template)
+    assert len(mapped.tokens) == tokens and np.array_equal(mapped.tokens, direct.tokens)
+    assert np.array_equal(mapped.ends, direct.ends) and mapped.fingerprint() == direct.fingerprint()
+    assert not (tmp_path / "a.tokens" / "parts").exists()
+
+
+def test_chats_keep_their_mask_in_a_token_file(tiny, tmp_path) -> None:
+    folder, tokenizer, template = tiny
+    chats = write_chats(tmp_path / "chats.jsonl", 10)
+    tokenizing.tokenize([chats], tmp_path / "c.tokens", str(folder), workers=1)
+    mapped, direct = open_tokens(tmp_path / "c.tokens", 300), load_stream([chats], 300, tokenizer, template)
+    assert mapped.trained is not None and np.array_equal(mapped.trained, direct.trained)
+
+
+def test_an_interrupted_tokenization_goes_on(tiny, tmp_path, monkeypatch) -> None:
+    folder, _, _ = tiny
+    text = tmp_path / "many.jsonl"
+    text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(200)))
+    output = tmp_path / "b.tokens"
+
+    def interrupt(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenizing.tokenize([text], output, str(folder), workers=1, chunk_bytes=500, progress=interrupt)
+    with pytest.raises(ValueError, match="not a finished token file"):
+        open_tokens(output, 300)
+    finished = {path: path.stat().st_mtime_ns for path in (output / "parts").glob("*.npz")}
+    assert finished
+    begun = []
+    _, documents = tokenizing.tokenize(
+        [text], output, str(folder), workers=1, chunk_bytes=500, progress=lambda done, total: begun.append(done)
+    )
+    assert documents == 200
+    assert begun[0] > 0  # it did not start over
+    text.write_text(json.dumps({"text": "other"}) + "\n")
+    assert tokenizing.tokenize([text], output, str(folder), workers=1)[1] == 1
+
+
+def test_damaged_and_foreign_token_files_are_refused(tiny, tmp_path) -> None:
+    folder, tokenizer, _ = tiny
+    write_text(tmp_path / "one.txt")
+    output = tmp_path / "d.tokens"
+    tokenizing.tokenize([tmp_path / "one.txt"], output, str(folder), workers=1)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        open_tokens(output, 300, "other")
+    with pytest.raises(ValueError, match="token ids up to 300"):
+        open_tokens(output, 200, tokenizer.fingerprint)
+    (output / "tokens.bin").write_bytes(b"12")
+    with pytest.raises(ValueError, match=r"tokens\.bin has 2 bytes"):
+        open_tokens(output, 300, tokenizer.fingerprint)
+
+
+def test_joined_streams_keep_their_documents() -> None:
+    joined = join([stream_of([3, 4]), stream_of([5])])
+    assert joined.ends.tolist() == [3, 7, 12] and joined.bounds(2) == (7, 12)
