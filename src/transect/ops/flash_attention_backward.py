@@ -29,7 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import flash_attention_hopper as hopper
 from .attention_tiles import LOG2E, Tiles, check, descriptor, find_tile, fits_descriptor, load_tile, padded, seen
+from .flash_attention_backward_hopper import backward as hopper_backward
+from .flash_attention_backward_hopper import kernels as hopper_kernels
 from .jit import INTERPRETED, TRITON_TARGETS, kernel, tl, triton
 from .registry import Kernel
 from .tiles import dot
@@ -228,16 +231,25 @@ def choose(which: str, q: Tensor) -> Tiles:
 def backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float,
     causal: bool = True, window: int | None = None, *, keys: Tiles | None = None, queries: Tiles | None = None,
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v from the upstream gradient and what ``forward`` returned."""
+    """Gradients of q, k and v from the upstream gradient and what ``forward`` returned.
+
+    By the Hopper kernel where it takes the inputs (``flash_attention_hopper.takes``), unless ``deterministic`` (None:
+    as torch.use_deterministic_algorithms says) or tiles are given: then by the two kernels of this file.
+    """
     q, k, v = check(q, k, v, cu_seqlens)
     g = g.contiguous()
     tokens, heads, d = q.shape
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q.numel() == 0:
-        return dq, dk, dv
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     delta = torch.empty_like(lse)
     _dots[(triton.cdiv(tokens, 32), heads)](g, out, delta, tokens, H=heads, D=d, DP=padded(d), BM=32)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if not deterministic and keys is None and queries is None and hopper.takes(q, k, v) and fits_descriptor(g):
+        return hopper_backward(g, q, k, v, lse, delta, cu_seqlens, scale, causal, window)
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     keys = keys or choose(KEYS, q)
     queries = queries or choose(QUERIES, q)
     documents = len(cu_seqlens) - 1
@@ -304,4 +316,5 @@ def kernels() -> Sequence[Kernel]:
             arguments={**half, "dq": "*bf16", **floats, **ints},
             constants={**base, "BM": 128, "BN": 64},
         ),
+        *hopper_kernels(),
     ]
