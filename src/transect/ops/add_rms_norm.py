@@ -25,6 +25,7 @@ from . import norms, rms_norm
 from .jit import TRITON_TARGETS, available, runs_triton
 from .norms import launch_backward, launch_forward
 from .numerics import sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tuning import Config, row_rule
 
@@ -170,7 +171,7 @@ register(
             ),
         },
         examples=_examples,
-        peers={"torch": _peer},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "residual", "weight"),
         gradient_cost=_gradient_cost,
         cases=_cases,

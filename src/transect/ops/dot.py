@@ -18,6 +18,7 @@ from torch import Tensor
 from . import shapes
 from .jit import TRITON_TARGETS, available, kernel, multiprocessors, require, runs_triton, tl
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .sum import CHOICES, combine, rule
 from .tuning import Config, choose
@@ -117,7 +118,7 @@ register(
             "triton": Implementation("triton", available(triton_dot), TRITON_TARGETS, autograd=lambda: dot)
         },
         examples=_examples,
-        peers={"torch": _peer},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "y"),
         gradient_cost=lambda x, y: Cost(2 * x.numel(), x.nbytes + y.nbytes, x.nbytes + y.nbytes),
         cases=_cases,

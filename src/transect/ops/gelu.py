@@ -17,7 +17,6 @@ bfloat16.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 from . import cuda, shapes
 from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tuning import Config, choose, flat_rule
 
@@ -208,19 +208,26 @@ CHOICES = {"block": (1024, 2048, 4096), "warps": (4, 8)}
 
 
 def _cases() -> Sequence[Case]:
-    width = shapes.LLAMA_8B.ffn_dim
-    rows = shapes.rows_for_bytes(2 * width)
-
-    def make(device: torch.device, seed: int, tanh: bool) -> Mapping[str, Any]:
-        generator = torch.Generator(device).manual_seed(seed)
-        x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, generator=generator)
-        return {"x": x, "tanh": tanh}
-
     form = {False: "erf", True: "tanh"}
-    return [
-        Case(f"{name}, MLP of {shapes.LLAMA_8B.name}, {rows} tokens", functools.partial(make, tanh=tanh))
-        for tanh, name in form.items()
-    ]
+
+    def case(name: str, width: int, tanh: bool, rows: int, first: bool) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, generator=generator)
+            return {"x": x, "tanh": tanh}
+
+        directions = ("forward",) if rows <= max(shapes.DECODE_ROWS) else ()
+        only = () if first else ("triton", "cuda", "torch")
+        return Case(f"{form[tanh]}, MLP of {name}, {rows} tokens", make, directions=directions, only=only)
+
+    made = []
+    for name, model in shapes.by_size(lambda model: model.ffn_dim):
+        many = shapes.rows_for_bytes(2 * model.ffn_dim)
+        for tanh in form:
+            made.append(case(name, model.ffn_dim, tanh, many, model is shapes.LLAMA_8B))
+            made += [case(name, model.ffn_dim, tanh, rows, False) for rows in shapes.PREFILL_ROWS]
+    made += [case(shapes.LLAMA_8B.name, shapes.LLAMA_8B.ffn_dim, True, rows, False) for rows in shapes.DECODE_ROWS]
+    return made
 
 
 def _kernels() -> Sequence[Kernel]:
@@ -256,7 +263,7 @@ register(
             ),
         },
         examples=_examples,
-        peers={"torch": _peer},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x",),
         gradient_cost=lambda x, tanh: Cost(20 * x.numel(), 2 * x.nbytes, x.nbytes),
         cases=_cases,

@@ -146,22 +146,28 @@ def launch_backward(
 
 FORWARD_CHOICES = {"rows": (1, 2, 4), "warps": (1, 2, 4, 8, 16)}
 BACKWARD_CHOICES = {"warps": (1, 2, 4, 8, 16), "waves": (1, 2, 3, 4, 6, 8, 16), "stages": (1, 2, 3, 4)}
-DECODE = ("forward",)
+EAGER = ("triton", "torch")
+"""Contenders where ``torch.compile`` is left out."""
 
 
 def cases(make: Callable[[int, int, torch.device, torch.Generator], Mapping[str, Any]]) -> Sequence[Case]:
-    """Each model's rows: 256 MB of them, a prefill's, a decode step's. ``make(rows, width, device, generator)``."""
+    """Each width's rows: 256 MB of them, a prefill's, a decode step's. ``make(rows, width, device, generator)``.
 
-    def case(model: shapes.ModelShape, rows: int, directions: tuple[str, ...] = ()) -> Case:
+    ``torch.compile`` is raced at the largest of the first model, where it takes its time to compile only once.
+    """
+
+    def case(name: str, width: int, rows: int, directions: tuple[str, ...], only: tuple[str, ...]) -> Case:
         def made(device: torch.device, seed: int) -> Mapping[str, Any]:
-            return make(rows, model.dim, device, torch.Generator(device).manual_seed(seed))
+            return make(rows, width, device, torch.Generator(device).manual_seed(seed))
 
-        return Case(f"{model.name}, {rows} tokens x {model.dim}", made, directions=directions)
+        return Case(f"{name}, {rows} tokens x {width}", made, directions=directions, only=only)
 
     listed = []
-    for model in shapes.MODELS:
-        listed += [case(model, rows) for rows in (shapes.rows_for_bytes(2 * model.dim), *shapes.PREFILL_ROWS)]
-        listed += [case(model, rows, DECODE) for rows in shapes.DECODE_ROWS]
+    for name, model in shapes.by_size(lambda model: model.dim):
+        many = shapes.rows_for_bytes(2 * model.dim)
+        listed.append(case(name, model.dim, many, (), () if model is shapes.LLAMA_8B else EAGER))
+        listed += [case(name, model.dim, rows, (), EAGER) for rows in shapes.PREFILL_ROWS]
+        listed += [case(name, model.dim, rows, ("forward",), EAGER) for rows in shapes.DECODE_ROWS]
     return listed
 
 

@@ -26,6 +26,7 @@ from . import norms
 from .jit import TRITON_TARGETS, available, kernel, runs_triton, tl
 from .norms import launch_backward, launch_forward
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tiles import after_previous
 from .tuning import Config, row_rule
@@ -211,7 +212,7 @@ register(
             ),
         },
         examples=_examples,
-        peers={"torch": _peer},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "weight"),
         gradient_cost=_gradient_cost,
         cases=_cases,

@@ -29,6 +29,7 @@ from . import shapes
 from .jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
 from .kv_cache_write import side_by_side
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tiles import after_previous
 from .tuning import Config, choose
@@ -65,13 +66,13 @@ def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, N
 @kernel
 def _rotary_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_heads, k_heads, n_planes,
-    q_token, q_head, k_token, k_head, q_out_token, k_out_token, cos_token, sin_token, sign, q_groups,
+    q_token, q_head, k_token, k_head, q_out_token, k_out_token, cos_token, sin_token, sign, q_groups, groups,
     HEADS: tl.constexpr, PLANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token a program: the first ``q_groups`` programs of a token take queries, the rest keys."""
     after_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    token = (tl.program_id(0) // groups).to(tl.int64)
+    group = tl.program_id(0) % groups
     plane = tl.arange(0, PLANES)[None, :]
     cos_ptr += token * cos_token
     sin_ptr += token * sin_token
@@ -93,9 +94,9 @@ def _rotary_kernel(
         tl.store(out + n_planes, b.to(k_out_ptr.dtype.element_ty), mask=inside)
 
 
-def rule(tokens: int) -> Config:
-    """Few tokens: few heads a program, so that the step spreads over the device. Many: 2048 elements a program."""
-    return {"heads": 4, "warps": 1} if tokens <= 256 else {"heads": 16, "warps": 4}
+def rule(size: tuple[int, int]) -> Config:
+    """By (tokens, head size): 16 heads a program, 16 bytes of each half a thread."""
+    return {"heads": 16, "warps": max(1, next_power_of_2(size[1]) // 32)}
 
 
 def check_shapes(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -131,13 +132,14 @@ def triton_rotary(
     tokens, q_heads, size = q.shape
     k_heads = k.shape[1]
     if tokens * (q_heads + k_heads) * size:
-        knobs = config or choose("rotary", tokens, q.device, rule)
+        knobs = config or choose("rotary", (tokens, size), q.device, rule)
         heads = knobs["heads"]
         q_groups = -(-q_heads // heads)
-        _rotary_kernel[(tokens, q_groups - (-k_heads // heads))](
+        groups = q_groups - (-k_heads // heads)
+        _rotary_kernel[(tokens * groups,)](
             q, k, cos, sin, q_out, k_out, q_heads, k_heads, size // 2,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_out.stride(0), k_out.stride(0),
-            cos.stride(0), sin.stride(0), -1.0 if opposite else 1.0, q_groups,
+            cos.stride(0), sin.stride(0), -1.0 if opposite else 1.0, q_groups, groups,
             HEADS=heads, PLANES=next_power_of_2(size // 2), EARLY=pdl, num_warps=knobs["warps"],
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
@@ -204,38 +206,33 @@ def joined_projection(
     return {"q": q, "k": k, "v": v}, {"cos": angle.cos(), "sin": angle.sin()}
 
 
+EAGER = ("triton", "torch")
+
+
 def _cases() -> Sequence[Case]:
-    def case(model: shapes.ModelShape, tokens: int, directions: tuple[str, ...] = ()) -> Case:
+    def case(name: str, model: shapes.ModelShape, tokens: int, directions: tuple[str, ...], only: Any) -> Case:
         def make(device: torch.device, seed: int) -> Mapping[str, Any]:
             heads, angles = joined_projection(model, tokens, device, seed)
             return {"q": heads["q"], "k": heads["k"], **angles}
 
-        return Case(f"{model.name}, {tokens} tokens", make, directions=directions)
+        return Case(f"{name}, {tokens} tokens", make, directions=directions, only=only)
 
     made = []
-    for model in shapes.MODELS:
-        width = (model.n_heads + model.n_kv_heads) * model.head_dim
-        made += [case(model, tokens, ("forward",)) for tokens in shapes.DECODE_ROWS]
-        made += [case(model, tokens) for tokens in (*shapes.PREFILL_ROWS, shapes.rows_for_bytes(2 * width))]
+    for name, model in shapes.by_size(lambda model: (model.n_heads, model.n_kv_heads, model.head_dim)):
+        many = shapes.rows_for_bytes(2 * (model.n_heads + model.n_kv_heads) * model.head_dim)
+        made.append(case(name, model, many, (), () if model is shapes.LLAMA_8B else EAGER))
+        made += [case(name, model, tokens, (), EAGER) for tokens in shapes.PREFILL_ROWS]
+        made += [case(name, model, tokens, ("forward",), EAGER) for tokens in shapes.DECODE_ROWS]
     return made
 
 
 def _kernels() -> Sequence[Kernel]:
     tensors = {**dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*bf16"), "cos_ptr": "*fp32"}
     strides = ("q_token", "q_head", "k_token", "k_head", "q_out_token", "k_out_token", "cos_token", "sin_token")
-    numbers = dict.fromkeys(("q_heads", "k_heads", "n_planes", *strides, "q_groups"), "i32")
+    numbers = dict.fromkeys(("q_heads", "k_heads", "n_planes", *strides, "q_groups", "groups"), "i32")
     arguments = {**tensors, "sin_ptr": "*fp32", **numbers, "sign": "fp32"}
-    return [
-        Kernel(
-            name,
-            _rotary_kernel,
-            arguments,
-            {"HEADS": heads, "PLANES": 64, "EARLY": False},
-            ("n_planes", *strides),
-            warps=warps,
-        )
-        for name, heads, warps in (("few tokens", 4, 1), ("many tokens", 16, 4))
-    ]
+    tile = {"HEADS": 16, "PLANES": 64, "EARLY": False}
+    return [Kernel("both directions", _rotary_kernel, arguments, tile, ("n_planes", *strides))]
 
 
 def _gradient_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Cost:
@@ -256,12 +253,12 @@ register(
             ),
         },
         examples=_examples,
-        peers={"torch": reference},
+        peers={"torch": reference, "torch.compile": compiled(reference)},
         differentiable=("q", "k"),
         keeps_dtype=("cos", "sin"),
         gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("rotary", CHOICES, rule, triton_rotary, dict, lambda inputs: inputs["q"].shape[0])],
+        knobs=[Knobs("rotary", CHOICES, rule, triton_rotary, dict, lambda inputs: inputs["q"].shape[::2])],
     )
 )

@@ -30,7 +30,8 @@ from .kv_cache_write import BLOCK_SIZE, case_batch, example_batch, side_by_side,
 from .numerics import sample
 from .paged_batch import PagedBatch
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
-from .rotary import CHOICES, check_shapes, joined_projection, rule, turned
+from .rotary import CHOICES, check_shapes, joined_projection, turned
+from .rotary import rule as plain_rule
 from .tiles import after_previous
 from .tuning import Config, choose
 
@@ -63,14 +64,14 @@ def _kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
     tables_ptr, starts_ptr, lengths_ptr, n_rows, q_heads, k_heads, n_planes, eps,
     q_token, q_head, k_token, k_head, v_token, v_head, q_out_token, q_out_head, cos_token, sin_token,
-    cache_block, cache_head, cache_slot, table_stride, q_groups, k_groups,
+    cache_block, cache_head, cache_slot, table_stride, q_groups, k_groups, groups,
     PAGE: tl.constexpr, SEARCH: tl.constexpr, NORM: tl.constexpr,
     HEADS: tl.constexpr, PLANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token a program: of q for the first ``q_groups``, then of k for ``k_groups``, then of v."""
     after_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    token = (tl.program_id(0) // groups).to(tl.int64)
+    group = tl.program_id(0) % groups
     plane = tl.arange(0, PLANES)[None, :]
     cos_ptr += token * cos_token
     sin_ptr += token * sin_token
@@ -83,7 +84,7 @@ def _kernel(
         tl.store(out, a.to(q_out_ptr.dtype.element_ty), mask=inside)
         tl.store(out + n_planes, b.to(q_out_ptr.dtype.element_ty), mask=inside)
     else:
-        page, offset = slot(tl.program_id(0), tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
+        page, offset = slot(token.to(tl.int32), tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
         if group < q_groups + k_groups:
             head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
@@ -101,6 +102,21 @@ def _kernel(
             out = v_cache_ptr + page * cache_block + head * cache_head + offset * cache_slot + plane
             tl.store(out, first.to(v_cache_ptr.dtype.element_ty), mask=inside)
             tl.store(out + n_planes, second.to(v_cache_ptr.dtype.element_ty), mask=inside)
+
+
+def rule(size: tuple[int, int, int]) -> Config:
+    """By (tokens, head size, 1 with norm else 0): as for rotary, but many tokens with norm take fewer threads.
+
+    A thread has 8 neighbours of each half in every case, so a head's sum of squares adds up in one order, and a token
+    gets the same bits in any batch.
+    """
+    if size[0] > 256 and size[2]:
+        return {"heads": 8, "warps": max(1, next_power_of_2(size[1]) // 128)}
+    return plain_rule(size[:2])
+
+
+def _size(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
+    return *inputs["q"].shape[::2], int(inputs.get("q_weight") is not None)
 
 
 def triton_rotary_kv_write(
@@ -148,11 +164,12 @@ def triton_rotary_kv_write(
         return out
     q, k, v, cos, sin = (side_by_side(x) for x in (q, k, v, cos, sin))
     kv_heads = k.shape[1]
-    knobs = config or choose("rotary_kv_write", tokens, q.device, rule)
+    norm = q_weight is not None and k_weight is not None
+    knobs = config or choose("rotary_kv_write", (tokens, size, int(norm)), q.device, rule)
     held = knobs["heads"]
     q_groups, k_groups = -(-heads // held), -(-kv_heads // held)
-    norm = q_weight is not None and k_weight is not None
-    _kernel[(tokens, q_groups + 2 * k_groups)](
+    groups = q_groups + 2 * k_groups
+    _kernel[(tokens * groups,)](
         q_ptr=q, k_ptr=k, v_ptr=v, cos_ptr=cos, sin_ptr=sin,
         q_weight_ptr=q_weight.contiguous() if q_weight is not None else q,
         k_weight_ptr=k_weight.contiguous() if k_weight is not None else k,
@@ -160,7 +177,7 @@ def triton_rotary_kv_write(
         q_heads=heads, k_heads=kv_heads, n_planes=size // 2, eps=eps,
         q_token=q.stride(0), q_head=q.stride(1), k_token=k.stride(0), k_head=k.stride(1),
         v_token=v.stride(0), v_head=v.stride(1), q_out_token=out.stride(0), q_out_head=out.stride(1),
-        cos_token=cos.stride(0), sin_token=sin.stride(0), q_groups=q_groups, k_groups=k_groups, **where,
+        cos_token=cos.stride(0), sin_token=sin.stride(0), q_groups=q_groups, k_groups=k_groups, groups=groups, **where,
         NORM=norm, HEADS=held, PLANES=next_power_of_2(size // 2), EARLY=pdl, num_warps=knobs["warps"],
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -304,19 +321,21 @@ def _kernels() -> Sequence[Kernel]:
     arguments |= dict.fromkeys(("q_out_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
     arguments |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
     arguments |= dict.fromkeys(("tables_ptr", "starts_ptr", "lengths_ptr"), "*i32")
-    arguments |= dict.fromkeys((*numbers, *strides, "table_stride", "q_groups", "k_groups"), "i32")
-    tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "EARLY": False}
+    arguments |= dict.fromkeys((*numbers, *strides, "table_stride", "q_groups", "k_groups", "groups"), "i32")
+    tile = {"PAGE": BLOCK_SIZE, "HEADS": 16, "PLANES": 64, "EARLY": False}
     return [
         Kernel(
             f"{name}{', with norm' if norm else ''}",
             _kernel,
             arguments,
-            {**tile, "HEADS": heads, "SEARCH": rows, "NORM": norm},
+            {**tile, "SEARCH": rows, "NORM": norm},
             ("n_planes", *strides),
-            warps=warps,
         )
         for norm in (False, True)
-        for name, heads, rows, warps in (("one token a row", 4, 0, 1), ("ragged", 16, 64, 4))
+        for name, heads, rows, warps in (
+            ("one token a row", 16, 0, 4),
+            ("ragged", 8 if norm else 16, 64, 1 if norm else 4),
+        )
     ]
 
 
@@ -343,7 +362,7 @@ register(
                 rule,
                 triton_rotary_kv_write,
                 dict,
-                lambda inputs: inputs["q"].shape[0],
+                _size,
             )
         ],
     )

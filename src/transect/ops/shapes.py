@@ -6,7 +6,9 @@ names the model it comes from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,14 @@ DECODE_ROWS = (1, 8, 64, 256)
 """Tokens of an engine step that only decodes."""
 PREFILL_ROWS = (8192,)
 """Tokens of a prefill or training step."""
+
+
+def by_size(size: Callable[[ModelShape], Any]) -> list[tuple[str, ModelShape]]:
+    """Models that differ in ``size``, each with the names of all that share it."""
+    found: dict[Any, list[ModelShape]] = {}
+    for model in MODELS:
+        found.setdefault(size(model), []).append(model)
+    return [(", ".join(model.name for model in models), models[0]) for models in found.values()]
 
 
 def rows_for_bytes(row_bytes: int, target: int = 256 * 2**20) -> int:

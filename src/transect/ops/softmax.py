@@ -12,10 +12,18 @@ Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (the running maximum).
 
 Bound by bytes: about 5 FLOPs an element against one read and one write, 5 / (2 * 2) FLOPs per byte in bfloat16, if
 the row is read once. A row of up to 32768 elements stays in the registers of one program. A longer one, such as the
-scores over a vocabulary, is read twice; the second time backwards, so that what was read last, and is still in the L2
-cache, comes first. The first pass keeps a maximum and a sum *per lane* of 8 neighbours: one exponential an element,
-and one for each lane to rescale its sum. Exponentials run at an eighth of the rate of additions, so they are worth
-counting.
+scores over a vocabulary, is 256 KB and more: too long for one multiprocessor that is to have other rows on their way at
+the same time. On NVIDIA GPUs several programs hold a part each, leave the maximum and sum of their part in memory, and
+wait until those of the other parts of the row are there. So the row still is read once.
+
+Waiting cannot lock up: programs start in the order of their numbers, the parts of a row are numbered one after another,
+and a row is split into no more parts than there are multiprocessors. So of the programs that wait, those of the lowest
+row not yet done have all their partners running or about to run.
+
+Elsewhere (AMD, the interpreter) one program reads a long row twice, the second time backwards; so what was read last,
+and is still in the L2 cache, comes first. The first pass keeps a maximum and a sum *per lane* of 8 neighbours: one
+exponential an element, and one for each lane to rescale its sum. Exponentials run at an eighth of the rate of
+additions, so they are worth counting.
 """
 
 from __future__ import annotations
@@ -27,8 +35,19 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, runs_triton, tl
+from .jit import (
+    TRITON_TARGETS,
+    available,
+    kernel,
+    multiprocessors,
+    next_power_of_2,
+    require,
+    rows_of,
+    runs_triton,
+    tl,
+)
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tuning import Config, choose
 
@@ -51,20 +70,36 @@ def reference_backward(grad: Tensor, y: Tensor) -> Tensor:
 
 
 @kernel
+def _exp(x, EXACT: tl.constexpr):
+    """exp(x) for x <= 0. EXACT, for float32, also mends what rounding ``x * log2(e)`` loses."""
+    power = x * 1.4426950408889634
+    e = tl.exp2(power)
+    if EXACT:
+        lost = tl.fma(x, 1.4426950408889634, -power) + x * 1.92596299e-8  # log2(e) is 1.925963e-8 above its float32
+        e += tl.where(x > -100.0, e * (lost * 0.6931471805599453), 0.0)
+    return e
+
+
+@kernel
 def _rows_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """ROWS whole rows a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=-float("inf")).to(tl.float32)
-    e = tl.exp2((x - tl.max(x, 1)[:, None]) * 1.4426950408889634)
-    y = e * (1.0 / tl.sum(e, 1))[:, None]
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    e = _exp(x - tl.max(x, 1)[:, None], EXACT)
+    if EXACT:
+        y = tl.div_rn(e, tl.sum(e, 1)[:, None])
+    else:
+        y = e * (1.0 / tl.sum(e, 1))[:, None]
     tl.store(y_ptr + row * y_stride + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _long_kernel(x_ptr, y_ptr, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):
     """One long row a program: a pass for maximum and sum, and one, backwards, for the result."""
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * y_stride
@@ -77,17 +112,112 @@ def _long_kernel(x_ptr, y_ptr, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):
         x = tl.load(x_ptr + col, mask=col < n_cols, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 1))
         base = tl.where(higher == -float("inf"), 0.0, higher)  # a lane that has seen nothing yet
-        e = tl.exp2((x - base[:, None]) * 1.4426950408889634)
-        total = total * tl.exp2((top - base) * 1.4426950408889634) + tl.sum(e, 1)
+        e = _exp(x - base[:, None], EXACT)
+        total = total * _exp(top - base, EXACT) + tl.sum(e, 1)
         top = higher
     peak = tl.max(top, 0)
     base = tl.where(peak == -float("inf"), 0.0, peak)
-    scale = 1.0 / tl.sum(total * tl.exp2((top - base) * 1.4426950408889634), 0)
+    scale = 1.0 / tl.sum(total * _exp(top - base, EXACT), 0)
     for block in range(blocks):
         col = (blocks - 1 - block) * BLOCK + lane
         x = tl.load(x_ptr + col, mask=col < n_cols, other=-float("inf")).to(tl.float32)
-        y = tl.exp2((x - base) * 1.4426950408889634) * scale
+        y = _exp(x - base, EXACT) * scale
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < n_cols)
+
+
+_WAIT = """{
+    .reg .pred empty;
+wait:
+    ld.relaxed.gpu.global.b64 $0, [$1];
+    setp.eq.b64 empty, $0, 0;
+    @empty bra wait;
+}"""
+WAIT = tl.constexpr(_WAIT) if tl is not None else _WAIT
+"""PTX: read a 64-bit word until it is not 0."""
+
+
+@kernel
+def _again(x):
+    """x, but the compiler does not know it: it then converts 16-bit numbers once more instead of keeping them as
+    float32, in twice the registers."""
+    if x.dtype == tl.float32:
+        same = x
+    else:
+        same = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return same
+
+
+@kernel
+def _fetch_part(x_ptr, program, n_cols, x_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Have what ``program`` will read brought to the L2, a cache line of 128 bytes a lane."""
+    LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth
+    program = tl.minimum(program, tl.num_programs(0) - 1)
+    row = (program // PARTS).to(tl.int64)
+    col = program % PARTS * BLOCK + tl.arange(0, BLOCK // LINE) * LINE
+    place = (x_ptr + row * x_stride + tl.minimum(col, n_cols - 1)).to(tl.int64)
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@kernel
+def _shared_words(words_ptr, part, word, PARTS: tl.constexpr, HELD: tl.constexpr):
+    """Leave this part's word, which must not be 0; return those of all PARTS parts of the row, in HELD lanes."""
+    tl.atomic_xchg(words_ptr + part, word, sem="relaxed")
+    index = tl.arange(0, HELD)
+    place = (words_ptr + tl.where(index < PARTS, index, part)).to(tl.int64)
+    return tl.inline_asm_elementwise(WAIT, "=l,l", [place], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@kernel
+def _split_kernel(
+    x_ptr, y_ptr, words_ptr, n_cols, x_stride, y_stride, ahead,
+    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of a row a program, held in registers while the row's maximum and sum come together.
+
+    While it waits, the memory reads for the program ``ahead`` numbers after it.
+    """
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    col = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + col, mask=col < n_cols, other=-float("inf"))
+    if ahead > 0:
+        _fetch_part(x_ptr, tl.program_id(0) + ahead, n_cols, x_stride, PARTS, BLOCK)
+    top = tl.max(x.to(tl.float32), 0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.sum(_exp(_again(x).to(tl.float32) - base, EXACT), 0)
+    # the sum is at least 1 unless top is -inf, so the word is not 0
+    low = total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    word = (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD)
+    tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    totals = words.to(tl.int32).to(tl.float32, bitcast=True)
+    peak = tl.max(tops, 0)
+    totals *= _exp(tops - peak, EXACT)
+    whole = tl.sum(tl.where(tl.arange(0, HELD) < PARTS, totals, 0.0), 0)
+    y = _exp(_again(x).to(tl.float32) - peak, EXACT) * (1.0 / whole)
+    tl.store(y_ptr + row * y_stride + col, y.to(y_ptr.dtype.element_ty), mask=col < n_cols)
+
+
+@kernel
+def _split_backward_kernel(
+    g_ptr, y_ptr, dx_ptr, words_ptr, n_cols, g_stride, y_stride,
+    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As ``_split_kernel``; what comes together is the product of g and y."""
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    col = part * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr + row * g_stride + col, mask=col < n_cols, other=0.0)
+    y = tl.load(y_ptr + row * y_stride + col, mask=col < n_cols, other=0.0)
+    share = tl.sum(g.to(tl.float32) * y.to(tl.float32), 0)
+    word = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
+    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD)
+    dots = words.to(tl.int32).to(tl.float32, bitcast=True)
+    dot = tl.sum(tl.where(tl.arange(0, HELD) < PARTS, dots, 0.0), 0)
+    dx = _again(y).to(tl.float32) * (_again(g).to(tl.float32) - dot)
+    tl.store(dx_ptr + row * n_cols.to(tl.int64) + col, dx.to(dx_ptr.dtype.element_ty), mask=col < n_cols)
 
 
 @kernel
@@ -125,12 +255,33 @@ def _long_backward_kernel(g_ptr, y_ptr, dx_ptr, n_cols, g_stride, y_stride, BLOC
 
 
 def rule(width: int) -> Config:
-    """By the row's width alone, so that a row's result does not depend on how many rows there are."""
+    """By the row's width alone, so that a row's result does not depend on how many rows there are.
+
+    ``block`` is of 16-bit numbers; a program holds half as many of float32. ``registers`` a thread at most: with fewer
+    a multiprocessor holds more of them, with too few they spill.
+    """
     if width > ONE_PASS:
-        return {"block": 8192, "warps": 16}
+        return {"block": 8192, "warps": 2, "registers": 112}
     block = next_power_of_2(width)
     rows = max(1, 2048 // block)
     return {"rows": rows, "warps": min(16, max(1, rows * block // 512))}
+
+
+def backward_rule(width: int) -> Config:
+    """As ``rule``; two tensors are held."""
+    return {"block": 4096, "warps": 2, "registers": 96} if width > ONE_PASS else rule(width)
+
+
+TWICE: Config = {"block": 8192, "warps": 16}
+"""How long rows are read twice."""
+
+
+def _parts(x: Tensor, block: int) -> int:
+    """Into how many parts the long rows of x are split; 1: not at all."""
+    if not x.is_cuda or torch.version.hip:
+        return 1
+    parts = -(-x.shape[-1] // block)
+    return parts if parts <= multiprocessors(x.device) else 1
 
 
 def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:
@@ -148,8 +299,20 @@ def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:
         _rows_kernel[grid](
             flat, y, rows, width, flat.stride(0), width, ROWS=knobs["rows"], BLOCK=block, num_warps=knobs["warps"]
         )
+        return y
+    block = knobs["block"] * 2 // flat.element_size()
+    parts = _parts(flat, block)
+    if parts > 1:
+        words = torch.zeros(rows, parts, device=x.device, dtype=torch.int64)
+        _split_kernel[(rows * parts,)](
+            flat, y, words, width, flat.stride(0), width, knobs.get("ahead", 0) * multiprocessors(x.device),
+            PARTS=parts, HELD=next_power_of_2(parts), BLOCK=block, num_warps=knobs["warps"],
+            maxnreg=knobs["registers"],
+        )  # fmt: skip
     else:
-        _long_kernel[(rows,)](flat, y, width, flat.stride(0), width, BLOCK=knobs["block"], num_warps=knobs["warps"])
+        _long_kernel[(rows,)](
+            flat, y, width, flat.stride(0), width, BLOCK=TWICE["block"], num_warps=TWICE["warps"]
+        )  # fmt: skip
     return y
 
 
@@ -161,7 +324,7 @@ def triton_backward(grad: Tensor, y: Tensor, *, config: Config | None = None) ->
     rows, width = flat.shape
     if not flat.numel():
         return dx
-    knobs = config or choose("softmax.backward", width, y.device, rule)
+    knobs = config or choose("softmax.backward", width, y.device, backward_rule)
     strides = (g.stride(0), flat.stride(0))
     if width <= ONE_PASS:
         grid = (-(-rows // knobs["rows"]),)
@@ -169,8 +332,20 @@ def triton_backward(grad: Tensor, y: Tensor, *, config: Config | None = None) ->
         _rows_backward_kernel[grid](
             g, flat, dx, rows, width, *strides, ROWS=knobs["rows"], BLOCK=block, num_warps=knobs["warps"]
         )
+        return dx
+    block = knobs["block"] * 2 // flat.element_size()
+    parts = _parts(flat, block)
+    if parts > 1:
+        words = torch.zeros(rows, parts, device=y.device, dtype=torch.int64)
+        _split_backward_kernel[(rows * parts,)](
+            g, flat, dx, words, width, *strides,
+            PARTS=parts, HELD=next_power_of_2(parts), BLOCK=block, num_warps=knobs["warps"],
+            maxnreg=knobs["registers"],
+        )  # fmt: skip
     else:
-        _long_backward_kernel[(rows,)](g, flat, dx, width, *strides, BLOCK=knobs["block"], num_warps=knobs["warps"])
+        _long_backward_kernel[(rows,)](
+            g, flat, dx, width, *strides, BLOCK=TWICE["block"], num_warps=TWICE["warps"]
+        )  # fmt: skip
     return dx
 
 
@@ -213,6 +388,10 @@ def cost(x: Tensor) -> Cost:
     return Cost(5 * x.numel(), x.nbytes, x.nbytes)
 
 
+def _peer(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
 def _examples() -> Sequence[dict[str, Any]]:
     made = [{"x": 3 * sample(*shape)} for shape in ((5, 33), (2, 3, 130), (1, 1), (3, 0), (0, 4))]
     extreme = 5 * sample(4, 40)
@@ -224,16 +403,20 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 
 def _cases() -> Sequence[Case]:
-    def case(name: str, rows: int, width: int) -> Case:
+    def case(name: str, rows: int, width: int, directions: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> Case:
         def make(device: torch.device, seed: int) -> Mapping[str, Any]:
             generator = torch.Generator(device).manual_seed(seed)
             return {"x": 4 * torch.randn(rows, width, device=device, dtype=torch.bfloat16, generator=generator)}
 
-        return Case(f"{name}, [{rows}, {width}]", make)
+        return Case(f"{name}, [{rows}, {width}]", make, directions=directions, only=only)
 
     made = [case("attention scores", shapes.rows_for_bytes(2 * width), width) for width in (1024, 4096, 16384)]
-    vocabularies = sorted({model.vocab_size: model.name for model in shapes.MODELS}.items())
-    return [*made, *(case(f"vocabulary of {name}", shapes.rows_for_bytes(2 * v), v) for v, name in vocabularies)]
+    for name, model in shapes.by_size(lambda model: model.vocab_size):
+        width = model.vocab_size
+        made.append(case(f"vocabulary of {name}", shapes.rows_for_bytes(2 * width), width))
+        for rows in shapes.DECODE_ROWS:
+            made.append(case(f"vocabulary of {name}", rows, width, ("forward",), ("triton", "torch")))
+    return made
 
 
 def _kernels() -> Sequence[Kernel]:
@@ -241,21 +424,25 @@ def _kernels() -> Sequence[Kernel]:
     forward = {"x_ptr": "*bf16", "y_ptr": "*bf16"}
     backward = {"g_ptr": "*bf16", "y_ptr": "*bf16", "dx_ptr": "*bf16"}
     strides, back_strides = {"x_stride": "i32", "y_stride": "i32"}, {"g_stride": "i32", "y_stride": "i32"}
-    long = {"n_cols": "i32"}
+    long, words = {"n_cols": "i32"}, {"words_ptr": "*i64", "n_cols": "i32"}
+    ahead = {"ahead": "i32"}
     sizes = ("n_cols", "x_stride", "y_stride", "g_stride")
-    tile = {"ROWS": 1, "BLOCK": 4096}
+    tile, part = {"ROWS": 1, "BLOCK": 4096}, {"PARTS": 16, "HELD": 16, "BLOCK": 8192}
+    nvidia = ("sm_80", "sm_90")
+
+    def split(name: str, function: Any, arguments: dict[str, str]) -> Kernel:
+        return Kernel(f"{name}, long rows split", function, arguments, part, sizes, warps=8, targets=nvidia)
+
+    def twice(name: str, function: Any, arguments: dict[str, str]) -> Kernel:
+        return Kernel(f"{name}, long rows read twice", function, arguments, {"BLOCK": 8192}, sizes, warps=8)
+
     return [
         Kernel("forward, 4096 wide", _rows_kernel, {**forward, **row, **strides}, tile, sizes, warps=8),
-        Kernel("forward, long", _long_kernel, {**forward, **long, **strides}, {"BLOCK": 8192}, sizes, warps=16),
+        split("forward", _split_kernel, {**forward, **words, **strides, **ahead}),
+        twice("forward", _long_kernel, {**forward, **long, **strides}),
         Kernel("backward, 4096 wide", _rows_backward_kernel, {**backward, **row, **back_strides}, tile, sizes, warps=8),
-        Kernel(
-            "backward, long",
-            _long_backward_kernel,
-            {**backward, **long, **back_strides},
-            {"BLOCK": 8192},
-            sizes,
-            warps=16,
-        ),
+        split("backward", _split_backward_kernel, {**backward, **words, **back_strides}),
+        twice("backward", _long_backward_kernel, {**backward, **long, **back_strides}),
     ]
 
 
@@ -263,7 +450,25 @@ def _prepare_backward(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"grad": torch.randn_like(inputs["x"]), "y": torch.softmax(inputs["x"], -1)}
 
 
-_CHOICES = {"rows": (1, 2, 4), "block": (4096, 8192, 16384), "warps": (4, 8, 16, 32)}
+_CHOICES = {
+    "rows": (1, 2, 4),
+    "block": (4096, 8192, 16384),
+    "warps": (1, 2, 4, 8, 16),
+    "registers": (64, 72, 80, 96, 104, 112, 128),
+}
+
+
+def _valid(config: Mapping[str, Any], width: int) -> bool:
+    """Rows: 8 to 64 elements a thread. Parts of rows: 32 to 128, and registers for them."""
+    if "rows" in config:
+        return 8 <= config["rows"] * next_power_of_2(width) / (32 * config["warps"]) <= 64
+    held = config["block"] / (32 * config["warps"])
+    return 32 <= held <= 128 and held / 2 + 32 <= config["registers"] <= held + 48
+
+
+def _width(inputs: Mapping[str, Any]) -> int:
+    return inputs["x"].shape[-1]
+
 
 register(
     Op(
@@ -276,21 +481,14 @@ register(
             )
         },
         examples=_examples,
-        peers={"torch": lambda x: torch.softmax(x, -1)},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x",),
         gradient_cost=lambda x: Cost(4 * x.numel(), 2 * x.nbytes, x.nbytes),
         cases=_cases,
         kernels=_kernels,
         knobs=[
-            Knobs("softmax", _CHOICES, rule, triton_softmax, dict, lambda inputs: inputs["x"].shape[-1]),
-            Knobs(
-                "softmax.backward",
-                _CHOICES,
-                rule,
-                triton_backward,
-                _prepare_backward,
-                lambda inputs: inputs["x"].shape[-1],
-            ),
+            Knobs("softmax", _CHOICES, rule, triton_softmax, dict, _width, _valid),
+            Knobs("softmax.backward", _CHOICES, backward_rule, triton_backward, _prepare_backward, _width, _valid),
         ],
     )
 )

@@ -22,6 +22,7 @@ from torch import Tensor
 from . import cuda, shapes
 from .jit import TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, runs_triton, tl
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tuning import Config, choose
 
@@ -118,6 +119,10 @@ def _examples() -> Sequence[dict[str, Any]]:
     return [{"x": sample(*shape)} for shape in ((9000,), (7, 33), (1,), (0,))]
 
 
+def _peer(x: Tensor) -> Tensor:
+    return x.sum()
+
+
 def _cases() -> Sequence[Case]:
     rows = shapes.rows_for_bytes(2 * shapes.LLAMA_8B.dim)
 
@@ -151,7 +156,7 @@ register(
             ),
         },
         examples=_examples,
-        peers={"torch": lambda x: x.sum()},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x",),
         cases=_cases,
         kernels=_kernels,

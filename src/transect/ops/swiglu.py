@@ -25,6 +25,7 @@ from torch import Tensor
 from . import shapes
 from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tuning import Config, choose, flat_rule
 
@@ -157,15 +158,22 @@ CHOICES = {"block": (1024, 2048, 4096), "warps": (4, 8)}
 
 
 def _cases() -> Sequence[Case]:
-    width = shapes.LLAMA_8B.ffn_dim
-    rows = shapes.rows_for_bytes(2 * width)
+    def case(name: str, width: int, rows: int, first: bool = False) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            gate, up = torch.randn(2, rows, width, device=device, dtype=torch.bfloat16, generator=generator)
+            return {"gate": gate, "up": up}
 
-    def make(device: torch.device, seed: int) -> Mapping[str, Any]:
-        generator = torch.Generator(device).manual_seed(seed)
-        gate, up = torch.randn(2, rows, width, device=device, dtype=torch.bfloat16, generator=generator)
-        return {"gate": gate, "up": up}
+        directions = ("forward",) if rows <= max(shapes.DECODE_ROWS) else ()
+        only = () if first else ("triton", "torch")
+        return Case(f"MLP of {name}, {rows} tokens", make, directions=directions, only=only)
 
-    return [Case(f"MLP of {shapes.LLAMA_8B.name}, {rows} tokens", make)]
+    made = []
+    for name, model in shapes.by_size(lambda model: model.ffn_dim):
+        width = model.ffn_dim
+        made.append(case(name, width, shapes.rows_for_bytes(2 * width), model is shapes.LLAMA_8B))
+        made += [case(name, width, rows) for rows in (*shapes.PREFILL_ROWS, *shapes.DECODE_ROWS)]
+    return made
 
 
 def _kernels() -> Sequence[Kernel]:
@@ -190,7 +198,7 @@ register(
             ),
         },
         examples=_examples,
-        peers={"torch": _peer},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("gate", "up"),
         gradient_cost=lambda gate, up: Cost(10 * gate.numel(), 3 * gate.nbytes, 2 * gate.nbytes),
         cases=_cases,

@@ -24,6 +24,7 @@ from torch import Tensor
 from . import cuda, shapes
 from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tuning import Config, choose
 
@@ -99,15 +100,23 @@ def _examples() -> Sequence[dict[str, Any]]:
     return [*made, {"x": torch.tensor([3e38, -3e38, 1e-38]), "y": torch.tensor([-1e38, 1e38, 1e-38])}]
 
 
+def _peer(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
 def _cases() -> Sequence[Case]:
-    rows = shapes.rows_for_bytes(2 * shapes.LLAMA_8B.dim)
+    def case(name: str, rows: int, width: int, only: tuple[str, ...]) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            x, y = torch.randn(2, rows, width, device=device, dtype=torch.bfloat16, generator=generator)
+            return {"x": x, "y": y}
 
-    def make(device: torch.device, seed: int) -> Mapping[str, Any]:
-        generator = torch.Generator(device).manual_seed(seed)
-        x, y = torch.randn(2, rows, shapes.LLAMA_8B.dim, device=device, dtype=torch.bfloat16, generator=generator)
-        return {"x": x, "y": y}
+        return Case(f"residual of {name}, {rows} tokens", make, only=only)
 
-    return [Case(f"residual of {shapes.LLAMA_8B.name}, {rows} tokens", make)]
+    made = [case(shapes.LLAMA_8B.name, shapes.rows_for_bytes(2 * shapes.LLAMA_8B.dim), shapes.LLAMA_8B.dim, ())]
+    for name, model in shapes.by_size(lambda model: model.dim):
+        made += [case(name, rows, model.dim, ("triton", "cuda", "torch")) for rows in shapes.DECODE_ROWS]
+    return made
 
 
 def _kernels() -> Sequence[Kernel]:
@@ -134,7 +143,7 @@ register(
             ),
         },
         examples=_examples,
-        peers={"torch": lambda x, y: x + y},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "y"),
         cases=_cases,
         kernels=_kernels,
