@@ -466,7 +466,8 @@ def sample(
     if rows == 0:
         return out
     logits = rows_of(logits)
-    parameters = [t.contiguous() for t in (temperature, top_k, top_p, min_p, seed, choice, position)]
+    temperature = temperature.contiguous()
+    parameters = [temperature, *(t.contiguous() for t in (top_k, top_p, min_p, seed, choice, position))]
     flags = (torch.empty(rows, dtype=torch.bool, device=device) if finite is None else finite).view(torch.uint8)
     groups = -(-vocab // GROUP)
     width, raw = next_power_of_2(groups), logprobs is not None
