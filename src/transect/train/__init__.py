@@ -1,10 +1,11 @@
 """Training and fine-tuning: the model of ``models/`` and the operators of ``ops/``, in a loop that loses nothing.
 
 * ``config.py``: a run as frozen dataclasses, from TOML. ``trainer.py``: the loop; start reading there.
-* ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: text, chats and token files to streams, and the position
-  in them. ``batches.py``: documents packed side by side.
-* ``model.py``: the model of a run. ``lora.py``: adapters. ``activations.py``: what is kept for the backward pass.
+* ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: text, chats and token files to
+  streams, and the position in them. ``batches.py``: documents packed side by side.
+* ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
+  what is kept for the backward pass.
 * ``loss.py``: the fused loss. ``optim/``: AdamW, 8-bit AdamW, Muon. ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
-* ``report.py``: progress, JSONL and TensorBoard logs.
+* ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
 """
