@@ -14,7 +14,8 @@ OURS = ("#1f4e79", "#2e75b6", "#9dc3e6", "#5b9bd5", "#bdd7ee", "#264478")
 PEERS = ("#c55a11", "#f4b183", "#7f7f7f", "#bf9000")
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib, drawing into files. ``Unavailable`` where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -27,7 +28,7 @@ def _pyplot() -> Any:
 
 def bars(op: str, rows: Sequence[Timing], path: Path) -> None:
     """For each case and direction of one operator a group of bars: everybody's share of the floor."""
-    plt = _pyplot()
+    plt = pyplot()
     timed = [row for row in rows if row.of_floor is not None]
     groups = list(dict.fromkeys((row.case, row.direction) for row in timed))
     names = list(dict.fromkeys((row.contender, row.is_peer) for row in timed))
@@ -61,7 +62,7 @@ def _colors(names: Sequence[tuple[str, bool]]) -> Mapping[tuple[str, bool], str]
 
 def roofline(rows: Sequence[Timing], ceilings: Ceilings, path: Path) -> None:
     """Every timed case of ours at its arithmetic intensity, under the lines of bandwidth and of the matrix rates."""
-    plt = _pyplot()
+    plt = pyplot()
     timed = [row for row in rows if row.seconds and not row.is_peer and row.bytes and row.flops]
     best: dict[tuple[str, str, str], Timing] = {}
     for row in timed:
