@@ -81,7 +81,8 @@ def library(name: str) -> ctypes.CDLL:
         raise Unavailable("CUDA C++ kernels need an NVIDIA GPU")
     source = SOURCES / f"{name}.cu"
     major, minor = torch.cuda.get_device_capability()
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cuh")))
+    digest = hashlib.sha256(source.read_bytes() + headers).hexdigest()[:16]
     output = cache_folder() / "cuda" / f"{name}-{digest}-sm_{major}{minor}.so"
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -100,10 +101,14 @@ def launcher(name: str, symbol: str) -> Callable[..., None]:
     """
     function = getattr(library(name), symbol)
 
-    def call(*arguments: Tensor | int) -> None:
-        values = [
-            ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_longlong(a) for a in arguments
-        ]  # a 64-bit integer is also read rightly as a 32-bit one in a register or on the stack
+    def value(a: Tensor | int | float) -> Any:
+        if isinstance(a, Tensor):
+            return ctypes.c_void_p(a.data_ptr())
+        return ctypes.c_double(a) if isinstance(a, float) else ctypes.c_longlong(a)
+
+    def call(*arguments: Tensor | int | float) -> None:
+        # A 64-bit integer is also read rightly as a 32-bit one in a register or on the stack; a float is a C double.
+        values = [value(a) for a in arguments]
         code = function(*values, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
         if code:
             raise RuntimeError(f"{symbol} of {name}.cu returned {code}" + (": not a shape it takes" * (code == -1)))
