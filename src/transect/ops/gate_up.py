@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import matmul, shapes, small_matmul, swiglu
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, tl
-from .linear import fixed_rows
+from .linear import fixed_rows, fixed_tiles
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, register
 from .tiles import after_previous
@@ -88,6 +88,14 @@ def triton_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl
     return matmul.matmul(x, up, gate=gate)
 
 
+def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``reference``, on the GPU; a row's result does not depend on how many rows there are (see ``linear``)."""
+    if bias is not None:
+        return gate_halves(matmul.matmul(x, weight, bias, tiles=fixed_tiles(x, weight.shape[0])))
+    gate, up = weight.chunk(2)
+    return matmul.matmul(x, up, gate=gate, tiles=fixed_tiles(x, up.shape[0], gated=True))
+
+
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     """The product, and 5 FLOPs for each output."""
     tokens, both = x.shape[0], weight.shape[0]
@@ -144,6 +152,9 @@ register(
             "torch": Implementation("torch", lambda: by_linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation("triton", available(triton_gate_up), TRITON_TARGETS),
+            "triton_fixed_rows": Implementation(
+                "triton", available(triton_fixed_rows), TRITON_TARGETS, batch_invariant=True
+            ),
         },
         examples=_examples,
         peers={"torch": _peer},

@@ -22,13 +22,15 @@ cores) one row costs 4x, as much as 16; 512 rows cost the same. Meant for infere
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jit import TRITON_TARGETS, available
+from . import matmul, small_matmul
+from .jit import INTERPRETED, TRITON_TARGETS, available
 from .numerics import sample
 from .registry import Cost, Implementation, Op, register
 
@@ -69,8 +71,6 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 def _triton() -> Callable[..., Tensor]:
     """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
-    from . import matmul, small_matmul
-
     few = available(small_matmul.launcher())()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,9 +80,39 @@ def _triton() -> Callable[..., Tensor]:
     return linear
 
 
-def _triton_autograd() -> Callable[..., Tensor]:
-    from . import matmul
+def fixed_tiles(x: Tensor, outputs: int, gated: bool = False) -> matmul.Tiles:
+    """Tiles of ``triton_fixed_rows`` for x ``[T, I]``.
 
+    They depend on the number of rows, but no sum does: whatever the tile, an output's products are added in the order
+    of k, in steps of 16, by the same tensor-core instruction (Hopper's takes 64 rows at least, hence tiles of 64 even
+    for one row). K is never split.
+    """
+    rows = x.shape[0]
+    if INTERPRETED:
+        return matmul.SMALL
+    if x.element_size() == 4:
+        return matmul.Tiles(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
+    hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
+    narrow = outputs <= 8192
+    if rows <= 64:
+        tiles = matmul.Tiles(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
+    elif rows <= 128:
+        tiles = matmul.Tiles(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
+    elif rows <= 512:
+        tiles = matmul.Tiles(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
+    else:
+        tiles = matmul.Tiles(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
+    if not hopper:
+        return replace(tiles, bn=min(tiles.bn, 128), bk=64, stages=3, halves=False)
+    return replace(tiles, persistent=True)
+
+
+def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``reference``, on the GPU; a row's result does not depend on how many rows there are."""
+    return matmul.matmul(x, weight, bias, tiles=fixed_tiles(x, weight.shape[0]))
+
+
+def _triton_autograd() -> Callable[..., Tensor]:
     return available(matmul.linear_autograd)()
 
 
@@ -95,6 +125,9 @@ register(
             "torch": Implementation("torch", lambda: F.linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation("triton", _triton, TRITON_TARGETS, autograd=_triton_autograd),
+            "triton_fixed_rows": Implementation(
+                "triton", available(triton_fixed_rows), TRITON_TARGETS, batch_invariant=True
+            ),
         },
         examples=_examples,
         peers={"torch": F.linear},
