@@ -29,12 +29,13 @@ import zmq.asyncio
 from ..models.resolve import resolve
 from ..text.chat_template import ChatTemplate
 from ..text.number_text import NumberText
-from ..text.output_processor import OutputProcessor, Update
+from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
 from . import wire
 from .config import EngineConfig
 from .inputs import check_token_ids, prompt_token_ids, text_options
+from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
@@ -64,7 +65,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._processor = OutputProcessor(tokenizer)
-        self._streams: dict[str, asyncio.Queue[Update | Exception]] = {}
+        self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._death: str | None = None
@@ -195,24 +196,27 @@ class AsyncEngine:
         prompt: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[Update, None]:
-        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
+        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
+
+        A caller that falls behind gets what came meanwhile of a choice in one delta.
+        """
         self._check_alive()
         ids = list(prompt_token_ids)
         check_token_ids(ids, params, self.vocab_size)
         self._processor.add(request_id, prompt, ids, **text_options(params))
-        queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        self._streams[request_id] = queue
+        mailbox: Mailbox[Update | Exception] = Mailbox()
+        self._streams[request_id] = mailbox
         self._idle.clear()
         left = params.n
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
             await self._send(wire.Submit(request_id, ids, fields, priority))
             while left:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                left -= item.finished
-                yield item
+                for item in together(await mailbox.take()):
+                    if isinstance(item, Exception):
+                        raise item
+                    left -= item.finished
+                    yield item
         finally:
             if self._processor.finish(request_id) and self._death is None:
                 self._send_soon(wire.Abort(request_id))
@@ -222,11 +226,11 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
-        queue = self._streams.get(request_id)
-        if queue is None:
+        mailbox = self._streams.get(request_id)
+        if mailbox is None:
             return
         for update in self._processor.finish(request_id):
-            queue.put_nowait(update)
+            mailbox.put(update)
         if self._death is None:
             await self._send(wire.Abort(request_id))
 
@@ -322,9 +326,9 @@ class AsyncEngine:
         try:
             update = self._processor.process(output)
         except Exception as error:
-            queue = self._streams.get(output.request_id)
-            if queue is not None:
-                queue.put_nowait(error)
+            mailbox = self._streams.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(error)
         else:
             self._deliver(update)
 
@@ -334,16 +338,16 @@ class AsyncEngine:
         for request_id, choice in update.aborts:
             self._send_soon(wire.Abort(request_id, choice))
         if update.token_ids or update.text or update.finished:
-            queue = self._streams.get(update.request_id)
-            if queue is not None:
-                queue.put_nowait(update)
+            mailbox = self._streams.get(update.request_id)
+            if mailbox is not None:
+                mailbox.put(update)
 
     def _refuse(self, message: wire.Refused) -> None:
         self._processor.finish(message.request_id)
-        queue = self._streams.get(message.request_id)
-        if queue is not None:
+        mailbox = self._streams.get(message.request_id)
+        if mailbox is not None:
             full = message.queue_full
-            queue.put_nowait(ValueError(message.message) if full is None else QueueFull(*full))
+            mailbox.put(ValueError(message.message) if full is None else QueueFull(*full))
 
     async def _watch(self) -> None:
         code = await self._process.wait()
@@ -358,9 +362,9 @@ class AsyncEngine:
         if self._death is not None:
             return
         self._death = reason
-        for request_id, queue in self._streams.items():
+        for request_id, mailbox in self._streams.items():
             self._processor.finish(request_id, "error", reason)
-            queue.put_nowait(EngineDeadError(reason))
+            mailbox.put(EngineDeadError(reason))
         for waiter in self._stats_waiters:
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))

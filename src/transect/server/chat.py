@@ -22,6 +22,7 @@ from .replies import (
     finish_reason,
 )
 from .serving import Serving
+from .sse import PLACE, TextEvents, event
 
 if TYPE_CHECKING:
     from ..text.outputs import CompletionOutput, PositionLogprobs
@@ -79,28 +80,33 @@ class Chat:
             stop_reason=output.stop_reason,
         )
 
-    async def begin(self) -> AsyncIterator[ChatChunk]:
+    async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
         generation = await self._prepare()
         await generation.start()
         return self._chunks(generation)
 
-    async def _chunks(self, generation: Generation) -> AsyncIterator[ChatChunk]:
-        greeted: set[int] = set()
+    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        texts: dict[int, TextEvents] = {}
         async with generation:
-            async for event in generation:
-                if event.choice not in greeted:
-                    greeted.add(event.choice)
-                    first = ChunkChoice(index=event.choice, delta=Delta(role="assistant", content=""))
-                    yield self._chunk(generation, [first])
-                for choice in self._pieces(event):
-                    yield self._chunk(generation, [choice])
+            async for news in generation:
+                body = b""
+                if news.choice not in texts:
+                    first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
+                    body = event(self._chunk(generation, [first]))
+                    choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
+                    texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
+                update = news.update
+                if update.text and update.finish_reason is None and not self.body.logprobs:
+                    yield body + texts[news.choice].event(update.text)
+                else:
+                    yield body + b"".join(event(self._chunk(generation, [piece])) for piece in self._pieces(news))
             if self.body.include_usage:
-                yield self._chunk(generation, [], generation.usage())
+                yield event(self._chunk(generation, [], generation.usage()))
 
-    def _pieces(self, event: Event) -> list[ChunkChoice]:
+    def _pieces(self, news: Event) -> list[ChunkChoice]:
         """The update as chunks: what is new, then the end by itself."""
-        update, index = event.update, event.choice
+        update, index = news.update, news.choice
         pieces = []
         if update.text or update.logprobs:
             logprobs = self._logprobs(update.logprobs, update.token_ids)

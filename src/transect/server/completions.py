@@ -12,6 +12,7 @@ from .prompts import completion_prompts
 from .protocol import FIELDS, CompletionRequest
 from .replies import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, finish_reason
 from .serving import Serving
+from .sse import PLACE, TextEvents, event
 
 if TYPE_CHECKING:
     from ..text.outputs import CompletionOutput, RequestOutput
@@ -77,28 +78,40 @@ class Completion:
             index=0, text=text, logprobs=logprobs, finish_reason=finish_reason(reason), stop_reason=stop_reason
         )
 
-    async def begin(self) -> AsyncIterator[CompletionResponse]:
+    async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
         generation = await self._prepare()
         await generation.start()
         return self._chunks(generation)
 
-    async def _chunks(self, generation: Generation) -> AsyncIterator[CompletionResponse]:
+    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         lengths: dict[int, int] = {}
+        texts: dict[int, TextEvents] = {}
         async with generation:
-            async for event in generation:
-                if self.echo and event.choice not in lengths:
-                    text = self._prompt_text(generation.prompts[event.prompt])
-                    lengths[event.choice] = len(text)
-                    yield self._chunk(generation, CompletionChoice(index=event.choice, text=text))
-                for choice in self._pieces(event, lengths):
-                    yield self._chunk(generation, choice)
+            async for news in generation:
+                if self.echo and news.choice not in lengths:
+                    text = self._prompt_text(generation.prompts[news.prompt])
+                    lengths[news.choice] = len(text)
+                    yield event(self._chunk(generation, CompletionChoice(index=news.choice, text=text)))
+                if self._is_text(news):
+                    if news.choice not in texts:
+                        choice = CompletionChoice(index=news.choice, text=PLACE)
+                        texts[news.choice] = TextEvents(self._chunk(generation, choice))
+                    yield texts[news.choice].event(news.update.text)
+                else:
+                    pieces = self._pieces(news, lengths)
+                    yield b"".join(event(self._chunk(generation, piece)) for piece in pieces)
             if self.body.include_usage:
-                yield self._response(generation, [], generation.usage())
+                yield event(self._response(generation, [], generation.usage()))
 
-    def _pieces(self, event: Event, lengths: dict[int, int]) -> list[CompletionChoice]:
+    def _is_text(self, news: Event) -> bool:
+        """Nothing but more text."""
+        update = news.update
+        return bool(update.text) and update.finish_reason is None and self.top is None and not self.scoring
+
+    def _pieces(self, news: Event, lengths: dict[int, int]) -> list[CompletionChoice]:
         """The update as chunks: what is new, then the end by itself. ``lengths``: characters sent of each choice."""
-        update, index = event.update, event.choice
+        update, index = news.update, news.choice
         pieces = []
         if not self.scoring and (update.text or update.logprobs):
             sent = lengths.get(index, 0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from ..engine.async_engine import EngineDeadError
+from ..engine.mailbox import Mailbox
 from ..engine.sampling_params import SamplingParams
 from ..engine.waiting_queue import QueueFull
 from .errors import ApiError, bad_value
@@ -36,7 +37,7 @@ class Prompt:
     token_ids: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """News of one choice. ``choice`` counts through all prompts: prompt index * n + index in the engine request."""
 
@@ -62,9 +63,7 @@ class Generation:
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
         self._serving, self._priority = serving, priority
-        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._running = len(prompts)
+        self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
         limit = serving.options.request_timeout_s
         self._deadline = None if limit is None else asyncio.get_running_loop().time() + limit
@@ -87,8 +86,7 @@ class Generation:
             ApiError: the engine refused (400, 429), is gone (503) or took too long (504). Nothing is left running.
         """
         try:
-            for index, prompt in enumerate(self.prompts):
-                self._tasks.append(asyncio.create_task(self._pump(index, prompt)))
+            self._source = self._updates(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
             self._held = await self._next()
         except BaseException:
             await self.aclose()
@@ -133,25 +131,23 @@ class Generation:
 
     async def aclose(self) -> None:
         """End what still runs in the engine. Harmless when repeated."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._source is not None:
+            await self._source.aclose()
 
     async def _next(self) -> Event | None:
+        assert self._source is not None
+        if self._deadline is None:
+            return await anext(self._source, None)
         try:
             async with asyncio.timeout_at(self._deadline):
-                item = await self._events.get()
+                return await anext(self._source, None)
         except TimeoutError:
             limit = self._serving.options.request_timeout_s
             message = f"the request took longer than this server's limit of {limit:g} s: ask for fewer tokens"
             raise ApiError(504, message, code="request_timeout") from None
-        if isinstance(item, Exception):
-            raise item
-        return item
 
-    async def _pump(self, index: int, prompt: Prompt) -> None:
-        """Carry one engine request's updates into the common queue; None there means that all have ended."""
+    async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
+        """One engine request. Whatever the engine has against it is raised as an ``ApiError``."""
         timer = RequestTimer(self._serving.metrics, time.monotonic(), len(prompt.token_ids))
         stream = self._serving.engine.stream(
             prompt.token_ids,
@@ -163,26 +159,48 @@ class Generation:
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]
                 async for update in updates:
-                    self._take(index, update, timer)
+                    yield self._event(index, update, timer)
             timer.request_finished(time.monotonic())
         except QueueFull as error:
             seconds = max(1, round(error.retry_after))
             message = f"the queue is full: send the request again in about {seconds} s"
-            self._fail(ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)}))
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)}) from None
         except EngineDeadError as error:
-            self._fail(ApiError(503, f"the engine has stopped: {error}", code="engine_dead"))
-        except ApiError as error:
-            self._fail(error)
+            raise ApiError(503, f"the engine has stopped: {error}", code="engine_dead") from None
         except ValueError as error:
-            self._fail(bad_value(str(error), FIELDS))
-        except Exception as error:
-            self._fail(error)
-        else:
-            self._running -= 1
-            if not self._running:
-                self._events.put_nowait(None)
+            raise bad_value(str(error), FIELDS) from None
 
-    def _take(self, index: int, update: Update, timer: RequestTimer) -> None:
+    async def _merged(self) -> AsyncGenerator[Event, None]:
+        """All engine requests of this one, in the order of their news."""
+        mailbox: Mailbox[Event | Exception | None] = Mailbox()
+        tasks = [asyncio.create_task(self._pump(i, prompt, mailbox)) for i, prompt in enumerate(self.prompts)]
+        left = len(tasks)
+        try:
+            while left:
+                for item in await mailbox.take():
+                    if item is None:
+                        left -= 1
+                    elif isinstance(item, Exception):
+                        raise item
+                    else:
+                        yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, index: int, prompt: Prompt, mailbox: Mailbox[Event | Exception | None]) -> None:
+        """Carry one engine request's updates into the common mailbox; None there means that it has ended."""
+        try:
+            async with aclosing(self._updates(index, prompt)) as updates:
+                async for event in updates:
+                    mailbox.put(event)
+        except Exception as error:
+            mailbox.put(error)
+        else:
+            mailbox.put(None)
+
+    def _event(self, index: int, update: Update, timer: RequestTimer) -> Event:
         timer.tokens(update.index, len(update.token_ids), time.monotonic())
         self.completion_tokens += len(update.token_ids)
         self._cached_tokens[index] = max(self._cached_tokens[index], update.num_cached_tokens)
@@ -192,7 +210,4 @@ class Generation:
             raise ApiError(500, update.error or "the engine could not go on with this request", code="engine_error")
         if update.finish_reason == "abort":
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
-        self._events.put_nowait(Event(index, index * self.params.n + update.index, update))
-
-    def _fail(self, error: Exception) -> None:
-        self._events.put_nowait(error)
+        return Event(index, index * self.params.n + update.index, update)

@@ -6,11 +6,14 @@ are the engine's own, read at the moment of a scrape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from ..engine.outputs import SchedulerStats
@@ -62,6 +65,42 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
 
 
+class Tally:
+    """A counter without labels for what happens at every token; the event loop alone changes it: no lock."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
+        self.value = 0
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client for each scrape."""
+        family = CounterMetricFamily(self._name, self._text)
+        family.add_metric([], self.value)
+        yield family
+
+
+class TokenHistogram:
+    """A histogram without labels for what happens at every token; no lock either."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._bounds = name, text, tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """``times`` observations of ``value``."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client for each scrape."""
+        names = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """The counters and histograms of one server."""
 
@@ -71,7 +110,7 @@ class Metrics:
         self.engine = EngineCollector()
         registry.register(self.engine)
         self.prompt_tokens = Counter("transect_prompt_tokens", "Prompt tokens of accepted requests", registry=registry)
-        self.generation_tokens = Counter("transect_generation_tokens", "Tokens generated", registry=registry)
+        self.generation_tokens = Tally("transect_generation_tokens", "Tokens generated", registry)
         self.finished = Counter(
             "transect_choices_finished", "Choices ended, by finish reason", ["finish_reason"], registry=registry
         )
@@ -79,11 +118,8 @@ class Metrics:
         self.first_token = Histogram(
             "transect_time_to_first_token_seconds", "Arrival to first token", buckets=FIRST_TOKEN_S, registry=registry
         )
-        self.between_tokens = Histogram(
-            "transect_inter_token_latency_seconds",
-            "From a token of a choice to its next",
-            buckets=BETWEEN_TOKENS_S,
-            registry=registry,
+        self.between_tokens = TokenHistogram(
+            "transect_inter_token_latency_seconds", "From a token of a choice to its next", BETWEEN_TOKENS_S, registry
         )
         self.whole = Histogram(
             "transect_request_latency_seconds", "Arrival to last token", buckets=WHOLE_S, registry=registry
@@ -107,14 +143,13 @@ class RequestTimer:
         if not count:
             return
         metrics = self._metrics
-        metrics.generation_tokens.inc(count)
+        metrics.generation_tokens.value += count
         if not self._started:
             self._started = True
             metrics.prompt_tokens.inc(self._prompt_tokens)
             metrics.first_token.observe(now - self._arrival)
         elif choice in self._last:
-            for _ in range(count):
-                metrics.between_tokens.observe((now - self._last[choice]) / count)
+            metrics.between_tokens.observe((now - self._last[choice]) / count, count)
         self._last[choice] = now
 
     def choice_finished(self, reason: str) -> None:

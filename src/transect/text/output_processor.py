@@ -94,6 +94,31 @@ class Update:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def absorb(self, later: Update) -> None:
+        """Become this update and the choice's next one in one."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.aborts.extend(later.aborts)
+        self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.final = later.final
+
+
+def together(updates: list[Update | Exception]) -> list[Update | Exception]:
+    """One request's updates in order, those that follow each other and are of the same choice as one."""
+    if len(updates) == 1:
+        return updates
+    merged: list[Update | Exception] = []
+    for update in updates:
+        last = merged[-1] if merged else None
+        if isinstance(last, Update) and isinstance(update, Update) and last.index == update.index:
+            last.absorb(update)
+        else:
+            merged.append(update)
+    return merged
+
 
 class _Choice:
     """The running state of one choice."""
