@@ -18,8 +18,13 @@ Source: Kwon et al. 2023, arXiv:2309.06180 (paging); Dao et al. 2022, arXiv:2205
 
 On a GPU (``PagedTriton``) a program holds one tile of queries of one key head: the heads that share it lie together,
 so K and V are read once for all of them. Prefill chunks take ``BM / G`` queries to a tile. A decode row has only its
-G heads, too few programs to fill the chip when rows are few, so its positions are cut into splits of a fixed length,
-each with its own m, l and o, and a second kernel combines them by the same rule (flash decoding, Dao et al. 2023).
+G heads, too few programs to fill the chip when rows are few, so its positions are cut into splits, each with its own m,
+l and o, which are combined by the same rule (flash decoding, Dao et al. 2023) by the split that finishes last.
+
+The host needs shapes and two bounds, no lengths, so a step can be captured in a CUDA graph and replayed with other
+lengths (see ``PagedBatch``). The number of splits a row may have follows from the number of rows. How long they are is
+worked out on the device from the row's length; programs of splits that a row does not need end at once. With
+``Tiles.split`` above 0 every split has that length, at absolute positions: the same bits in any batch.
 
 Bound by bytes in decode: 4 H d FLOPs for each 2 K d cached elements: H / K FLOPs per byte in bfloat16 (3 for SmolLM2).
 A prefill chunk of c queries reads them once for all c: c H / K, bound by arithmetic from a few hundred on.
@@ -46,6 +51,9 @@ from .tiles import after_previous, dot
 
 TILE = 64
 """Positions of a tile; rounded to whole blocks."""
+LEAST = 16 if INTERPRETED else 128
+"""Positions of a split at the least, where a row is cut evenly."""
+MIN_SPLIT = LEAST if tl is None else tl.constexpr(LEAST)
 
 
 def reference(
@@ -153,16 +161,17 @@ def _gather(cache: Tensor, blocks_WN: Tensor, dtype: torch.dtype) -> Tensor:
 
 @kernel
 def _paged(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, B, scale2, window, q_t, q_h, cache_b, cache_k,
-    table_b, split_length, splits,
+    q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, arrivals, B, scale2, window, q_t, q_h, cache_b,
+    cache_k, table_b, split_length, splits,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr, MIXED: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """BM / GP queries of one row with the G heads of one key head (axis 1), over all positions or a split (axis 2).
 
     Axis 0: rows (DECODE) or tiles of queries. MIXED: the batch holds rows of one query and rows of several, and each
-    of the two launches leaves the other's rows alone.
+    of the two launches leaves the other's rows alone. Of a row's splits the one that finishes last combines them all,
+    CHUNK at a time, in the order of their positions: the same bits whichever it is.
     """
     after_previous(EARLY)
     QUERIES: tl.constexpr = BM // GP
@@ -184,10 +193,19 @@ def _paged(  # type: ignore[no-untyped-def]
     if WINDOW:
         low = max(0, first_position - window + 1)
     oldest = low
+    used = 1
     if SPLIT:
-        low = max(low, tl.program_id(2) * split_length)
-        high = min(high, (tl.program_id(2) + 1) * split_length)
-        mine = mine & (tl.program_id(2) * split_length < length)
+        first_split = 0
+        if split_length == 0:  # as many splits as there may be, of what this row sees
+            first_split = low // BN * BN
+            split_length = max(MIN_SPLIT, tl.cdiv(tl.cdiv(high - first_split, splits), BN) * BN)
+        else:
+            first_split = low // split_length * split_length
+        used = max(1, tl.cdiv(high - first_split, split_length))
+        mine = mine & (tl.program_id(2) < used)
+        first_split += tl.program_id(2) * split_length
+        low = max(low, first_split)
+        high = min(high, first_split + split_length)
     if mine:
         r = tl.arange(0, BM)
         query = tile * QUERIES + r // GP
@@ -221,42 +239,56 @@ def _paged(  # type: ignore[no-untyped-def]
             values = tl.load(v_cache + at[:, None] + d[None, :], tile_inside, 0.0)
             acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
             m = new_m
-        if SPLIT:
-            part = (row.to(tl.int64) * H + head) * splits + tl.program_id(2)
-            tl.store(part_o + part[:, None] * D + d[None, :], acc, inside)
-            tl.store(part_l + part * 2, m, real)
-            tl.store(part_l + part * 2 + 1, l, real)
-        else:
-            at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
-            tl.store(at_out, (acc / l[:, None]).to(out.dtype.element_ty), inside)
+        at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
+        if used == 1:
+            # A row without a token or a position (what is left over in a graph's buffers) gives zeros.
+            tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+        if SPLIT:  # noqa: SIM102  (decided by the compiler; the next one by the row)
+            if used > 1:
+                part = (row.to(tl.int64) * H + head) * splits + tl.program_id(2)
+                tl.store(part_o + part[:, None] * D + d[None, :], acc, inside)
+                tl.store(part_l + part * 2, m, real)
+                tl.store(part_l + part * 2 + 1, l, real)
+                tl.debug_barrier()
+                counter = arrivals + row * tl.num_programs(1) + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                    tl.store(counter, 0)
+                    _combine(out, part_o, part_l, first_token, row, kv_head, used, splits, H, G, GP, D, DP, CHUNK)
 
 
 @kernel
 def _combine(  # type: ignore[no-untyped-def]
-    out, part_o, part_l, starts, lengths, split_length, splits,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MIXED: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    out, part_o, part_l, token, row, kv_head, used, splits,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one head (axis 1) of one decode row (axis 0), in the order of their positions."""
-    after_previous(EARLY)
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    first_token = tl.load(starts + row)
-    mine = True
-    if MIXED:
-        mine = tl.load(starts + row + 1) - first_token == 1
-    if mine:
-        length = tl.load(lengths + row)
-        part = (row.to(tl.int64) * H + head) * splits
-        n = tl.arange(0, SPLITS)
-        used = n * split_length < length
-        d = tl.arange(0, DP)
-        m = tl.load(part_l + (part + n) * 2, used, -float("inf"))
-        l = tl.load(part_l + (part + n) * 2 + 1, used, 0.0)
-        weight = tl.exp2(m - tl.max(m, 0))
-        o = tl.load(part_o + (part + n)[:, None] * D + d[None, :], used[:, None] & (d < D)[None, :], 0.0)
-        total = tl.sum(o * weight[:, None], 0) / tl.sum(l * weight, 0)
-        tl.store(out + first_token.to(tl.int64) * (H * D) + head * D + d, total.to(out.dtype.element_ty), d < D)
+    """The ``used`` splits of the G heads of one key head of a decode row."""
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, CHUNK)
+    head = kv_head * G + g
+    first = (row.to(tl.int64) * H + head) * splits
+    m = tl.full((GP,), -float("inf"), tl.float32)
+    l = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, DP), tl.float32)
+    for start in range(0, used, CHUNK):
+        part = first[None, :] + start + n[:, None]
+        inside = (start + n < used)[:, None] & (g < G)[None, :]
+        m_n = tl.load(part_l + part * 2, inside, -float("inf"), cache_modifier=".cg")
+        l_n = tl.load(part_l + part * 2 + 1, inside, 0.0, cache_modifier=".cg")
+        o_n = tl.load(
+            part_o + part[:, :, None] * D + d[None, None, :], inside[:, :, None] & (d < D)[None, None, :], 0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_m = tl.maximum(m, tl.max(m_n, 0))
+        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+        weight = tl.exp2(m_n - shift[None, :])
+        fade = tl.exp2(m - shift)
+        l = l * fade + tl.sum(l_n * weight, 0)
+        acc = acc * fade[:, None] + tl.sum(o_n * weight[:, :, None], 0)
+        m = new_m
+    at = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
+    result = (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty)
+    tl.store(at, result, (g < G)[:, None] & (d < D)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +303,11 @@ class Tiles:
     decode_warps: int = 4
     decode_stages: int = 4
     split: int = 0
-    """Positions of a split; 0 chooses by how many programs there would be, negative never splits."""
+    """Positions of a split; 0 cuts each row evenly into as many as fill the chip, negative never splits."""
+    programs: int = 4
+    """Decode programs wanted on each multiprocessor, where ``split`` is 0."""
+    chunk: int = 8
+    """Splits that are combined at a time."""
 
 
 MOST_SPLITS = 128
@@ -306,9 +342,9 @@ class PagedTriton:
         padded_group, padded_d = next_power_of_2(group), max(16, next_power_of_2(d))
         tiles = self.tiles
         if INTERPRETED:
-            tiles = Tiles(16, 16, 1, 1, 16, 1, 1, split=min(self.tiles.split, 32) if self.tiles.split else 48)
+            tiles = Tiles(16, 16, 1, 1, 16, 1, 1, split=min(tiles.split, 32), programs=tiles.programs, chunk=4)
         bm = max(tiles.bm, padded_group)
-        decode_only = tokens == rows
+        decode_only = batch.decodes_only(tokens)
         early: dict[str, Any] = {"EARLY": False}
         if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] >= 9:
             early = {"EARLY": True, "launch_pdl": True}
@@ -323,41 +359,35 @@ class PagedTriton:
         )  # fmt: skip
         if not decode_only:
             _paged[(tokens // (bm // padded_group) + rows, kv_heads)](
-                *inputs, None, None, *numbers, 0, 1, **shared, BM=bm, BN=tiles.bn, DECODE=False, SPLIT=False,
-                num_warps=tiles.warps, num_stages=tiles.stages,
+                *inputs, None, None, None, *numbers, 0, 1, **shared, BM=bm, BN=tiles.bn, DECODE=False, SPLIT=False,
+                CHUNK=1, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
-        longest = tables.shape[1] * block_size
-        split = _split_length(tiles, longest, rows * kv_heads, q.device)
-        splits = -(-longest // split)
-        part_o = part_l = None
+        split, splits = _splits(tiles, batch.max_seq_len, rows * kv_heads, q.device)
+        part_o = part_l = arrivals = None
         if splits > 1:
             part_o = q.new_empty((rows, heads, splits, d), dtype=torch.float32)
             part_l = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
+            arrivals = batch.arrivals(rows * kv_heads)
         _paged[(rows, kv_heads, splits)](
-            *inputs, part_o, part_l, *numbers, split, splits, **shared, BM=max(16, padded_group), BN=tiles.decode_bn,
-            DECODE=True, SPLIT=splits > 1, num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
+            *inputs, part_o, part_l, arrivals, *numbers, split, splits, **shared, BM=max(16, padded_group),
+            BN=tiles.decode_bn, DECODE=True, SPLIT=splits > 1, CHUNK=tiles.chunk,
+            num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
         )  # fmt: skip
-        if splits > 1:
-            _combine[(rows, heads)](
-                out, part_o, part_l, batch.query_starts, batch.seq_lens, split, splits, H=heads, D=d, DP=padded_d,
-                MIXED=not decode_only, SPLITS=next_power_of_2(splits), num_warps=4,
-                **early,
-            )  # fmt: skip
         return out
 
 
-def _split_length(tiles: Tiles, longest: int, programs: int, device: torch.device) -> int:
-    """Positions of a split: enough splits for about four programs on each multiprocessor, none under 256 positions."""
+def _splits(tiles: Tiles, longest: int, units: int, device: torch.device) -> tuple[int, int]:
+    """Positions of a split (0: the kernel cuts each row evenly), and the most splits that a row may have.
+
+    From bounds that the host has; what a row is in fact cut into the kernel works out from its length.
+    """
     if tiles.split < 0:
-        return longest
-    bn = tiles.decode_bn
+        return longest, 1
     if tiles.split > 0:
-        split = tiles.split
-    else:
-        splits = max(1, round(4 * multiprocessors(device) / programs))
-        split = max(256, -(-longest // splits))
-    split = max(split, -(-longest // MOST_SPLITS))
-    return -(-split // bn) * bn
+        split = -(-tiles.split // tiles.decode_bn) * tiles.decode_bn
+        return split, -(-longest // split)
+    wanted = max(1, round(tiles.programs * multiprocessors(device) / units))
+    return 0, min(wanted, -(-longest // LEAST), MOST_SPLITS)
 
 
 def cost(
@@ -413,36 +443,23 @@ def _kernels() -> Sequence[Kernel]:
         "MIXED": False,
         "EARLY": False,
     }
-    parts = {"part_o": "*fp32", "part_l": "*fp32"}
-    divisible = ("q_t", "q_h", "cache_b", "cache_k", "split_length")
+    parts = {"part_o": "*fp32", "part_l": "*fp32", "arrivals": "*i32"}
+    none = dict.fromkeys(parts)
+    divisible = ("q_t", "q_h", "cache_b", "cache_k")
     return [
         Kernel(
             name="decode",
             function=_paged,
             arguments={**halves, **indices, **parts, "scale2": "fp32", **ints},
-            constants={**shape, "BM": 16, "BN": 64, "DECODE": True, "SPLIT": True},
+            constants={**shape, "BM": 16, "BN": 64, "DECODE": True, "SPLIT": True, "CHUNK": 8},
             divisible=divisible,
         ),
         Kernel(
             name="prefill",
             function=_paged,
             arguments={**halves, **indices, "scale2": "fp32", **ints},
-            constants={**shape, "BM": 64, "BN": 64, "DECODE": False, "SPLIT": False, "part_o": None, "part_l": None},
+            constants={**shape, "BM": 64, "BN": 64, "DECODE": False, "SPLIT": False, "CHUNK": 1, **none},
             divisible=divisible,
-        ),
-        Kernel(
-            name="combine",
-            function=_combine,
-            arguments={
-                "out": "*bf16",
-                **parts,
-                "starts": "*i32",
-                "lengths": "*i32",
-                "split_length": "i32",
-                "splits": "i32",
-            },
-            constants={"H": 32, "D": 128, "DP": 128, "MIXED": False, "SPLITS": 16, "EARLY": False},
-            divisible=("split_length",),
         ),
     ]
 
@@ -456,6 +473,7 @@ register(
             "torch": Implementation("torch", lambda: tiled, ("any",)),
             "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
             "triton": Implementation("triton", available(PagedTriton()), TRITON_TARGETS),
+            # splits of one length at absolute positions
             "triton_uniform": Implementation(
                 "triton", available(PagedTriton(Tiles(split=1024))), TRITON_TARGETS, batch_invariant=True
             ),

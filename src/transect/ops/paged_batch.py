@@ -37,13 +37,35 @@ class PagedBatch:
     may be anything. ``query_starts_B1`` int32 ``[B + 1]``: row b's tokens are those from ``query_starts[b]`` to before
     ``query_starts[b + 1]``. ``seq_lens_B`` int32: tokens of the sequence with this step's. ``ValueError`` if these do
     not fit each other.
+
+    In a CUDA graph the three tensors are buffers that are filled before each replay, and the batch is one that was made
+    for this graph (what it works out is captured with it). Their shapes are then upper bounds: rows may be left over,
+    with ``seq_lens`` 0, and so may tokens behind the last query start. What the host must know is given as bounds:
+
+    Args:
+        max_seq_len: no row is longer, now or at any replay; None: what the block table holds.
+        max_query_len: no row has more tokens in this step. 1 says that token t is row t's, decode only; None: decode
+            only if there are as many tokens as rows.
     """
 
-    def __init__(self, block_tables_BN: Tensor, query_starts_B1: Tensor, seq_lens_B: Tensor, block_size: int) -> None:
+    def __init__(
+        self,
+        block_tables_BN: Tensor,
+        query_starts_B1: Tensor,
+        seq_lens_B: Tensor,
+        block_size: int,
+        *,
+        max_seq_len: int | None = None,
+        max_query_len: int | None = None,
+    ) -> None:
         self.block_tables = block_tables_BN
         self.query_starts = query_starts_B1
         self.seq_lens = seq_lens_B
         self.block_size = block_size
+        self.max_query_len = max_query_len
+        widest = block_tables_BN.shape[-1] * block_size
+        self.max_seq_len = widest if max_seq_len is None else min(max_seq_len, widest)
+        self._arrivals: Tensor | None = None
         rows = seq_lens_B.shape[0]
         if block_tables_BN.ndim != 2 or block_tables_BN.shape[0] != rows or query_starts_B1.shape != (rows + 1,):
             raise ValueError(
@@ -61,11 +83,29 @@ class PagedBatch:
     def to(self, device: torch.device | str) -> PagedBatch:
         """The same batch on a device."""
         tables, starts, lengths = self.block_tables.to(device), self.query_starts.to(device), self.seq_lens.to(device)
-        return PagedBatch(tables, starts, lengths, self.block_size)
+        return PagedBatch(
+            tables,
+            starts,
+            lengths,
+            self.block_size,
+            max_seq_len=self.max_seq_len,
+            max_query_len=self.max_query_len,
+        )
 
     @property
     def num_rows(self) -> int:
         return self.seq_lens.shape[0]
+
+    def decodes_only(self, tokens: int) -> bool:
+        """Whether token t is the one token of row t, as far as the host can tell."""
+        return tokens == self.num_rows and self.max_query_len in (None, 1)
+
+    def arrivals(self, count: int) -> Tensor:
+        """int32 zeros, at least ``count``: programs of a kernel that wait for each other count here, and the last one
+        sets the counter back to 0, so that every layer finds zeros."""
+        if self._arrivals is None or len(self._arrivals) < count:
+            self._arrivals = torch.zeros(count, dtype=torch.int32, device=self.seq_lens.device)
+        return self._arrivals
 
     @cached_property
     def _queries_B(self) -> Tensor:
