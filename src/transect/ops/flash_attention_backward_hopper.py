@@ -46,7 +46,7 @@ from .flash_attention_hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .jit import kernel, tl, triton
+from .jit import kernel, tl
 from .registry import Kernel
 
 warpgroup_mma_init: Any = None
@@ -108,10 +108,19 @@ def _fetch(  # type: ignore[no-untyped-def]
 
 
 @_kernel
+def _in_fragment_order(x, BM: gl.constexpr, DP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """dq of a tile, ``[BM * DP]``, in an order in which the 4 numbers that a thread adds at a time are neighbours, and
+    so are those of neighbouring threads: 512 bytes for each instruction of a warp. In the order of rows the warp would
+    reach 8 rows, 32 bytes of each."""
+    x = x.reshape([4, 2, 8, 2, DP // 16, 4, 2])  # rows: warp, half, lane; columns: warpgroup, 8s, lane, pair
+    return x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([BM * DP])
+
+
+@_kernel
 def _work(  # type: ignore[no-untyped-def]
     dq, dk, dv, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, ds_tile, kv_full, full, empty, total, first_j,
-    kv_head, low, high, end, rows, scale, scale2, window, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    kv_head, low, high, end, first_block, blocks, scale, scale2, window, H: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The two warpgroups that compute."""
@@ -126,10 +135,7 @@ def _work(  # type: ignore[no-untyped-def]
     zero = gl.zeros([BN, DP], gl.float32, layout=KEYS)
     grad_k = warpgroup_mma_init(_copied(zero, "=f,f"))
     grad_v = _copied(zero, "=f,f")
-    row = gl.arange(0, BM, layout=gl.SliceLayout(1, QUERIES))
-    column = gl.arange(0, DP, layout=gl.SliceLayout(0, QUERIES))
-    at = row[:, None] * DP + column[None, :]
-    to = dq + (kv_head * GROUP).to(gl.int64) * rows * DP + low * DP
+    block = first_block
     start = low
     mbarrier.wait(kv_full, 0)
     for n in range(total):
@@ -170,11 +176,13 @@ def _work(  # type: ignore[no-untyped-def]
         grad_q = warpgroup_mma(ds_at.permute((1, 0)), keys, no_queries, use_acc=False, is_async=True)
         grad_k = warpgroup_mma(ds_at, queries, warpgroup_mma_init(grad_k), is_async=True)
         grad_q, grad_v = warpgroup_mma_wait(1, deps=[grad_q, grad_v])
-        gl.atomic_add(to + at, grad_q, sem="relaxed")
+        part = _in_fragment_order(grad_q, BM, DP)
+        at = gl.arange(0, BM * DP, layout=part.type.layout)
+        gl.atomic_add(dq + block.to(gl.int64) * (BM * DP) + at, part, sem="relaxed")
         start += BM
-        to += BM * DP
+        block += 1
         if start >= high:
-            to += (rows - (start - low)) * DP
+            block += blocks - (start - low) // BM
             start = low
     grad_k = warpgroup_mma_wait(0, deps=[grad_k])
     token = first_j + gl.arange(0, BN, layout=gl.SliceLayout(1, KEYS))
@@ -187,12 +195,13 @@ def _work(  # type: ignore[no-untyped-def]
 
 @_kernel
 def gradient_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, g, lse, delta, dq, dk, dv, cu, documents, tokens, rows, scale, scale2, window,
+    q, k, v, g, lse, delta, dq, dk, dv, cu, documents, tokens, blocks, scale, scale2, window,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """BN keys of one key head. Axis 0: tiles of keys (with a causal mask the first of a document take longest and come
-    first); axis 1: key heads. dq: float32 workspace ``[H, rows, DP]`` of zeros, rows >= tokens + BM."""
+    first); axis 1: key heads. dq: float32 workspace ``[H, blocks, BM * DP]`` of zeros, one block for each tile of
+    queries of each document, numbered as in ``find_tile``."""
     document, tile = find_tile(gl.program_id(0), cu, documents, BN)
     begin = gl.load(cu + document)
     end = gl.load(cu + document + 1)
@@ -209,6 +218,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
             if not CAUSAL:
                 low = max(begin, begin + (first_j - window + 1 - begin) // BM * BM)
         total = (high - low + BM - 1) // BM * GROUP
+        first_block = kv_head * GROUP * blocks + begin // BM + document + (low - begin) // BM
         gl.assume(total > 0)
         ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         q_ring = gl.allocate_shared_memory(q.dtype, [STAGES, BM, 1, DP], q.layout)
@@ -232,8 +242,8 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
             [
                 (_work, (
                     dq, dk, dv, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, ds_tile, kv_full, full, empty,
-                    total, first_j, kv_head, low, high, end, rows, scale, scale2, window, H, GROUP, D, DP, BM, BN,
-                    STAGES, CAUSAL, WINDOW,
+                    total, first_j, kv_head, low, high, end, first_block, blocks, scale, scale2, window, H, GROUP, D,
+                    DP, BM, BN, STAGES, CAUSAL, WINDOW,
                 )),
                 (_fetch, (
                     q, k, v, g, lse, delta, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, kv_full, full, empty,
@@ -246,14 +256,23 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _finish(workspace, dq, tokens, rows, scale, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BM tokens of one head from the workspace ``[H, rows, DP]`` to dq ``[T, H, D]``, times the scale."""
-    i = tl.program_id(0) * BM + tl.arange(0, BM)
-    head = tl.program_id(1)
-    d = tl.arange(0, DP)
-    inside = (i < tokens)[:, None] & (d < D)[None, :]
-    part = tl.load(workspace + (head.to(tl.int64) * rows + i[:, None]) * DP + d[None, :], inside, 0.0)
-    tl.store(dq + (i[:, None].to(tl.int64) * H + head) * D + d[None, :], (part * scale).to(dq.dtype.element_ty), inside)
+def _finish(  # type: ignore[no-untyped-def]
+    workspace, dq, cu, documents, blocks, scale, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head from the workspace ``[H, blocks, BM * DP]`` to dq ``[T, H, D]``, times the
+    scale."""
+    document, tile = find_tile(tl.program_id(0), cu, documents, BM)
+    start = tl.load(cu + document) + tile * BM
+    end = tl.load(cu + document + 1)
+    if start < end:
+        head = tl.program_id(1)
+        from_block = workspace + (head.to(tl.int64) * blocks + tl.program_id(0)) * (BM * DP)
+        part = tl.load(from_block + tl.arange(0, BM * DP)).reshape(2, 4, DP // 16, 8, 4, 2, 2)
+        part = part.permute(1, 5, 3, 0, 2, 4, 6).reshape(BM, DP)  # back from ``_in_fragment_order``
+        i = start + tl.arange(0, BM)
+        d = tl.arange(0, DP)
+        at = (i[:, None].to(tl.int64) * H + head) * D + d[None, :]
+        tl.store(dq + at, (part * scale).to(dq.dtype.element_ty), (i < end)[:, None] & (d < D)[None, :])
 
 
 # --------------------------------------------------------------------------------------------------------- launcher
@@ -287,19 +306,19 @@ def backward(
         )
     tokens, heads, d = q.shape
     columns = _columns(d)
-    rows = tokens + BM
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    workspace = torch.zeros((heads, rows, columns), dtype=torch.float32, device=q.device)
     documents = len(cu_seqlens) - 1
+    blocks = tokens // BM + documents
+    workspace = torch.zeros((heads, blocks, BM * columns), dtype=torch.float32, device=q.device)
     q_tiles, g_tiles = (TensorDescriptor.from_tensor(t, [BM, 1, columns], _tile_layout()) for t in (q, g))
     k_tiles, v_tiles = (TensorDescriptor.from_tensor(t, [BN, 1, columns], _tile_layout()) for t in (k, v))
     gradient_kernel[(tokens // BN + documents, k.shape[1])](
         q_tiles, k_tiles, v_tiles, g_tiles, lse, delta, workspace, dk, dv, cu_seqlens, documents, tokens,
-        rows, scale, scale * LOG2E, window or 0, H=heads, GROUP=heads // k.shape[1], D=d, DP=columns, BM=BM, BN=BN,
+        blocks, scale, scale * LOG2E, window or 0, H=heads, GROUP=heads // k.shape[1], D=d, DP=columns, BM=BM, BN=BN,
         STAGES=stages, CAUSAL=causal, WINDOW=window is not None, num_warps=8,
     )  # fmt: skip
-    _finish[(triton.cdiv(tokens, 32), heads)](
-        workspace, dq, tokens, rows, scale, H=heads, D=d, DP=columns, BM=32, num_warps=4
+    _finish[(blocks, heads)](
+        workspace, dq, cu_seqlens, documents, blocks, scale, H=heads, D=d, DP=columns, BM=BM, num_warps=4
     )  # fmt: skip
     return dq, dk, dv
 
@@ -313,7 +332,7 @@ def kernels() -> Sequence[Kernel]:
         for n, size in {"q": BM, "k": BN, "v": BN, "g": BM}.items()
     }
     rows = dict.fromkeys(("lse", "delta"), "*fp32")
-    ints = dict.fromkeys(("documents", "tokens", "rows", "window"), "i32")
+    ints = dict.fromkeys(("documents", "tokens", "blocks", "window"), "i32")
     return [
         Kernel(
             name=f"backward_hopper_{name}",
