@@ -32,7 +32,7 @@ def test_the_loss_curve_is_that_of_transformers_with_torch(tmp_path) -> None:
     trainer = Trainer(config)
     model = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    mirror = Loader(trainer.loader.stream, config.data, config.seed)
+    mirror = Loader(trainer.objective.loader.stream, config.data, config.seed)
     ours, theirs = [], []
     for _ in range(200):
         batch = next(mirror)  # windows of the file's one document, all of the same length: rows
@@ -112,7 +112,7 @@ def test_chats_train_on_the_assistant_alone(tmp_path) -> None:
     config = tiny_run(tmp_path, data={"train": [write_chats(tmp_path / "chats.jsonl")], "seq_len": 128})
     trainer = Trainer(config)
     tokenizer = trainer.trainable.tokenizer
-    batch = next(trainer.loader)
+    batch = next(trainer.objective.loader)
     said = tokenizer.decode(batch.labels_T[batch.labels_T >= 0].tolist(), skip_special_tokens=False)
     assert set(said.replace("<|im_end|>", "")) <= set("0123456789!Yes.")
     assert said.count("Yes.<|im_end|>") == len(batch.cu_seqlens) - 1

@@ -167,7 +167,7 @@ class DocumentPlan:
         order = generator.permutation(usable)
         self.bins: list[list[int]] = []
         for at in range(0, len(order), GROUP):
-            self.bins.extend(_best_fit(order[at : at + GROUP], lengths, micro_batch))
+            self.bins.extend(best_fit(order[at : at + GROUP], lengths, micro_batch))
         self.bins = [self.bins[i] for i in generator.permutation(len(self.bins))]
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class DocumentPlan:
         return pack(self.stream, [(*self.stream.bounds(document), False) for document in self.bins[index]])
 
 
-def _best_fit(documents: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def best_fit(documents: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Longest first, each into the fullest bin that still has room."""
     bins: list[list[int]] = []
     room: list[int] = []

@@ -141,12 +141,52 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DPOConfig:
+    """Preference pairs: ``beta`` is how strongly the model is held to where it began."""
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"dpo.beta must be greater than 0, not {self.beta}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOConfig:
+    """Reinforcement learning from rewards.
+
+    Attributes:
+        reward: ``module:function`` that is called as ``function(answer_text, record)`` and returns a number; ``record``
+            is the prompt's line of the data. ``exact`` is 1 where the answer, stripped, equals the line's ``answer``.
+        prompts, group: prompts of a step, and answers to each.
+        max_tokens, temperature: of an answer.
+        clip: how far the ratio to the model that drew the answer may leave 1 before it counts no more.
+    """
+
+    reward: str = "exact"
+    prompts: int = 8
+    group: int = 8
+    max_tokens: int = 64
+    temperature: float = 1.0
+    clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        _positive(self, "prompts", "max_tokens")
+        if self.group < 2:
+            raise ValueError(f"grpo.group must be at least 2: answers are judged against each other, not {self.group}")
+        if not self.temperature > 0:
+            raise ValueError(f"grpo.temperature must be greater than 0, not {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """A whole run.
 
     Attributes:
         model: what ``models.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
+        objective: what is minimised: ``next_token``, ``dpo`` (preference pairs) or ``grpo`` (rewards of its own
+            answers).
         run_dir: where logs and checkpoints go.
         steps: optimizer steps in all.
         accumulate: micro-batches to a step.
@@ -164,6 +204,7 @@ class TrainConfig:
 
     model: str
     task: Task = "finetune"
+    objective: Literal["next_token", "dpo", "grpo"] = "next_token"
     run_dir: str = "runs/default"
     steps: int = 100
     accumulate: int = 1
@@ -179,6 +220,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "accumulate", "keep")

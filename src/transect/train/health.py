@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..models.decoder import Decoder
-from .batches import Batch
-from .loss import TokenLoss, batch_loss
 
 WINDOW = 50
 LEAST = 20
@@ -43,10 +41,10 @@ class LossWatch:
 
 
 @torch.no_grad()
-def first_bad_tensor(model: Decoder, batch: Batch, loss: TokenLoss, parameters: Mapping[str, nn.Parameter]) -> str:
+def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]) -> str:
     """Where NaN or infinity first appears: a weight, else the output of a module, else a gradient.
 
-    Runs the forward pass of the batch again, watching every module.
+    ``loss()`` runs the forward pass of the batch again; every module is watched meanwhile.
     """
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
@@ -64,7 +62,7 @@ def first_bad_tensor(model: Decoder, batch: Batch, loss: TokenLoss, parameters: 
     modules = {name: module for name, module in model.named_modules() if name and not list(module.children())}
     handles = [watch(name) for name in modules]
     try:
-        value = batch_loss(model, batch, loss)
+        value = loss()
     finally:
         for handle in handles:
             handle.remove()

@@ -53,6 +53,7 @@ class RunLog:
     def step(self, record: StepRecord) -> None:
         """Write one step."""
         values = asdict(record) | {"tokens_per_second": record.tokens_per_second}
+        values |= values.pop("extra")
         if (mfu := self.mfu(record)) is not None:
             values["mfu"] = mfu
         self._write("step", values)
@@ -131,6 +132,7 @@ class Terminal:
         self._recent.append(record)
         speed = sum(r.tokens for r in self._recent) / sum(r.seconds for r in self._recent)
         line = f"loss {record.loss:.4f}  {speed:,.0f} tok/s"
+        line += "".join(f"  {name} {value:.3f}" for name, value in record.extra.items())
         if (mfu := self._log.mfu(record)) is not None:
             line += f"  MFU {mfu:.0%}"
         if record.peak_bytes:

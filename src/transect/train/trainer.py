@@ -2,9 +2,9 @@
 
 One step, in the order it happens (``Trainer.step``):
 
-1. Take ``accumulate`` micro-batches. How many labels they hold together is known on the host, so each micro-batch's
-   mean loss is weighted by its share, and the gradient is that of the mean over all labels of the step.
-2. Forward and backward for each: the model of ``models/``, packed documents, the fused loss.
+1. The objective makes the micro-batches. How many labels they hold together is known on the host, so each
+   micro-batch's mean loss is weighted by its share, and the gradient is that of the mean over all labels of the step.
+2. Forward and backward for each: the model of ``models/``, packed documents, the objective's loss.
 3. The global norm of the gradient; anything that is not finite, or a loss far above the last ones, stops the run.
 4. Clip, set the learning rate, step the optimizer.
 
@@ -14,9 +14,11 @@ the step, the last losses. There is no dropout and so no random state; the order
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,10 +30,11 @@ from .activations import stack_with
 from .batches import Batch
 from .checkpoint import Checkpoint, Snapshot, Writer
 from .config import TrainConfig
-from .data import Loader, Position, load_stream
+from .data import Position
 from .health import LossWatch, TrainingStopped, first_bad_tensor
-from .loss import batch_loss, evaluate, token_loss
 from .model import Trainable, build
+from .objectives import build as build_objective
+from .objectives.base import Objective
 from .optim import build as build_optimizer
 from .schedule import factor
 
@@ -49,6 +52,8 @@ class StepRecord:
     seconds: float
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """What else the objective has to tell: margins, rewards."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,17 +96,7 @@ class Trainer:
         self.trainable: Trainable = build(config)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_with(self.model, "none" if config.checkpointing == "auto" else config.checkpointing)
-        self.loss = token_loss(self.device)
-        tokenizer, template, size = (
-            self.trainable.tokenizer,
-            self.trainable.template,
-            self.trainable.source.config.vocab_size,
-        )
-        self.loader = Loader(load_stream(config.data.train, size, tokenizer, template), config.data, config.seed)
-        self.validation: Loader | None = None
-        if config.data.validation:
-            stream = load_stream(config.data.validation, size, tokenizer, template)
-            self.validation = Loader(stream, config.data, config.seed)
+        self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
             config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
         )
@@ -117,14 +112,14 @@ class Trainer:
             TrainingStopped: the loss or a gradient is not finite, or the loss has jumped.
         """
         begin = time.perf_counter()
-        before = Position(self.loader.position.epoch, self.loader.position.index)
-        batches = [next(self.loader) for _ in range(self.config.accumulate)]
+        before = Position(self.objective.position.epoch, self.objective.position.index)
+        batches = self.objective.batches(self.steps_done)
         labels = sum(batch.num_labels for batch in batches)
         total = torch.zeros((), device=self.device)
         on_device = [batch.to(self.device) for batch in batches]
         for batch in on_device:
             if batch.num_labels:
-                loss = batch_loss(self.model, batch, self.loss) * (batch.num_labels / labels)
+                loss = self.objective.loss(batch) * (batch.num_labels / labels)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         norm = self.optimizer.gradient_norm()
@@ -144,15 +139,17 @@ class Trainer:
             tokens=sum(batch.num_tokens for batch in batches),
             labels=labels,
             seconds=time.perf_counter() - begin,
+            extra=self.objective.metrics(),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
 
     def evaluate(self) -> EvalRecord | None:
         """The validation loss; None without validation data."""
-        if self.validation is None:
+        found = self.objective.evaluate()
+        if found is None:
             return None
-        loss, labels = evaluate(self.model, self.validation.one_epoch(), self.loss)
-        return EvalRecord(self.steps_done, loss, labels, self._bits_per_byte(loss, labels))
+        loss, labels, size = found
+        return EvalRecord(self.steps_done, loss, labels, loss * labels / math.log(2) / size if size else None)
 
     def run(self, listeners: Sequence[Listener] = (), should_stop: Callable[[], bool] = lambda: False) -> Path:
         """Train to the end, or until ``should_stop`` is true after a step; a checkpoint is written either way.
@@ -191,8 +188,8 @@ class Trainer:
             tensors |= {f"weight/{k}": p.detach().to("cpu", copy=True) for k, p in self.trainable.parameters.items()}
         state = {
             "config": self.config.to_dict(),
-            "position": asdict(self.loader.position),
-            "data": self.loader.fingerprint(),
+            "position": asdict(self.objective.position),
+            "data": self.objective.fingerprint(),
             "optimizer_steps": self.optimizer.steps,
             "losses": list(self.watch.losses),
         }
@@ -200,7 +197,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
-        if state["data"] != self.loader.fingerprint():
+        if state["data"] != self.objective.fingerprint():
             raise ValueError(
                 f"{checkpoint.path} was trained on other data, sizes or seed than are there now: put back the files "
                 "and settings of that run"
@@ -222,7 +219,7 @@ class Trainer:
             if name.startswith("optimizer/")
         }
         self.optimizer.load_state_tensors(moments, state["optimizer_steps"])
-        self.loader.position = Position(**state["position"])
+        self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
         self.steps_done = checkpoint.step
 
@@ -239,27 +236,12 @@ class Trainer:
                 f"the loss jumped to {loss:.3f} at {where}, the last ones averaged {recent:.3f}: lower the learning "
                 f"rate or look at that batch; {kept}"
             )
-        bad = next(
-            (
-                found
-                for b in batches
-                if (found := first_bad_tensor(self.model, b, self.loss, self.trainable.parameters))
-            ),
-            "",
-        )
+        watched = [partial(self.objective.loss, batch) for batch in batches]
+        bad = [first_bad_tensor(self.model, loss_of, self.trainable.parameters) for loss_of in watched]
         raise TrainingStopped(
-            f"loss {loss} and gradient norm {norm} at {where}; the first tensor that is not finite is {bad}: lower the "
-            f"learning rate or look at that batch; {kept}"
+            f"loss {loss} and gradient norm {norm} at {where}; the first tensor that is not finite is {bad[0]}: lower "
+            f"the learning rate or look at that batch; {kept}"
         )
-
-    def _bits_per_byte(self, loss: float, labels: int) -> float | None:
-        tokenizer, validation = self.trainable.tokenizer, self.validation
-        if tokenizer is None or validation is None or not labels:
-            return None
-        size = 0
-        for batch in validation.one_epoch():
-            size += sum(len(tokenizer.token_bytes(int(token))) for token in batch.labels_T[batch.labels_T >= 0])
-        return loss * labels / 0.6931471805599453 / max(size, 1)
 
     def _evaluated(self, listeners: Sequence[Listener]) -> None:
         record = self.evaluate()

@@ -1,0 +1,152 @@
+"""Optimizers against torch's, against their formulas, and their state in and out."""
+
+import pytest
+import torch
+from torch import nn
+
+from transect.train.config import OptimizerConfig
+from transect.train.optim import AdamW, AdamW8bit, Muon, build
+from transect.train.optim.adamw8bit import decode_positive, decode_signed, encode_positive, encode_signed
+from transect.train.optim.muon import orthogonal
+
+
+def parameters(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (30, 20), "layers.0.q.weight": (96, 64), "layers.0.norm.weight": (20,)}
+    return {n: nn.Parameter(torch.randn(*s, generator=generator).to(dtype)) for n, s in shapes.items()}
+
+
+def give_gradients(params, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in params.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adamw_is_torch_s(decay: float) -> None:
+    ours, theirs = parameters(), parameters()
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=decay)
+    optimizer = AdamW(config, ours)
+    matrices = [p for p in theirs.values() if p.ndim > 1]
+    vectors = [p for p in theirs.values() if p.ndim == 1]
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=0.01, betas=(0.9, 0.95), eps=1e-8, foreach=False,
+    )  # fmt: skip
+    for step in range(20):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+def test_master_weights_are_a_float32_run_rounded(name: str) -> None:
+    config = OptimizerConfig(name=name, learning_rate=1e-4, muon_learning_rate=1e-4)
+    half, full = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    full = {n: nn.Parameter(p.detach().float()) for n, p in full.items()}
+    mixed, plain = build(config, half, master_weights=True), build(config, full)
+    for step in range(10):
+        give_gradients(half, step)
+        for n, p in full.items():
+            p.grad = half[n].grad.float()
+        mixed.step()
+        plain.step()
+    for n, p in full.items():
+        assert torch.equal(half[n], p.to(torch.bfloat16))
+
+
+def test_eight_bit_codes_keep_small_and_large_numbers() -> None:
+    x = torch.cat([torch.logspace(-4, 0, 128), -torch.logspace(-4, 0, 128)])[None]
+    scale = torch.zeros(1, 1)
+    codes = encode_signed(x.clone(), scale)
+    back = decode_signed(codes, scale)
+    assert codes.dtype == torch.int8 and float(scale) == 1
+    large = x.abs() > 0.01
+    assert float(((back - x) / x)[large].abs().max()) < 0.1
+    v = torch.logspace(-8, 0, 256)[None]
+    v[0, 0] = 0
+    back = decode_positive(encode_positive(v, scale), scale)
+    assert float(back[0, 0]) == 0 and bool((back[0, 1:] > 0).all())
+    assert float(((back - v) / v)[v > 1e-4].abs().max()) < 0.1
+    zeros = torch.zeros(1, 256)
+    assert bool((decode_signed(encode_signed(zeros, scale), scale) == 0).all())
+    assert bool((decode_positive(encode_positive(zeros, scale), scale) == 0).all())
+
+
+def test_eight_bit_adamw_follows_adamw_with_a_quarter_of_the_state() -> None:
+    ours, full = parameters(), parameters()
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.0)
+    small, large = AdamW8bit(config, ours), AdamW(config, full)
+    start = {n: p.detach().clone() for n, p in full.items()}
+    for step in range(30):
+        give_gradients(ours, step)
+        give_gradients(full, step)
+        small.step()
+        large.step()
+    name = "layers.0.q.weight"
+    moved = full[name] - start[name]
+    assert float((ours[name] - full[name]).norm() / moved.norm()) < 0.1
+    state = small.state[name]
+    assert sum(t.nbytes for t in state.values()) < 0.27 * sum(t.nbytes for t in large.state[name].values())
+    assert small.state["layers.0.norm.weight"]["m"].dtype == torch.float32  # small ones stay exact
+
+
+def test_muon_orthogonalizes() -> None:
+    for shape in ((40, 64), (64, 40), (32, 32)):
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+        values = torch.linalg.svdvals(orthogonal(x))
+        assert float(values.min()) > 0.3 and float(values.max()) < 1.3
+    params = parameters()
+    optimizer = Muon(OptimizerConfig(name="muon"), params)
+    assert set(optimizer.state["layers.0.q.weight"]) == {"momentum"}
+    assert set(optimizer.state["embed.weight"]) == {"m", "v"}
+
+
+def test_norm_and_clipping_are_torch_s() -> None:
+    ours, theirs = parameters(), parameters()
+    give_gradients(ours, 0)
+    give_gradients(theirs, 0)
+    optimizer = AdamW(OptimizerConfig(), ours)
+    norm = optimizer.gradient_norm()
+    expected = torch.nn.utils.clip_grad_norm_(theirs.values(), 1.5)
+    torch.testing.assert_close(norm, expected)
+    optimizer.clip(norm, 1.5)
+    for name in ours:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad)
+    assert float(optimizer.gradient_norm()) == pytest.approx(1.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+def test_state_comes_back(name: str) -> None:
+    config = OptimizerConfig(name=name)
+    one, two = parameters(), parameters()
+    first, second = build(config, one), build(config, two)
+    for step in range(3):
+        give_gradients(one, step)
+        first.step()
+    for n in one:
+        two[n].data.copy_(one[n].data)
+    second.load_state_tensors({k: t.clone() for k, t in first.state_tensors().items()}, first.steps)
+    give_gradients(one, 9)
+    give_gradients(two, 9)
+    first.step()
+    second.step()
+    assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_a_foreign_state_is_refused() -> None:
+    optimizer = AdamW(OptimizerConfig(), parameters())
+    tensors = optimizer.state_tensors()
+    with pytest.raises(ValueError, match="of another run"):
+        optimizer.load_state_tensors({"x/m": torch.zeros(1)}, 1)
+    name = next(iter(tensors))
+    with pytest.raises(ValueError, match="this run's"):
+        optimizer.load_state_tensors({**tensors, name: torch.zeros(1)}, 1)
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    with pytest.raises(ValueError, match="every parameter is frozen"):
+        AdamW(OptimizerConfig(), {})
