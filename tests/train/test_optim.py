@@ -88,7 +88,7 @@ def test_eight_bit_adamw_follows_adamw_with_a_quarter_of_the_state() -> None:
         large.step()
     name = "layers.0.q.weight"
     moved = full[name] - start[name]
-    assert float((ours[name] - full[name]).norm() / moved.norm()) < 0.1
+    assert float((ours[name] - full[name]).detach().norm() / moved.norm()) < 0.1
     state = small.state[name]
     assert sum(t.nbytes for t in state.values()) < 0.27 * sum(t.nbytes for t in large.state[name].values())
     assert small.state["layers.0.norm.weight"]["m"].dtype == torch.float32  # small ones stay exact
