@@ -6,8 +6,37 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench_offline import EnergyGpu, Json, MeasureEnergy, Model, Runs, Subject, meter, show, spread, subject, write
-from .engine_options import BUILTIN, Dtype, LoadFormat, MaxBatchedTokens, Native, Threads, engine_config
+from .bench_offline import (
+    EnergyGpu,
+    Json,
+    MeasureEnergy,
+    Model,
+    Runs,
+    Subject,
+    device_type,
+    meter,
+    show,
+    spread,
+    subject,
+    write,
+)
+from .engine_options import (
+    BUILTIN,
+    AsyncScheduling,
+    CudaGraphs,
+    DependentLaunch,
+    Deterministic,
+    Device,
+    DeviceSampling,
+    Dtype,
+    FusedOperators,
+    GpuMemory,
+    LoadFormat,
+    MaxBatchedTokens,
+    Native,
+    Threads,
+    engine_config,
+)
 
 PREFILL = ("requests", "prefill ms", "min - max", "tok/s", "floor ms", "of floor", "MBU", "MFU")
 DECODE = ("requests", "ms/token", "min - max", "step p99", "tok/s", "floor ms", "of floor", "MBU", "MFU")
@@ -20,6 +49,14 @@ def command(
     new_tokens: Annotated[int, typer.Option(min=2, help="Decode steps that are timed.")] = 64,
     runs: Runs = 3,
     load_format: LoadFormat = "auto",
+    device: Device = "auto",
+    deterministic: Deterministic = False,
+    gpu_memory_utilization: GpuMemory = None,
+    cuda_graphs: CudaGraphs = None,
+    async_scheduling: AsyncScheduling = None,
+    fused_operators: FusedOperators = True,
+    dependent_launch: DependentLaunch = True,
+    device_sampling: DeviceSampling = True,
     dtype: Dtype = "auto",
     threads: Threads = None,
     native: Native = None,
@@ -29,15 +66,27 @@ def command(
     json: Json = None,
 ) -> None:
     """Prefill and decode of 1 and more requests at once: time, floor, and how near they are."""
+    from ..engine.config import EngineConfig
+
     batches = sorted(set(batch or [1]))
     meters = meter(energy, energy_gpu)
-    step_tokens = max_num_batched_tokens or max(256, max(batches))
+    _, step_tokens = EngineConfig(
+        model=model, max_num_seqs=max(batches), max_num_batched_tokens=max_num_batched_tokens
+    ).limits(device_type(device))
     spare = -(-max(batches) * prompt_tokens // (step_tokens - max(batches) + 1)) + 2
     longest = prompt_tokens + new_tokens + spare + 1
     blocks = -(-longest // 16) * max(batches)
     settings = engine_config(
         model,
         load_format=load_format,
+        device=device,
+        deterministic=deterministic,
+        gpu_memory_utilization=gpu_memory_utilization,
+        cuda_graphs=cuda_graphs,
+        async_scheduling=async_scheduling,
+        fused_operators=fused_operators,
+        dependent_launch=dependent_launch,
+        device_sampling=device_sampling,
         dtype=dtype,
         threads=threads,
         native=native,

@@ -47,6 +47,7 @@ def subject(settings: EngineConfig) -> Subject:
     import torch
 
     from ..bench.floors import Rates, storage_of
+    from ..engine.gpu_build import device_for
     from ..engine.llm import LLM
     from ..hardware.device import detect
     from ..hardware.measured import ceilings
@@ -54,16 +55,31 @@ def subject(settings: EngineConfig) -> Subject:
     from ..models.resolve import resolve
 
     source = resolve(settings.model, load_format=settings.load_format)
+    device, _ = device_for(settings)
     threads = settings.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    library, _ = kernels(
-        source.config, dtype=settings.dtype, native=settings.native, threads=threads, block_size=settings.block_size
-    )
-    compute = "float32" if library is not None else str(kv_dtype(settings.dtype)).removeprefix("torch.")
-    rates = Rates.of(ceilings(detect("cpu")), compute)
+    packed = False
+    if device.type == "cpu":
+        choice = {"dtype": settings.dtype, "native": settings.native, "block_size": settings.block_size}
+        packed = kernels(source.config, threads=threads, **choice)[0] is not None  # type: ignore[arg-type]
+    compute = "float32" if packed else str(kv_dtype(settings.dtype)).removeprefix("torch.")
+    rates = Rates.of(ceilings(detect(str(device))), compute)
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     llm = LLM(**fields)
-    return Subject(llm, source.config, rates, storage_of(source, settings.dtype, keeps_quantized=library is not None))
+    return Subject(llm, source.config, rates, storage_of(source, settings.dtype, keeps_quantized=packed))
+
+
+def device_type(device: str) -> str:
+    """``cpu`` or ``cuda``, for a device option.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    from ..engine.config import EngineConfig
+    from ..engine.gpu_build import device_for
+
+    found: str = device_for(EngineConfig(model="any", device=device))[0].type  # type: ignore[arg-type]
+    return found
 
 
 def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyMeter | None]]:

@@ -7,7 +7,24 @@ from typing import Annotated
 import typer
 
 from .bench_offline import EnergyGpu, Json, MeasureEnergy, Model, Runs, meter, show, spread, subject, write
-from .engine_options import BUILTIN, Dtype, LoadFormat, MaxBatchedTokens, MaxNumSeqs, Native, Threads, engine_config
+from .engine_options import (
+    BUILTIN,
+    AsyncScheduling,
+    CudaGraphs,
+    DependentLaunch,
+    Deterministic,
+    Device,
+    DeviceSampling,
+    Dtype,
+    FusedOperators,
+    GpuMemory,
+    LoadFormat,
+    MaxBatchedTokens,
+    MaxNumSeqs,
+    Native,
+    Threads,
+    engine_config,
+)
 
 COLUMNS = (
     "sequences",
@@ -31,6 +48,14 @@ def command(
     runs: Runs = 1,
     warm_up: Annotated[bool, typer.Option(help="Run a few sequences first.")] = True,
     load_format: LoadFormat = "auto",
+    device: Device = "auto",
+    deterministic: Deterministic = False,
+    gpu_memory_utilization: GpuMemory = None,
+    cuda_graphs: CudaGraphs = None,
+    async_scheduling: AsyncScheduling = None,
+    fused_operators: FusedOperators = True,
+    dependent_launch: DependentLaunch = True,
+    device_sampling: DeviceSampling = True,
     dtype: Dtype = "auto",
     threads: Threads = None,
     native: Native = None,
@@ -56,6 +81,14 @@ def command(
     settings = engine_config(
         model,
         load_format=load_format,
+        device=device,
+        deterministic=deterministic,
+        gpu_memory_utilization=gpu_memory_utilization,
+        cuda_graphs=cuda_graphs,
+        async_scheduling=async_scheduling,
+        fused_operators=fused_operators,
+        dependent_launch=dependent_launch,
+        device_sampling=device_sampling,
         dtype=dtype,
         threads=threads,
         native=native,

@@ -26,6 +26,18 @@ Native = Annotated[
     bool | None,
     typer.Option("--native/--no-native", help="Demand, or do without, the compiled CPU kernels; default: if possible."),
 ]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="The same logits to the bit alone and in any batch, at any chunk size.")
+]
+GpuMemory = Annotated[float | None, typer.Option(help="Share of the GPU's memory that the engine may fill.")]
+CudaGraphs = Annotated[str | None, typer.Option(help="on, lazy (captured when first needed) or off.")]
+AsyncScheduling = Annotated[
+    bool | None, typer.Option(help="Plan a step ahead of its tokens; default: on a GPU.", show_default=False)
+]
+FusedOperators = Annotated[bool, typer.Option(help="On a GPU: several operators in one kernel.")]
+DependentLaunch = Annotated[bool, typer.Option(help="On a GPU: kernels start while the one before ends.")]
+DeviceSampling = Annotated[bool, typer.Option(help="On a GPU: tokens are drawn there.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
 
 
