@@ -59,10 +59,12 @@ try:
 except ImportError:
     gluon = gl = None
 
-BM = 128
-"""Queries of a tile: 64 for each of two warpgroups."""
-BN = 128
+ROWS = 64
+"""Queries of a warpgroup."""
+COLUMNS = 128
 """Keys of a block."""
+MAX_REGISTERS = {2: 168, 3: 128}
+"""Registers of a thread at the start, by warpgroups that compute; then they are dealt out anew by role."""
 HEAD_DIMS = (64, 96, 128)
 
 
@@ -199,72 +201,88 @@ def _matrix(tile):  # type: ignore[no-untyped-def]
 
 @_kernel
 def _attend(  # type: ignore[no-untyped-def]
-    half: gl.constexpr, q_tile, ring, q_full, q_empty, full, empty, out, lse, cu, documents, tokens, tiles, work,
-    scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
+    part: gl.constexpr, PARTS: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens,
+    scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's half of every tile: 64 queries."""
-    ROWS: gl.constexpr = q_tile.shape[1]
+    """What a warpgroup does: 64 queries of every tile."""
+    ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
-    DP: gl.constexpr = q_tile.shape[3]
+    DP: gl.constexpr = q_tiles.shape[3]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
-    q = _matrix(q_tile.index(half))
     zero = gl.zeros([ROWS, COLUMNS], gl.float32, S)
     queue = 0
     done = 0
-    for index in range(gl.program_id(0), work, gl.num_programs(0)):
-        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, 2 * ROWS)
-        if first_i < end:
-            low, low_full, high_full, high = _reach(first_i, begin, end, window, 2 * ROWS, COLUMNS, CAUSAL, WINDOW)
-            i = first_i + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-            acc = gl.zeros([ROWS, DP], gl.float32, O)
-            m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-            l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-            queue_end = queue + 2 * (high - low)
-            # The last block, which alone may be masked in a causal document without a window.
-            mbarrier.wait(q_full.index(half), done & 1)
-            slot = queue % SLOTS
-            mbarrier.wait(full.index(slot), queue // SLOTS & 1)
-            s = warpgroup_mma(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, (s,))
-            mbarrier.arrive(empty.index(slot))
-            s = _mask(s, i, begin + (high - 1) * COLUMNS, end, window, CAUSAL, WINDOW)
-            soft, m, l, _ = _softmax(s, m, l, scale2, True)
-            p = gl.convert_layout(soft.to(q.dtype), P)
-            queue += 1
-            mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
-            if WINDOW:
-                acc, p, m, l, queue = _walk(
-                    acc, p, m, l, queue, queue_end, high_full, high - 1, q, ring, full, empty, i, begin, end, window,
-                    scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
-                )  # fmt: skip
+    first_i, begin, end, head = _planned(plan, q_full, done)
+    while head >= 0:
+        q = _matrix(q_tiles.index(done % 2 * PARTS + part))
+        low, low_full, high_full, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
+        i = first_i + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+        acc = gl.zeros([ROWS, DP], gl.float32, O)
+        m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        queue_end = queue + 2 * (high - low)
+        # The last block: always masked, and mostly the only one that needs it.
+        slot = queue % SLOTS
+        mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+        s = warpgroup_mma(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, (s,))
+        mbarrier.arrive(empty.index(slot))
+        s = _mask(s, i, begin + (high - 1) * COLUMNS, end, window, CAUSAL, WINDOW)
+        soft, m, l, _ = _softmax(s, m, l, scale2, True)
+        p = gl.convert_layout(soft.to(q.dtype), P)
+        queue += 1
+        mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
+        if WINDOW or (CAUSAL and PARTS * ROWS > COLUMNS):
             acc, p, m, l, queue = _walk(
-                acc, p, m, l, queue, queue_end, low_full, gl.minimum(high_full, high - 1), q, ring, full, empty, i,
-                begin, end, window, scale2, SLOTS, CAUSAL, WINDOW, False, S, P,
+                acc, p, m, l, queue, queue_end, high_full, high - 1, q, ring, full, empty, i, begin, end, window,
+                scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
             )  # fmt: skip
-            if WINDOW:
-                acc, p, m, l, queue = _walk(
-                    acc, p, m, l, queue, queue_end, low, gl.minimum(low_full, high - 1), q, ring, full, empty, i,
-                    begin, end, window, scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
-                )  # fmt: skip
-            mbarrier.arrive(q_empty.index(half))
-            slot = queue % SLOTS
-            mbarrier.wait(full.index(slot), queue // SLOTS & 1)
-            acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
-            gl.store(lse + head.to(gl.int64) * tokens + i, m + gl.log2(l), i < end)
-            acc = warpgroup_mma_wait(0, (acc,))
-            mbarrier.arrive(empty.index(slot))
-            queue += 1
-            done += 1
-            acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-            token = first_i + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
-            d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
-            at = out + token[:, None].to(gl.int64) * (H * D) + head * D + d[None, :]
-            inside = (token < end)[:, None] & (d < D)[None, :]
-            gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), inside)
+        acc, p, m, l, queue = _walk(
+            acc, p, m, l, queue, queue_end, low_full, gl.minimum(high_full, high - 1), q, ring, full, empty, i, begin,
+            end, window, scale2, SLOTS, CAUSAL, WINDOW, False, S, P,
+        )  # fmt: skip
+        if WINDOW:
+            acc, p, m, l, queue = _walk(
+                acc, p, m, l, queue, queue_end, low, gl.minimum(low_full, high - 1), q, ring, full, empty, i, begin,
+                end, window, scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
+            )  # fmt: skip
+        mbarrier.arrive(q_empty.index(done % 2))
+        slot = queue % SLOTS
+        mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+        acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
+        gl.store(lse + head.to(gl.int64) * tokens + i, m + gl.log2(l), i < end)
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(empty.index(slot))
+        queue += 1
+        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+        token = first_i + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+        d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
+        at = out + token[:, None].to(gl.int64) * (H * D) + head * D + d[None, :]
+        inside = (token < end)[:, None] & (d < D)[None, :]
+        gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), inside)
+        done += 1
+        first_i, begin, end, head = _planned(plan, q_full, done)
+
+
+@_kernel
+def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
+    """Wait for the next tile: (first query, begin and end of its document, head), head -1 when there is none."""
+    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    buffer = done % 2
+    mbarrier.wait(q_full.index(buffer), done // 2 & 1)
+    first_i = gl.max(plan.index(4 * buffer).load(ALL), 0)
+    begin = gl.max(plan.index(4 * buffer + 1).load(ALL), 0)
+    end = gl.max(plan.index(4 * buffer + 2).load(ALL), 0)
+    head = gl.max(plan.index(4 * buffer + 3).load(ALL), 0)
+    return first_i, begin, end, head
+
+
+@_kernel
+def _note(plan, place, value):  # type: ignore[no-untyped-def]
+    plan.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
 @_kernel
@@ -278,24 +296,35 @@ def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  
 
 @_kernel
 def _fetch(  # type: ignore[no-untyped-def]
-    q, k, v, q_tile, ring, q_full, q_empty, full, empty, cu, documents, tiles, work, window, GROUP: gl.constexpr,
-    SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles, work, window,
+    PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
-    """The warp that copies."""
-    ROWS: gl.constexpr = q_tile.shape[1]
+    """What the copying warp does: chooses tiles, tells the others, and keeps the ring full.
+
+    It asks for the next tile only when everything of this one is on its way: whoever is free first gets it.
+    """
+    ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
     queue = 0
-    done = 0
-    for index in range(gl.program_id(0), work, gl.num_programs(0)):
-        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, 2 * ROWS)
+    told = 0
+    index = gl.program_id(0)
+    while index < work:
+        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, PARTS * ROWS)
         if first_i < end:
-            low, _, _, high = _reach(first_i, begin, end, window, 2 * ROWS, COLUMNS, CAUSAL, WINDOW)
+            buffer = told % 2
+            mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
+            _note(plan, 4 * buffer, first_i)
+            _note(plan, 4 * buffer + 1, begin)
+            _note(plan, 4 * buffer + 2, end)
+            _note(plan, 4 * buffer + 3, head)
+            mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
+            for part in gl.static_range(PARTS):
+                tma.async_copy_global_to_shared(
+                    q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part)
+                )
+            low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
             kv_head = head // GROUP
-            for half in gl.static_range(2):
-                mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
-                mbarrier.expect(q_full.index(half), q.block_type.nbytes)
-                token = first_i + half * ROWS
-                tma.async_copy_global_to_shared(q, [token, head, 0], q_full.index(half), q_tile.index(half))
             start = begin + (high - 1) * COLUMNS
             _copy(k, start, kv_head, ring, full, empty, queue, SLOTS)
             for _ in range(high - low - 1):
@@ -305,65 +334,103 @@ def _fetch(  # type: ignore[no-untyped-def]
                 queue += 2
             _copy(v, start, kv_head, ring, full, empty, queue + 1, SLOTS)
             queue += 2
-            done += 1
+            told += 1
+        if SHARED_OUT:
+            index = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        else:
+            index = work
+    buffer = told % 2
+    mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
+    _note(plan, 4 * buffer + 3, -1)
+    mbarrier.arrive(q_full.index(buffer))
 
 
 @_kernel
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, cu, documents, tokens, tiles, work, scale2, window, H: gl.constexpr, GROUP: gl.constexpr,
-    D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    q, k, v, out, lse, counter, cu, documents, tokens, tiles, work, scale2, window, PARTS: gl.constexpr,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
-    """Pieces program_id(0), + num_programs(0), ... of ``work`` = tiles * H; q, k and v are descriptors of [T, H, d]."""
-    q_tile = gl.allocate_shared_memory(out.dtype.element_ty, [2, q.block_shape[0], 1, q.block_shape[2]], q.layout)
-    ring = gl.allocate_shared_memory(out.dtype.element_ty, [SLOTS, k.block_shape[0], 1, k.block_shape[2]], k.layout)
+    """Tiles of 64 PARTS queries; q, k and v are descriptors of [T, H, d].
+
+    Program n begins with piece n of ``work`` = tiles * H, and if SHARED_OUT takes its next ones from ``counter``, which
+    starts at 0.
+    """
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2 * PARTS, q.block_shape[0], 1, q.block_shape[2]], q.layout)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, k.block_shape[0], 1, k.block_shape[2]], k.layout)
+    plan = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
-        mbarrier.init(q_full.index(half), count=1)
-        mbarrier.init(q_empty.index(half), count=1)
+    for buffer in gl.static_range(2):
+        mbarrier.init(q_full.index(buffer), count=1)
+        mbarrier.init(q_empty.index(buffer), count=PARTS)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=PARTS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_attend, (
-                0, q_tile, ring, q_full, q_empty, full, empty, out, lse, cu, documents, tokens, tiles, work, scale2,
-                window, H, D, SLOTS, SHARE, CAUSAL, WINDOW,
-            )),
-            (_attend, (
-                1, q_tile, ring, q_full, q_empty, full, empty, out, lse, cu, documents, tokens, tiles, work, scale2,
-                window, H, D, SLOTS, SHARE, CAUSAL, WINDOW,
-            )),
-            (_fetch, (
-                q, k, v, q_tile, ring, q_full, q_empty, full, empty, cu, documents, tiles, work, window, GROUP, SLOTS,
-                SHARE, CAUSAL, WINDOW,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (0, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_attend, (1, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (0, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_attend, (1, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_attend, (2, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- launcher
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this kernel is for these inputs: 16 bits on an sm_90, heads of 64, 96 (computed as 128) or 128, rows that
-    the bulk copy engine can address. The rest is for ``flash_attention.forward``'s other kernel."""
-    return (
-        gluon is not None
-        and not INTERPRETED
-        and q.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.dtype == k.dtype == v.dtype
-        and q.shape[2] in HEAD_DIMS
-        and all(fits_descriptor(t) and min(t.stride()) > 0 for t in (q, k, v))
-    )
+    """Whether this kernel runs on these inputs as they are: 16 bits on an sm_90, heads of 64, 96 (computed as 128) or
+    128, rows that the bulk copy engine can address."""
+    return not _refuses(q, k, v) and all(fits_descriptor(t) and min(t.stride()) > 0 for t in (q, k, v))
+
+
+def pays(q: Tensor, documents: int) -> bool:
+    """Whether it is faster than the portable kernel, whose tiles have half as many queries: measured on an H200, where
+    every multiprocessor gets a tile, of documents of 96 tokens and more on average."""
+    tokens, heads = q.shape[:2]
+    return tokens >= 96 * documents and tokens * heads >= 2 * ROWS * multiprocessors(q.device)
+
+
+def refuses(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
+) -> str:
+    """Why this kernel does not take heads of this size, or an empty string."""
+    return "" if q.shape[2] in HEAD_DIMS else f"the Hopper kernel takes heads of {HEAD_DIMS}, not of {q.shape[2]}"
+
+
+def _refuses(q: Tensor, k: Tensor, v: Tensor) -> str:
+    reason = unavailable() or refuses(q, k, v, q, 1.0)
+    if not reason and not (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)):
+        reason = f"the Hopper kernel runs on an sm_90, and the inputs are on {q.device}"
+    if not reason and not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)):
+        reason = f"the Hopper kernel takes bfloat16 or float16, not {q.dtype}, {k.dtype} and {v.dtype}"
+    return reason
 
 
 def _columns(d: int) -> int:
@@ -389,61 +456,79 @@ def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
-    *, slots: int | None = None, share: int | None = None, persistent: bool | None = None,
+    *, parts: int | None = None, slots: int | None = None, share: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``flash_attention.forward``, for inputs that it ``takes``.
+    """As ``flash_attention.forward``, by this kernel; copies what the bulk copy engine cannot address.
 
-    ``slots`` of the ring, ``share`` heads at a time; ``persistent``: one program for each multiprocessor, which loads
-    its next tile while it finishes one, instead of a program for each tile. Its tiles are dealt out beforehand, which
-    pays where all take the same time: without a causal mask or a window.
+    ``parts``: warpgroups that compute, 2, or 3 for heads of 64; ``slots`` of the ring; ``share``: heads worked on at a
+    time.
 
     Raises:
         ValueError: shapes that do not fit each other, or inputs that it does not take.
     """
     q, k, v = check(q, k, v, cu_seqlens)
-    if not takes(q, k, v):
-        raise ValueError(
-            f"the Hopper kernel takes bfloat16 or float16 on an sm_90, heads of {HEAD_DIMS} and rows at multiples of "
-            f"16 bytes, not {q.dtype} with heads of {q.shape[2]} on {q.device}; use flash_attention.forward"
-        )
     tokens, heads, d = q.shape
+    parts = parts or (3 if d <= 64 and not causal and window is None else 2)
+    reason = _refuses(q, k, v) or (parts == 3 and d > 64 and "3 parts are for heads of 64") or ""
+    if reason:
+        raise ValueError(f"{reason}; use flash_attention.forward")
+    q, k, v = (t if fits_descriptor(t) and min(t.stride()) > 0 else t.clone(memory_format=torch.contiguous_format)
+               for t in (q, k, v))  # fmt: skip
     out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
     documents = len(cu_seqlens) - 1
-    tiles = tokens // BM + documents
+    tiles = tokens // (ROWS * parts) + documents
     work = tiles * heads
     group = heads // k.shape[1]
-    if persistent is None:
-        persistent = not causal and window is None
-    forward_kernel[(min(work, multiprocessors(q.device)) if persistent else work,)](
-        _descriptor(q, BM // 2), _descriptor(k, BN), _descriptor(v, BN), out, lse, cu_seqlens, documents, tokens, tiles,
-        work, scale * LOG2E, window or 0, H=heads, GROUP=group, D=d, SLOTS=slots or 512 // _columns(d),
-        SHARE=share or share_of(heads, group, tokens, documents, d), CAUSAL=causal, WINDOW=window is not None,
-        num_warps=4, maxnreg=168,
+    programs = min(work, multiprocessors(q.device))
+    shared_out = work > programs
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared_out else cu_seqlens  # else not looked at
+    forward_kernel[(programs,)](
+        _descriptor(q, ROWS), _descriptor(k, COLUMNS), _descriptor(v, COLUMNS), out, lse, counter, cu_seqlens,
+        documents, tokens, tiles, work, scale * LOG2E, window or 0, PARTS=parts, H=heads, GROUP=group, D=d,
+        SLOTS=slots or 512 // _columns(d), SHARE=share or share_of(heads, group, tokens, documents, d), CAUSAL=causal,
+        WINDOW=window is not None, SHARED_OUT=shared_out, num_warps=4, maxnreg=MAX_REGISTERS[parts],
     )  # fmt: skip
     return out, lse
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
+) -> Tensor:
+    """``flash_attention.flash_attention`` by this kernel."""
+    return forward(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 
 def kernels() -> Sequence[Kernel]:
     """For ahead-of-time compilation."""
     if gluon is None:
         return []
-    half = {name: f"tensordesc<bf16[{rows}, 1, 128],{_layout()!r}>" for name, rows in (("q", 64), ("k", BN), ("v", BN))}
     ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")
-    return [
-        Kernel(
-            name=f"forward_hopper_{name}",
-            function=forward_kernel,
-            arguments={**half, "out": "*bf16", "lse": "*fp32", "cu": "*i32", "scale2": "fp32", **ints},
-            constants={
-                "H": 32, "GROUP": 4, "D": 128, "SLOTS": 4, "SHARE": 8, "CAUSAL": causal, "WINDOW": window,
-            },
-            targets=("sm_90",),
-            implementation="hopper",
-            options={"maxnreg": 168},
+    pointers = {"out": "*bf16", "lse": "*fp32", "counter": "*i32", "cu": "*i32"}
+    made = []
+    for name, d, parts, causal, window in (
+        ("causal", 128, 2, True, False),
+        ("full", 128, 2, False, False),
+        ("window", 128, 2, True, True),
+        ("heads_of_64", 64, 3, False, False),
+    ):
+        boxes = (("q", ROWS), ("k", COLUMNS), ("v", COLUMNS))
+        tensors = {label: f"tensordesc<bf16[{rows}, 1, {d}],{_layout()!r}>" for label, rows in boxes}
+        sizes = {"PARTS": parts, "H": 32, "GROUP": 4, "D": d, "SLOTS": 512 // d, "SHARE": 8}
+        made.append(
+            Kernel(
+                name=f"forward_hopper_{name}",
+                function=forward_kernel,
+                arguments={**tensors, **pointers, "scale2": "fp32", **ints},
+                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True},
+                targets=("sm_90",),
+                implementation="hopper",
+                options={"maxnreg": MAX_REGISTERS[parts]},
+            )
         )
-        for name, causal, window in (("causal", True, False), ("full", False, False), ("window", True, True))
-    ]  # fmt: skip
+    return made
 
 
 def unavailable() -> str | None:
