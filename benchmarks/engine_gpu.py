@@ -160,7 +160,7 @@ def host(llm: LLM, batch: int, mixed: bool) -> dict[str, Any]:
         for _ in range(20):
             llm.step()
         torch.cuda.synchronize()
-    busy, span, launches = _busy(trace)
+    busy, span, launches, kernels = _busy(trace, 20)
     while llm.has_work:
         llm.step()
     llm._core.executor = timed.inner
@@ -173,21 +173,29 @@ def host(llm: LLM, batch: int, mixed: bool) -> dict[str, Any]:
         "wait_s": wait,
         "idle_share": 1 - busy / span,
         "host_calls_in_20_steps": launches,
+        "microseconds_a_step": kernels,
     }
     kind = " mixed" if mixed else ""
     print(
         f"  host, batch {batch}{kind}: step {wall * 1e3:.3f} ms, host {1e3 * (wall - wait):.3f} ms "
         f"(submit {submit * 1e3:.3f}), GPU idle {1 - busy / span:.1%}; calls {launches}"
     )
+    for name, microseconds in list(kernels.items())[:24]:
+        print(f"      {microseconds:9.1f} us  {name}")
     return result
 
 
-def _busy(trace: Any) -> tuple[float, float, dict[str, int]]:
-    """(microseconds in which a kernel or copy ran, from the first to the last, CUDA calls of the host)."""
-    spans, calls = [], {}
+def _busy(trace: Any, steps: int) -> tuple[float, float, dict[str, int], dict[str, float]]:
+    """(microseconds in which a kernel or copy ran, from the first to the last, CUDA calls of the host, microseconds of
+    a step by kernel)."""
+    spans: list[tuple[int, int]] = []
+    calls: dict[str, int] = {}
+    kernels: dict[str, float] = {}
     for event in trace.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA:
             spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            name = event.name()[:80]
+            kernels[name] = kernels.get(name, 0.0) + event.duration_ns() / 1e3 / steps
         elif event.name().startswith("cu"):
             calls[event.name()] = calls.get(event.name(), 0) + 1
     spans.sort()
@@ -196,7 +204,8 @@ def _busy(trace: Any) -> tuple[float, float, dict[str, int]]:
         if finish > end:
             busy += finish - max(begin, end)
             end = finish
-    return busy / 1e3, (end - spans[0][0]) / 1e3, calls
+    ordered = dict(sorted(kernels.items(), key=lambda pair: -pair[1]))
+    return busy / 1e3, (end - spans[0][0]) / 1e3, calls, ordered
 
 
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -292,7 +301,7 @@ def main() -> None:
             if "prefill" in options.sections:
                 attempt("prefill", lambda llm=llm, m=model: prefill(llm, m, options.runs))
             if "host" in options.sections:
-                for batch, mixed in ((1, False), (256, False), (256, True)):
+                for batch, mixed in ((1, False), (64, False), (256, False), (256, True)):
                     attempt(f"host {batch} {mixed}", lambda llm=llm, b=batch, x=mixed: host(llm, b, x))
             if "throughput" in options.sections:
                 attempt("throughput", lambda llm=llm, m=model: throughput(llm, m, options.runs))

@@ -50,13 +50,13 @@ def scheduler_config(rng: random.Random) -> SchedulerConfig:
     )
 
 
-def executors(model, config):
+def executors(model, config, **options):
     caches = model.new_kv_cache(config.num_blocks, config.block_size, torch.float32)
     limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
     padded = model.new_kv_cache(config.num_blocks + 1, config.block_size, torch.float32)
     for cache in padded:
         cache.zero_()
-    return Runner(model, *caches), GPURunner(model, *padded, **limits)
+    return Runner(model, *caches), GPURunner(model, *padded, **limits, **options)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -70,6 +70,17 @@ def test_same_tokens_as_the_cpu_runner(model, seed):
     for lag in (0, 1):
         found, _ = run_workload(executors(model, config)[1] if lag else device, config, arrivals, lag=lag)
         assert_same(expected, found, arrivals)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_draws_on_the_host_are_the_same(model, seed):
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    config = scheduler_config(rng)
+    arrivals = random_arrivals(rng, VOCAB, 14)
+    expected, _ = run_workload(executors(model, config)[0], config, arrivals, lag=0)
+    found, _ = run_workload(executors(model, config, sample_on_device=False)[1], config, arrivals, lag=1)
+    assert_same(expected, found, arrivals)
 
 
 def test_workloads_meet_what_is_hard(model):

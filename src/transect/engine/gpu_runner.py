@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ RING = 3
 """Steps whose host memory is apart: one being prepared, one or two in flight."""
 SMALLEST_WIDTH = 1024
 """Positions that the narrowest block table of a graph covers."""
+_start = attrgetter("start")
 
 
 def row_bucket(rows: int) -> int:
@@ -248,12 +250,14 @@ class GPURunner:
     def _plan_decode(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
         """One token and one draw a row, padded to the size of a graph."""
         table, step = self._sequences, self._step
-        count = len(batch.rows)
-        slots = np.array([table.row(row, step) for row in batch.rows])
-        draws = [row.draws[0] for row in batch.rows]
+        # The longest first: programs of attention start in this order, and the last to end should be short ones.
+        scheduled = sorted(batch.rows, key=_start, reverse=True)
+        count = len(scheduled)
+        slots = np.array([table.row(row, step) for row in scheduled])
+        draws = [row.draws[0] for row in scheduled]
         for draw in draws:
             table.draw(draw, step)
-        starts = np.array([row.start for row in batch.rows], np.int32)
+        starts = np.array([row.start for row in scheduled], np.int32)
         ends = starts + 1
         rows = row_bucket(count)
         width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
@@ -268,7 +272,7 @@ class GPURunner:
         source = self._token_source(layout)
         fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts)
         for index in np.flatnonzero(~fed).tolist():
-            fields.token[index] = max(0, batch.rows[index].token_ids[0])
+            fields.token[index] = max(0, scheduled[index].token_ids[0])
         fields.source[:] = source
         fields.source[:count][fed] = table.drawn_index[slots[fed]]
         fields.last[:] = np.arange(rows)
@@ -351,7 +355,15 @@ class GPURunner:
         """Hidden states ``[T, D]`` of the step; its draws are left in the arena, and logprobs returned (or, where the
         host draws, the logits)."""
         tokens_T = self._arena.view(torch.int64).index_select(0, fields.source)
-        context = PagedContext(self._k_cache, self._v_cache, fields.table, fields.start, fields.length, self._model.ops)
+        context = PagedContext(
+            self._k_cache,
+            self._v_cache,
+            fields.table,
+            fields.start,
+            fields.length,
+            self._model.ops,
+            max_query_len=1 if plan.decode else None,
+        )
         hidden_TD = self._model(tokens_T, fields.position, context)
         if not plan.layout.draws:
             return hidden_TD, None
@@ -370,10 +382,8 @@ class GPURunner:
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
     ) -> StepResult:
         """Draws as ``Runner`` makes them; the tokens go back to the device for the next step."""
-        positions = [row.end for row in batch.rows for _ in row.draws]
-        picks = [
-            Pick(draw, position, row) for row, (draw, position) in enumerate(zip(plan.draws, positions, strict=True))
-        ]
+        ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
+        picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
         if not picks:
             return StepResult({}, prompt_logprobs=prompt_logprobs)
         assert isinstance(logits_RV, Tensor)

@@ -63,7 +63,7 @@ class PagedContext:
     ``k_cache`` and ``v_cache`` ``[n_layers, n_blocks, K, block_size, d]``. Row b of the batch is one sequence:
     ``block_tables_BN[b]`` int32 its blocks in order, ``seq_lens_B[b]`` int32 its tokens with this step's; its tokens of
     this step, ``query_starts_B1[b]`` to before ``query_starts_B1[b + 1]`` (int32), are its last. ``ops`` as in
-    ``VarlenContext``. Slots that no row owns are never looked at.
+    ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class PagedContext:
         query_starts_B1: Tensor,
         seq_lens_B: Tensor,
         ops: OpSet | None = None,
+        *,
+        max_query_len: int | None = None,
     ) -> None:
         if k_cache.ndim != 5 or k_cache.shape != v_cache.shape:
             raise ValueError(
@@ -82,7 +84,9 @@ class PagedContext:
             )
         self.k_cache = k_cache
         self.v_cache = v_cache
-        self.batch = PagedBatch(block_tables_BN, query_starts_B1, seq_lens_B, k_cache.shape[3])
+        self.batch = PagedBatch(
+            block_tables_BN, query_starts_B1, seq_lens_B, k_cache.shape[3], max_query_len=max_query_len
+        )
         self.ops = ops or resolve_ops(k_cache.device)
 
     def positions(self) -> Tensor:

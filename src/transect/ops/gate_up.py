@@ -22,7 +22,8 @@ from torch import Tensor
 
 from . import matmul, shapes, small_matmul, swiglu
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, tl
-from .linear import fixed_rows, fixed_tiles
+from .linear import fixed_rows, fixed_tiles, whole_tile
+from .linear import triton_fixed_rows as triton_fixed_linear
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, register
 from .tiles import after_previous
@@ -90,10 +91,11 @@ def triton_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``reference``, on the GPU; a row's result does not depend on how many rows there are (see ``linear``)."""
+    rows = x.shape[0]
     if bias is not None:
-        return gate_halves(matmul.matmul(x, weight, bias, tiles=fixed_tiles(x, weight.shape[0])))
+        return gate_halves(triton_fixed_linear(x, weight, bias))
     gate, up = weight.chunk(2)
-    return matmul.matmul(x, up, gate=gate, tiles=fixed_tiles(x, up.shape[0], gated=True))
+    return matmul.matmul(whole_tile(x), up, gate=gate, tiles=fixed_tiles(x, up.shape[0], gated=True))[:rows]
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:

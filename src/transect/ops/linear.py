@@ -109,7 +109,15 @@ def fixed_tiles(x: Tensor, outputs: int, gated: bool = False) -> matmul.Tiles:
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``reference``, on the GPU; a row's result does not depend on how many rows there are."""
-    return matmul.matmul(x, weight, bias, tiles=fixed_tiles(x, weight.shape[0]))
+    rows = x.shape[0]
+    return matmul.matmul(whole_tile(x), weight, bias, tiles=fixed_tiles(x, weight.shape[0]))[:rows]
+
+
+def whole_tile(x: Tensor) -> Tensor:
+    """x with rows of zeros up to 64 if there are fewer: bulk copies of a tile past the end of a tensor are slow (an
+    output head of an 8B model on an H200, 8 rows: 522 us without, 275 with)."""
+    short = 64 - x.shape[0]
+    return x if short <= 0 or x.element_size() == 4 or INTERPRETED else F.pad(x, (0, 0, 0, short))
 
 
 def _triton_autograd() -> Callable[..., Tensor]:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -308,6 +308,9 @@ class Tiles:
     """Decode programs wanted on each multiprocessor, where ``split`` is 0."""
     chunk: int = 8
     """Splits that are combined at a time."""
+    whole: bool = False
+    """Rows of one query go the way of prefill chunks, in the same tiles and without splits: then a query's sums are the
+    same to the bit whatever the batch is, and however its prompt is cut into chunks."""
 
 
 MOST_SPLITS = 128
@@ -342,7 +345,8 @@ class PagedTriton:
         padded_group, padded_d = next_power_of_2(group), max(16, next_power_of_2(d))
         tiles = self.tiles
         if INTERPRETED:
-            tiles = Tiles(16, 16, 1, 1, 16, 1, 1, split=min(tiles.split, 32), programs=tiles.programs, chunk=4)
+            small = Tiles(16, 16, 1, 1, 16, 1, 1, split=min(tiles.split, 32), programs=tiles.programs, chunk=4)
+            tiles = replace(small, whole=tiles.whole)
         bm = max(tiles.bm, padded_group)
         decode_only = batch.decodes_only(tokens)
         early: dict[str, Any] = {"EARLY": False}
@@ -350,18 +354,20 @@ class PagedTriton:
             early = {"EARLY": True, "launch_pdl": True}
         shared = {
             "H": heads, "G": group, "GP": padded_group, "D": d, "DP": padded_d, "BLOCK": block_size,
-            "WINDOW": window is not None, "MIXED": not decode_only, **early,
+            "WINDOW": window is not None, "MIXED": not (decode_only or tiles.whole), **early,
         }  # fmt: skip
         tables = batch.block_tables
         inputs = (q, k_cache, v_cache, tables, batch.query_starts, batch.seq_lens, out)
         numbers = (
             rows, scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], tables.stride(0),
         )  # fmt: skip
-        if not decode_only:
+        if tiles.whole or not decode_only:
             _paged[(tokens // (bm // padded_group) + rows, kv_heads)](
                 *inputs, None, None, None, *numbers, 0, 1, **shared, BM=bm, BN=tiles.bn, DECODE=False, SPLIT=False,
                 CHUNK=1, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
+        if tiles.whole:
+            return out
         split, splits = _splits(tiles, batch.max_seq_len, rows * kv_heads, q.device)
         part_o = part_l = arrivals = None
         if splits > 1:
@@ -473,9 +479,8 @@ register(
             "torch": Implementation("torch", lambda: tiled, ("any",)),
             "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
             "triton": Implementation("triton", available(PagedTriton()), TRITON_TARGETS),
-            # splits of one length at absolute positions
             "triton_uniform": Implementation(
-                "triton", available(PagedTriton(Tiles(split=1024))), TRITON_TARGETS, batch_invariant=True
+                "triton", available(PagedTriton(Tiles(whole=True))), TRITON_TARGETS, batch_invariant=True
             ),
         },
         examples=_examples,
