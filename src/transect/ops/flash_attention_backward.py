@@ -11,9 +11,19 @@ upstream gradient g = dL/do:
 The Jacobian of softmax, diag(p) - p p^T, is what turns dp into ds; its second term needs the sum over all keys of
 p dp, and that is g . o, because o = sum p v. So D is one number for each query, computed first, by a kernel of its own.
 
-dk and dv are sums over queries, dq is a sum over keys. So one kernel holds BN keys and walks over the queries (of all
-heads that share the key head), another holds BM queries and walks over the keys. Both compute s and dp: 7 products
-where 5 would do, and in return no sum is ever shared by two programs: the gradient is the same in every run.
+dk and dv are sums over queries, dq is a sum over keys. There are two ways, and ``backward`` chooses:
+
+* Two kernels (this file, every device): one holds BN keys and walks over the queries (of all heads that share the key
+  head), the other holds BM queries and walks over the keys. Both compute s and dp: 7 products where 5 would do, and in
+  return no sum is shared by two programs: the gradient is the same to the bit in every run.
+* One kernel (``flash_attention_backward_hopper.py``: Hopper, 16 bits): 5 products, 1.6 times faster; dq is added to
+  memory by many programs, so its last bits differ from run to run. Not where torch.use_deterministic_algorithms is on.
+
+In both, heads that share a key head are summed by the program that holds the keys: no memory, no second pass. (Where
+few key heads and short sequences leave multiprocessors idle, splitting the group would be faster; that is not done.)
+
+A captured CUDA graph holds forward and backward together, or a backward whose forward ran on the capturing stream:
+autograd runs a backward on the stream of its forward.
 
 Shapes: as in ``flash_attention.py``; g like q, L ``[H, T]`` float32. Softmax and sums in float32; p and ds are rounded
 to the inputs' dtype for the products, as every fused attention does.
@@ -213,6 +223,11 @@ def _backward_queries(  # type: ignore[no-untyped-def]
 
 
 KEYS, QUERIES = "keys", "queries"
+STAGES = {KEYS: 1, QUERIES: 2}
+"""On Hopper. The kernel of the keys must not be pipelined. With 2 stages Triton 3.6 gives its queries a ring of one
+tile, leaves the last product of dk running, which reads that tile, and starts the copy of the next queries onto it
+(seen in its TTGIR, and on an H200 as dk off by 1e-2 and different in every run). The kernel of the queries gets a ring
+of two: a copy lands on the tile of the step before, whose products have been waited for."""
 
 
 def choose(which: str, q: Tensor) -> Tiles:
@@ -221,11 +236,9 @@ def choose(which: str, q: Tensor) -> Tiles:
         return Tiles(16, 16, 1, 1)
     if q.element_size() == 4:
         return Tiles(32, 32, 4, 1)
-    hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
-    # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores. The kernel of
-    # the keys must not be pipelined: with 2 stages and more Triton 3.6 lets the copy of the next queries overwrite what
-    # the last product of dk still reads (seen on an H200 with GROUP 1: dk off by 1e-2 and different in every run).
-    return Tiles(64, 64, 4, {KEYS: 1, QUERIES: 2}[which], bulk=hopper)
+    hopper_gpu = torch.cuda.get_device_capability(q.device)[0] >= 9
+    # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores.
+    return Tiles(64, 64, 4, STAGES[which], bulk=hopper_gpu)
 
 
 def backward(

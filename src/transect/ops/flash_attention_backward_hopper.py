@@ -256,7 +256,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _finish(  # type: ignore[no-untyped-def]
+def finish_kernel(  # type: ignore[no-untyped-def]
     workspace, dq, cu, documents, blocks, scale, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head from the workspace ``[H, blocks, BM * DP]`` to dq ``[T, H, D]``, times the
@@ -317,7 +317,7 @@ def backward(
         blocks, scale, scale * LOG2E, window or 0, H=heads, GROUP=heads // k.shape[1], D=d, DP=columns, BM=BM, BN=BN,
         STAGES=stages, CAUSAL=causal, WINDOW=window is not None, num_warps=8,
     )  # fmt: skip
-    _finish[(blocks, heads)](
+    finish_kernel[(blocks, heads)](
         workspace, dq, cu_seqlens, documents, blocks, scale, H=heads, D=d, DP=columns, BM=BM, num_warps=4
     )  # fmt: skip
     return dq, dk, dv
