@@ -80,10 +80,10 @@ def theirs(case: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, 
     def dense(t: Tensor) -> Tensor:
         return t.view(case["batch"], case["length"], t.shape[1], case["d"]).transpose(1, 2)
 
-    leaves: Any = [dense(t).detach().requires_grad_() for t in (q, k, v)]
+    leaves = [dense(t).detach().requires_grad_() for t in (q, k, v)]
     with sdpa_kernel(kind):
         out = F.scaled_dot_product_attention(
-            *leaves, is_causal=case["causal"], enable_gqa=case["heads"] != case["kv_heads"]
+            leaves[0], leaves[1], leaves[2], is_causal=case["causal"], enable_gqa=case["heads"] != case["kv_heads"]
         )
     upstream = dense(g)
     return lambda: torch.autograd.grad(out, leaves, upstream, retain_graph=True)
