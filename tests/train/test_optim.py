@@ -109,14 +109,33 @@ def test_norm_and_clipping_are_torch_s() -> None:
     ours, theirs = parameters(), parameters()
     give_gradients(ours, 0)
     give_gradients(theirs, 0)
-    optimizer = AdamW(OptimizerConfig(), ours)
+    optimizer = AdamW(OptimizerConfig(weight_decay=0.0), ours)
     norm = optimizer.gradient_norm()
     expected = torch.nn.utils.clip_grad_norm_(theirs.values(), 1.5)
     torch.testing.assert_close(norm, expected)
-    optimizer.clip(norm, 1.5)
+    optimizer.step(1.0, optimizer.clip_scale(norm, 1.5))
     for name in ours:
         torch.testing.assert_close(ours[name].grad, theirs[name].grad)
-    assert float(optimizer.gradient_norm()) == pytest.approx(1.5, rel=1e-4)
+    assert float(optimizer.clip_scale(torch.tensor(0.5), 1.5)) == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused launch needs a GPU")
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_the_fused_launch_is_the_loop(dtype, master: bool) -> None:
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
+    on_cpu = parameters(dtype)
+    on_gpu = {name: nn.Parameter(p.detach().cuda()) for name, p in on_cpu.items()}
+    loop, fused = (AdamW(config, p, master_weights=master) for p in (on_cpu, on_gpu))
+    for step in range(10):
+        give_gradients(on_cpu, step)
+        for name, p in on_gpu.items():
+            p.grad = on_cpu[name].grad.cuda()
+        loop.step(0.5, torch.tensor(0.7))
+        fused.step(0.5, torch.tensor(0.7, device="cuda"))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for name in on_cpu:
+        torch.testing.assert_close(on_gpu[name].cpu(), on_cpu[name], **tolerance)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])

@@ -184,6 +184,7 @@ class TrainConfig:
 
     Attributes:
         model: what ``models.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
+        load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
         objective: what is minimised: ``next_token``, ``dpo`` (preference pairs) or ``grpo`` (rewards of its own
             answers).
@@ -203,6 +204,7 @@ class TrainConfig:
     """
 
     model: str
+    load_format: Literal["auto", "dummy"] = "auto"
     task: Task = "finetune"
     objective: Literal["next_token", "dpo", "grpo"] = "next_token"
     run_dir: str = "runs/default"

@@ -78,7 +78,7 @@ def build(config: TrainConfig) -> Trainable:
         ValueError: the model cannot be found or loaded, or does not suit the task.
     """
     device = device_of(config.device)
-    scratch = config.task == "pretrain"
+    scratch = config.task == "pretrain" or config.load_format == "dummy"
     source = resolve(config.model, load_format="dummy" if scratch else "auto")
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
     if scratch:

@@ -125,10 +125,9 @@ class Trainer:
         norm = self.optimizer.gradient_norm()
         values = torch.stack([total.float(), norm.to(self.device)]).tolist()  # the one wait for the device in a step
         self._check(values[0], values[1], before, on_device)
-        if self.config.optimizer.clip:
-            self.optimizer.clip(norm, self.config.optimizer.clip)
+        clip = self.config.optimizer.clip
         scale = factor(self.config.schedule, self.steps_done, self.config.steps)
-        self.optimizer.step(scale)
+        self.optimizer.step(scale, self.optimizer.clip_scale(norm, clip) if clip else None)
         self.optimizer.zero_grad()
         self.steps_done += 1
         return StepRecord(

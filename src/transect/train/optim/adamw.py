@@ -10,19 +10,48 @@ float32 run agrees with it to rounding.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from ...ops.adamw import FusedAdamW, Step
 from .base import Optimizer
 
 
 class AdamW(Optimizer):
-    """State: ``m`` and ``v`` like the parameter."""
+    """State: ``m`` and ``v`` like the parameter. On a GPU a step is one launch over all parameters."""
+
+    _fused: tuple[tuple[str, ...], FusedAdamW] | None = None
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         dtype = torch.float32 if self.master_weights else parameter.dtype
         return {kind: torch.zeros_like(parameter, dtype=dtype) for kind in ("m", "v")}
+
+    def update_all(self, parameters: Mapping[str, nn.Parameter], factor: float, scale: Tensor | None) -> None:
+        names = tuple(parameters)
+        if not names or not parameters[names[0]].is_cuda:
+            super().update_all(parameters, factor, scale)
+            return
+        weights = [parameters[name] for name in names]
+        if self._fused is None or self._fused[0] != names:
+            states = [self.state[name] for name in names]
+            masters = [state["master"] for state in states if "master" in state]
+            tables = FusedAdamW(
+                weights, [s["m"] for s in states], [s["v"] for s in states], [self.decay(w) for w in weights], masters
+            )
+            self._fused = names, tables
+        config = self.config
+        numbers = Step(
+            config.learning_rate * factor,
+            config.beta1,
+            config.beta2,
+            config.eps,
+            1 - config.beta1**self.steps,
+            math.sqrt(1 - config.beta2**self.steps),
+        )
+        one = torch.ones((), device=weights[0].device) if scale is None else scale
+        self._fused[1].step([w.grad for w in weights if w.grad is not None], numbers, one)
 
     def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
         state = self.state[name]

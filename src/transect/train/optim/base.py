@@ -43,17 +43,28 @@ class Optimizer:
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, factor: float = 1.0) -> None:
-        """One step for every parameter that has a gradient."""
+    def step(self, factor: float = 1.0, scale: Tensor | None = None) -> None:
+        """One step for every parameter that has a gradient.
+
+        Args:
+            factor: of the learning rate.
+            scale: a float32 scalar that every gradient is multiplied by, from ``clip_scale``.
+        """
         self.steps += 1
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
+        self.update_all({name: p for name, p in self.parameters.items() if p.grad is not None}, factor, scale)
+
+    def update_all(self, parameters: Mapping[str, nn.Parameter], factor: float, scale: Tensor | None) -> None:
+        """Update parameters, all of which have a gradient, one after another."""
+        for name, parameter in parameters.items():
+            gradient = parameter.grad
+            assert gradient is not None
+            if scale is not None:
+                gradient.mul_(scale.to(gradient.dtype))
             master = self.state[name].get("master")
             if master is None:
-                self.update(name, parameter, parameter.grad, factor)
+                self.update(name, parameter, gradient, factor)
             else:
-                self.update(name, master, parameter.grad.float(), factor)
+                self.update(name, master, gradient.float(), factor)
                 parameter.copy_(master)
 
     def zero_grad(self) -> None:
@@ -68,13 +79,10 @@ class Optimizer:
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros(())]
         return torch.stack(norms).norm()
 
-    @torch.no_grad()
-    def clip(self, norm: Tensor, most: float) -> None:
-        """Scale all gradients so that their norm, which is ``norm``, is at most ``most``. No synchronisation."""
-        scale = (most / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    @staticmethod
+    def clip_scale(norm: Tensor, most: float) -> Tensor:
+        """What gradients of this global norm are scaled by, so that it is at most ``most``; no synchronisation."""
+        return (most / (norm + 1e-6)).clamp(max=1.0)
 
     def decay(self, weight: Tensor) -> float:
         """The weight decay that a parameter gets: matrices only."""
