@@ -134,5 +134,6 @@ register(
         },
         examples=_examples,
         differentiable=("q", "k", "v"),
+        measured_as=("flash_attention",),
     )
 )
