@@ -98,6 +98,6 @@ def test_workloads_meet_what_is_hard(model):
 
 
 def test_buckets():
-    assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 250, 256)] == [1, 2, 4, 4, 8, 8, 16, 16, 256, 256]
+    assert [row_bucket(n) for n in (1, 2, 3, 5, 9, 64, 65, 256, 257)] == [1, 2, 4, 8, 16, 64, 128, 256, 512]
     assert [width_bucket(n, 16, 8192) for n in (1, 64, 65, 128, 8000)] == [64, 64, 128, 128, 8192]
     assert width_bucket(3, 16, 40) == 40
