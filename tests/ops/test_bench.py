@@ -94,8 +94,8 @@ def test_floor_is_of_reading_where_little_is_written() -> None:
 def test_runs_in_a_process_of_its_own() -> None:
     all_ops()
     rows = list(bench_run.run([get("sum"), get("dot")], LIMITS, "cpu", matching="example 1"))
-    assert {(row.op, row.contender) for row in rows} == {(o, c) for o in ("sum", "dot") for c in ("reference", "torch")}
-    assert all(row.seconds for row in rows)
+    assert {(o, c) for o in ("sum", "dot") for c in ("reference", "torch")} <= {(row.op, row.contender) for row in rows}
+    assert all(row.seconds for row in rows if row.contender in ("reference", "torch"))
 
 
 WORKER = """

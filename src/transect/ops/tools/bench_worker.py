@@ -14,18 +14,18 @@ from typing import Any, TextIO
 import torch
 
 from ...hardware.ceilings import Ceilings
-from ..registry import Case, Op, all_ops
+from ..registry import Case, OnHost, Op, all_ops
 from . import bench
 
 
 def warm_up(op: Op, case: Case, device: str) -> None:
-    """Run every implementation once at a case, in every direction, so that its kernels are compiled and kept."""
+    """Run everybody once at a case, in every direction, so that kernels are compiled and kept on disk."""
     place = torch.device(device)
     inputs = case.make(place, 0)
     for entry in bench.contenders(op, case, inputs, place):
         for direction in bench.directions_of(op, case):
             call = entry.plain if direction == "forward" else entry.differentiable
-            if not entry.is_peer and call is not None:
+            if call is not None and not isinstance(call, OnHost):
                 try:
                     bench.run_once(op, call, inputs, direction)
                 except bench.EXPECTED:

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Everything that benchmarks/results/h200/ holds about the operators, on one GPU, in about five minutes:
+#
+#     benchmarks/ops_h200.sh OUT [OPERATORS]
+#
+# OUT gets ops.json (every case of every operator, each implementation compared with float64, every peer), numerics.txt
+# (all kernels on the small and odd examples, CUDA graphs), sanitizer.txt (compute-sanitizer over the CUDA C++ kernels).
+# OPERATORS, separated by commas, measures only these; the rows of others in OUT/ops.json stay.
+# PYTHON, WORKERS (processes that compile first) and DEVICE may be set; DEVICE=cpu is a dry run.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?where to write: benchmarks/ops_h200.sh OUT}
+python=${PYTHON:-python3}
+device=${DEVICE:-auto}
+export PYTHONPATH="$PWD/src" PYTHONUNBUFFERED=1 COLUMNS=150
+mkdir -p "$out"
+failed=0
+
+step() {  # name, seconds, command...
+  local name=$1 seconds=$2 begun=$SECONDS
+  shift 2
+  timeout "$seconds" "$@" > "$out/$name.txt" 2>&1
+  local code=$?
+  [ $code -eq 0 ] || failed=1
+  echo "$name: exit $code after $((SECONDS - begun)) s"
+}
+
+step hardware 60 "$python" -m transect hardware --device "$device"
+# Numerics first: what is wrong need not be timed. One process: it shares the GPU with nobody.
+if [ "$device" != cpu ]; then
+  step numerics 150 "$python" -m pytest -q -p no:cacheprovider -o addopts="" -n "${TEST_WORKERS:-8}" \
+    tests/ops/test_numerics.py tests/ops/test_torch_integration.py --import-mode=importlib
+  step sanitizer 60 "$python" benchmarks/sanitize_cuda.py
+fi
+step bench 300 "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check \
+  --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"
+tail -n 3 "$out/numerics.txt" "$out/sanitizer.txt" 2> /dev/null
+exit $failed

@@ -1,0 +1,87 @@
+"""Runs every CUDA C++ implementation of the registry on its small examples under compute-sanitizer.
+
+python benchmarks/sanitize_cuda.py           memcheck and racecheck; exit 1 where one finds something
+python benchmarks/sanitize_cuda.py --inside  the program that is watched
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from transect.ops.registry import Op, all_ops
+
+EXTRA = {
+    "matmul": [{"x": (128, 32), "weight": (128, 32)}, {"x": (130, 36), "weight": (68, 36)}],
+}
+"""Further shapes, for kernels that take none of the examples."""
+TOOLS = ("memcheck", "racecheck")
+
+
+def examples(op: Op) -> list[dict[str, Any]]:
+    """The operator's examples, and the further ones as random tensors."""
+    more = [{key: torch.randn(shape) for key, shape in sizes.items()} for sizes in EXTRA.get(op.name, ())]
+    return [*map(dict, op.examples()), *more]
+
+
+def inside() -> int:
+    """Run them all; returns how many runs there were."""
+    runs = 0
+    for op in all_ops():
+        for name, made in op.implementations.items():
+            if made.backend != "cuda":
+                continue
+            call = made.load()
+            dtype = getattr(torch, made.dtypes[0])
+            mine = 0
+            for example in examples(op):
+                if made.refuses and made.refuses(**example):
+                    continue
+                given = {
+                    key: v.to("cuda", dtype if v.is_floating_point() and key not in op.keeps_dtype else v.dtype)
+                    if isinstance(v, torch.Tensor)
+                    else v.to("cuda")
+                    if hasattr(v, "to")
+                    else v
+                    for key, v in example.items()
+                }
+                call(**given)
+                torch.cuda.synchronize()
+                mine += 1
+            print(f"{op.name} {name}: {mine} runs", flush=True)
+            runs += mine
+    return runs
+
+
+def main() -> int:
+    if "--inside" in sys.argv:
+        return 0 if inside() else 1
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        print("compute-sanitizer is not on the PATH: install the CUDA toolkit", file=sys.stderr)
+        return 2
+    worst = 0
+    for tool in TOOLS:
+        watched = [sys.executable, __file__, "--inside"]
+        command = [
+            sanitizer,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            "--kernel-name-exclude",
+            "regex:.*at::.*",
+            *watched,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        print(f"{tool}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-1500:]}")
+        worst = max(worst, done.returncode)
+    return 1 if worst else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
