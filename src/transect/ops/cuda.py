@@ -7,6 +7,7 @@ So nvcc alone compiles them, with no torch headers, and ctypes is all the bindin
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -86,9 +87,12 @@ def library(name: str) -> ctypes.CDLL:
     output = cache_folder() / "cuda" / f"{name}-{digest}-sm_{major}{minor}.so"
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_suffix(f".{os.getpid()}.tmp")
-        compile_source(source, f"sm_{major}{minor}", temporary, shared=True)
-        temporary.replace(output)
+        with open(output.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, the others wait for it
+            if not output.exists():
+                temporary = output.with_suffix(f".{os.getpid()}.tmp")
+                compile_source(source, f"sm_{major}{minor}", temporary, shared=True)
+                temporary.replace(output)
     return ctypes.CDLL(str(output))
 
 
