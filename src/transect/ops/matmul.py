@@ -43,7 +43,7 @@ from torch import Tensor
 from . import cuda
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl, triton
 from .numerics import compute_dtype, sample
-from .registry import Case, Cost, Implementation, Kernel, OnHost, Op, register
+from .registry import Case, Cost, Implementation, Kernel, OnHost, Op, Trace, register
 from .tiles import describe, dot, fits_descriptor
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh")
@@ -472,12 +472,23 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, gate, residual, activation = inputs
-    ctx.save_for_backward(x, weight, bias, gate)
+    plain = not activation and gate is None
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] or not plain else None, weight, bias, gate)
     ctx.has_residual, ctx.activation = residual is not None, activation
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, gate = ctx.saved_tensors
+    if not ctx.activation and gate is None:  # plain: only the products that are asked for; a frozen weight is free
+        g = g.contiguous()
+        return (
+            _matmul_op(g, weight.T) if ctx.needs_input_grad[0] else None,
+            _matmul_op(g.T, x.T) if ctx.needs_input_grad[1] else None,
+            None if bias is None or not ctx.needs_input_grad[2] else g.sum(0, dtype=torch.float32).to(bias.dtype),
+            None,
+            g if ctx.has_residual else None,
+            None,
+        )
     dx, dw, db, dv = _gradient_op(g, x, weight, bias, gate, ctx.activation)
     return (
         dx,
@@ -700,6 +711,18 @@ def _kernels() -> Sequence[Kernel]:
     return [tiles, persistent]
 
 
+def _trace() -> Trace:
+    def arguments() -> Mapping[str, Any]:
+        return {"x": sample(12, 8), "weight": sample(16, 8, seed=1)}
+
+    return Trace(
+        arguments,
+        functools.partial(matmul, tiles=Tiles(bm=4, bn=4, bk=4, group=2, warps=1)),
+        note="Programs go down a group of 2 row tiles before they go on to the next column: those in flight share rows "
+        "of x and columns of the weight.",
+    )
+
+
 register(
     Op(
         name="matmul",
@@ -715,5 +738,6 @@ register(
         cases=ladder_cases,
         differentiable=("x", "weight", "bias", "gate", "residual"),
         kernels=_kernels,
+        trace=_trace,
     )
 )
