@@ -35,6 +35,8 @@ bench: setup
 	@$(PIP) -e '.[bench]'
 	@$(BIN)/python benchmarks/cpu_vs_llamacpp.py
 	@$(BIN)/python benchmarks/batching.py
+	@$(BIN)/python benchmarks/http_vs_offline.py
+	@$(BIN)/python benchmarks/request_walk.py
 	@$(BIN)/python benchmarks/render.py
 
 clean:

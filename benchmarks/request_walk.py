@@ -3,7 +3,7 @@
 Everything that ``transect serve`` does with a request happens here in one process and one thread, in its order, so that
 each stage can be timed by itself. Decode steps are timed with 1 request and with several, all at the same length.
 
-    python benchmarks/request_walk.py [--model smollm2-135m] [--batches 1,8,32]
+    python benchmarks/request_walk.py [--model smollm2-135m] [--batches 1,8,32] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -187,12 +187,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "request_walk.json")
     options = parser.parse_args()
     batches = [int(each) for each in options.batches.split(",")]
     walk = Walk(options.model, options.threads, max(batches))
     floor = floors(walk, options.threads)
+    rounds = [measure(walk, batches, floor) for _ in range(options.rounds)]
+    result = {
+        "command": "python benchmarks/request_walk.py",
+        "environment": record.environment(),
+        "model": options.model,
+        "kernels": walk.built.kernels,
+        "rounds": options.rounds,
+        "steps": STEPS,
+        "columns": {name: combined([columns[name] for columns in rounds]) for name in rounds[0]},
+    }
+    record.write(options.out, result)
+    print(table(result))
+
+
+def measure(
+    walk: Walk, batches: Sequence[int], floor: Callable[[list[tuple[int, int]]], float]
+) -> dict[str, dict[str, Any]]:
+    """A request's arrival, its prefill, and decode steps of so many requests."""
     watch = walk.watch
     arrivals, prefills, length = [], [], 0
     for number in range(WARM):  # one token each: the way in, and a prefill step by itself
@@ -216,24 +235,23 @@ def main() -> None:
             tokens, drawn = walk.step()
             assert tokens == drawn == batch, "not a step of decodes alone"
             steps.append(watch.take())
-        rows = [(1, each + STEPS // 2) for each in lengths]
-        columns[f"decode step of {batch}"] = _column(steps, floor(rows))
-        for sequence in list(_all(walk)):
+        columns[f"decode step of {batch}"] = _column(steps, floor([(1, each + STEPS // 2) for each in lengths]))
+        for sequence in _all(walk):
             walk.built.core.abort(sequence.request.spec.request_id)
             walk.processor.finish(sequence.request.spec.request_id)
         walk.built.core.step()
         watch.take()
-    result = {
-        "command": "python benchmarks/request_walk.py",
-        "environment": record.environment(),
-        "model": options.model,
-        "kernels": walk.built.kernels,
-        "prompt_tokens": length,
-        "steps": STEPS,
-        "columns": columns,
-    }
-    record.write(options.out, result)
-    print(table(result))
+    return columns
+
+
+def combined(columns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The medians over rounds, and the extremes of the whole step."""
+    stages = {name: statistics.median(c["stages"][name] for c in columns) for name in columns[0]["stages"]}
+    result: dict[str, Any] = {"stages": stages}
+    if "step" in columns[0]:
+        spread = record.summary([column["step"] for column in columns])
+        result |= {"step": spread["median"], "spread": spread, "floor": columns[0]["floor"]}
+    return result
 
 
 def _column(taken: list[dict[str, float]], floor: float) -> dict[str, Any]:

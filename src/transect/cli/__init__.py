@@ -4,7 +4,7 @@
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
 * ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
   curves.
-* ``bench.py``: a quick benchmark of the engine on this machine. ``hardware.py``: what this machine can do.
+* ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
   ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``session.py``: an engine for the length of a command.

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench_offline import (
+from .bench_shared import (
     EnergyGpu,
     Json,
     MeasureEnergy,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench_offline import show, write
+from .bench_shared import show, write
+from .serve import keys_in
 
 if TYPE_CHECKING:
     from ..bench.load_test import Result
@@ -20,7 +21,10 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="Name of the model; default: the first that the server has.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="The key is the first line of this file (`ps` does not show it).")
+    ] = None,
     endpoint: Annotated[str, typer.Option(help="completions, or chat (needs text prompts).")] = "completions",
     request_rate: Annotated[
         list[float] | None,
@@ -71,6 +75,7 @@ def command(
     from ..bench.objectives import Objectives
     from ..bench.target import Target, served_model
 
+    key = api_key or next(iter(keys_in(api_key_file)), None)
     objectives = None if slo is None else Objectives.parse(slo)
     if sum(given is not None for given in (request_rate, concurrency, trace)) > 1:
         raise ValueError("give one of --request-rate, --concurrency and --trace")
@@ -90,8 +95,8 @@ def command(
     else:
         levels = load_test.rate_levels(source, requests or REQUESTS, request_rate or [1.0], burstiness)
     extra = _object(extra_body)
-    name = model or asyncio.run(served_model(url, api_key))
-    target = Target(url, name, api_key, endpoint, temperature, ignore_eos, extra, timeout)  # type: ignore[arg-type]
+    name = model or asyncio.run(served_model(url, key))
+    target = Target(url, name, key, endpoint, temperature, ignore_eos, extra, timeout)  # type: ignore[arg-type]
     before = source.draw(warm_up, "warm-up")
     print(f"{url}, model {name}, {endpoint}, seed {seed}, after {warm_up} requests to warm up", flush=True)
     test = load_test.run_levels(target, levels, warm_up=before, objectives=objectives, meter=meter)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .bench_offline import EnergyGpu, Json, MeasureEnergy, Model, Runs, meter, show, spread, subject, write
+from .bench_shared import EnergyGpu, Json, MeasureEnergy, Model, Runs, meter, show, spread, subject, write
 from .engine_options import (
     BUILTIN,
     AsyncScheduling,

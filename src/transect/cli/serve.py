@@ -79,7 +79,7 @@ def command(
     names = tuple(served_model_name or (model,))
     options = ServerOptions(
         model_names=names,
-        api_keys=(*(api_key or ()), *_keys_in(api_key_file)),
+        api_keys=(*(api_key or ()), *keys_in(api_key_file)),
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
     )
@@ -118,7 +118,12 @@ def command(
     return asyncio.run(serve(lambda: AsyncEngine.start(config), options, sock, grace_s=grace, ready=ready))
 
 
-def _keys_in(path: Path | None) -> list[str]:
+def keys_in(path: Path | None) -> list[str]:
+    """The API keys in a file, one a line; none without a file.
+
+    Raises:
+        ValueError: it cannot be read, or holds none.
+    """
     if path is None:
         return []
     try:

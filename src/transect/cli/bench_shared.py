@@ -1,4 +1,4 @@
-"""What ``bench latency`` and ``bench throughput`` share: the engine, its floor's ingredients, energy, and output."""
+"""What the commands of ``bench`` share: an engine and what its floor is made of, energy, tables and files."""
 
 from __future__ import annotations
 
