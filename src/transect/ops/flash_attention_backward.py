@@ -16,14 +16,16 @@ dk and dv are sums over queries, dq is a sum over keys. There are two ways, and 
 * Two kernels (this file, every device): one holds BN keys and walks over the queries (of all heads that share the key
   head), the other holds BM queries and walks over the keys. Both compute s and dp: 7 products where 5 would do, and in
   return no sum is shared by two programs: the gradient is the same to the bit in every run.
-* One kernel (``flash_attention_backward_hopper.py``: Hopper, 16 bits): 5 products, 1.6 times faster; dq is added to
-  memory by many programs, so its last bits differ from run to run. Not where torch.use_deterministic_algorithms is on.
+* One kernel (``flash_attention_backward_hopper.py``: Hopper, 16 bits): 5 products, 1.4 to 1.9 times as
+  fast; dq is added to memory by many programs, so its last bits differ from run to run. Not where
+  torch.use_deterministic_algorithms is on.
 
 In both, heads that share a key head are summed by the program that holds the keys: no memory, no second pass. (Where
 few key heads and short sequences leave multiprocessors idle, splitting the group would be faster; that is not done.)
 
-A captured CUDA graph holds forward and backward together, or a backward whose forward ran on the capturing stream:
-autograd runs a backward on the stream of its forward.
+In a CUDA graph: capture forward and backward together, or run the forward on the capturing stream. Autograd runs a
+backward, of any operator, on the stream of its forward; with a forward on the default stream CUDA gives up the capture
+(StreamCaptureInvalidated). Nothing needs to be warmed up.
 
 Shapes: as in ``flash_attention.py``; g like q, L ``[H, T]`` float32. Softmax and sums in float32; p and ds are rounded
 to the inputs' dtype for the products, as every fused attention does.

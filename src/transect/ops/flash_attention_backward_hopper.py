@@ -12,17 +12,27 @@ are kept with the keys as rows. For each tile of queries:
     dv += p' g    dk += ds' q    dq += ds k
 
 p' then is the left operand of dv as it lies in registers. ds' goes through shared memory, once, for dk and, transposed,
-for dq. k, v and the tiles of q and g, L and D are brought by one warp that only *fetches*
-(``_fetch``), with 24 registers a thread, into a ring of STAGES tiles; two warpgroups *work* (``_work``), each on 64 of
-the keys, with 240 registers a thread: 128 of them for dk and dv, 64 for s' and dp'. ``full[slot]`` says that a copy has
-arrived, ``empty[slot]`` that both warpgroups have read it.
+for dq. k, v and the tiles of q and g, L and D are brought by one warp that only *fetches* (``_fetch``), with 24
+registers a thread, into a ring of STAGES tiles; two warpgroups *work* (``_work``), each on 64 of the keys, with 240
+registers a thread: 128 of them for dk and dv, 64 for s' and dp'. ``full[slot]`` says that a copy has arrived,
+``empty[slot]`` that both warpgroups have read it.
 
 In a step the products are issued without waiting: dp' runs while p' is computed, dv while ds' is, dk while dq is added
 to memory, and on into the next step's s'.
 
-dq is a sum over keys, and so over programs: each adds its part to a float32 workspace ``[H, T, d]`` in the L2 cache, in
-no fixed order. So dk and dv are the same to the bit in every run, and dq up to the rounding of float32 sums. Where that
-is not wanted (``torch.use_deterministic_algorithms``) the two kernels of ``flash_attention_backward.py`` run.
+dq is a sum over keys, and so over programs: each adds its part to a float32 workspace, in no fixed order. So dk and dv
+are the same to the bit in every run, and dq up to the rounding of float32 sums. Where that is not wanted
+(``torch.use_deterministic_algorithms``) the two kernels of ``flash_attention_backward.py`` run. The workspace holds
+each tile of dq in the order in which threads hold it (``_in_fragment_order``): 512 bytes for each instruction of a
+warp. In the order of rows a warp reaches 8 rows, 32 bytes of each; the additions then kept shared memory's data path
+busy, and the whole was 1.3 times slower. A last kernel puts dq in order, scaled and rounded (``finish_kernel``).
+
+Bound by: the tensor cores have work 62 to 68% of the time, and the data path of shared memory, which feeds them, 68 to
+76%: a product of 64 rows and 64 columns with both operands in shared memory asks for all 128 bytes a cycle that it has,
+and s', dp' and dq are such products. 128 queries at a time would halve that, but not fit the registers. What is left is
+mostly waiting at barriers: the warpgroups meet twice in a step, because dq needs the ds' of both. (Counters, and times
+beside cuDNN's: benchmarks/attention_backward.py.) Taking the scores of the next tile before this one's dq, so that
+exponentials run beside products, was slower: it spills.
 
 Source: Dao 2023, arXiv:2307.08691 (loop order, atomic dq); Shah et al. 2024, arXiv:2407.08608 (roles, overlap).
 """
@@ -168,6 +178,7 @@ def _work(  # type: ignore[no-untyped-def]
         grad_v = warpgroup_mma(half_p, upstream, grad_v, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         at_delta = delta_ring.index(slot).load(gl.SliceLayout(0, SCORES))
+        # Its own products of the step before, which read its rows of this tile (dk), are done; everyone's dq too.
         ds_at.store((p * (dp - at_delta[None, :])).to(HALF))
         fence_async_shared()
         gl.thread_barrier()
@@ -347,6 +358,7 @@ def kernels() -> Sequence[Kernel]:
             },
             warps=8,
             targets=("sm_90",),
+            implementation="hopper",
         )
         for name, causal, window in (("causal", True, False), ("full", False, False), ("window", True, True))
     ]  # fmt: skip
