@@ -33,20 +33,22 @@ A prefill chunk of c queries reads them once for all c: c H / K, bound by arithm
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from . import shapes
 from .counting import visible_keys, visible_pairs
 from .flash_attention import LOG2E, find_tile
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl
-from .kv_cache_write import example_batch
+from .kv_cache_write import BLOCK_SIZE, example_batch
 from .numerics import compute_dtype, sample
 from .paged_batch import PagedBatch, WorkGroup
-from .registry import Cost, Implementation, Kernel, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Op, register
 from .tiles import after_previous, dot
 
 TILE = 64
@@ -432,6 +434,67 @@ def _examples() -> Sequence[dict[str, Any]]:
     return examples
 
 
+def _gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """What torch offers: every sequence copied out of its pages, then its attention; for rows of one length."""
+    rows, (_, kv_heads, block, d) = batch.num_rows, k_cache.shape
+    length = batch.block_tables.shape[1] * block
+    tables = batch.block_tables.long()
+    keys, values = (
+        cache[tables].transpose(1, 2).reshape(rows, kv_heads, length, d) for cache in (k_cache, v_cache)
+    )  # fmt: skip
+    queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
+    new = queries.shape[2]
+    distance = torch.arange(length - new, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    mask = None if new == 1 and window is None else (distance >= 0) & (distance < (window or length))
+    if mask is not None and window is None and new == length:
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        out = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+MOST_CASE_BYTES = 5e9
+
+
+def _cases() -> Sequence[Case]:
+    def case(model: shapes.ModelShape, rows: int, context: int, new: int) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+            blocks = rows * context // BLOCK_SIZE
+            tables = torch.randperm(blocks, device=device, generator=generator).to(torch.int32).view(rows, -1)
+            starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * new
+            lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
+            k_cache, v_cache = (
+                torch.randn(blocks, model.n_kv_heads, BLOCK_SIZE, model.head_dim, **options) for _ in range(2)
+            )
+            return {
+                "q": torch.randn(rows * new, model.n_heads, model.head_dim, **options),
+                "k_cache": k_cache,
+                "v_cache": v_cache,
+                "batch": PagedBatch(tables, starts, lengths, BLOCK_SIZE),
+                "scale": model.head_dim**-0.5,
+            }
+
+        step = "decode" if new == 1 else f"prefill of {new}"
+        return Case(f"{model.name}, {step}, {rows} rows at {context}", make)
+
+    per_token = 4 * shapes.LLAMA_8B.n_kv_heads * shapes.LLAMA_8B.head_dim
+    decode = [
+        case(shapes.LLAMA_8B, rows, context, 1)
+        for context in (512, 1024, 4096, 32768)
+        for rows in (1, 8, 32, 64, 128, 256)
+        if rows * context * per_token < MOST_CASE_BYTES
+    ]
+    others = [
+        case(model, rows, 1024, 1) for model in (shapes.LLAMA_1B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS
+    ]
+    chunks = [case(shapes.LLAMA_8B, *sizes) for sizes in ((16, 512, 512), (4, 2048, 2048), (4, 8192, 512))]
+    return [*decode, *others, *chunks, case(shapes.QWEN3_0_6B, 16, 512, 512)]
+
+
 def _kernels() -> Sequence[Kernel]:
     ints = dict.fromkeys(
         ("B", "window", "q_t", "q_h", "cache_b", "cache_k", "table_b", "split_length", "splits"), "i32"
@@ -484,6 +547,8 @@ register(
             ),
         },
         examples=_examples,
+        peers={"torch, gathered": _gathered},
+        cases=_cases,
         kernels=_kernels,
     )
 )
