@@ -30,7 +30,7 @@ step hardware 60 "$python" -m transect hardware --device "$device"
 if [ "$device" != cpu ]; then
   step numerics 150 "$python" -m pytest -q -p no:cacheprovider -o addopts="" -n "${TEST_WORKERS:-8}" \
     tests/ops/test_numerics.py tests/ops/test_torch_integration.py --import-mode=importlib
-  step sanitizer 60 "$python" benchmarks/sanitize_cuda.py
+  step sanitizer 90 "$python" benchmarks/sanitize_cuda.py
 fi
 step bench 300 "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check \
   --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"

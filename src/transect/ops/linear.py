@@ -140,5 +140,6 @@ register(
         examples=_examples,
         peers={"torch": F.linear},
         differentiable=("x", "weight", "bias"),
+        measured_as=("matmul", "small_matmul"),
     )
 )
