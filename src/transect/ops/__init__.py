@@ -7,7 +7,7 @@ What all of them lean on:
 * ``opset.py``: ``resolve_ops`` picks an implementation of every operator of the decoder for a device, once
 * ``numerics.py``: dtypes to compute in, sample inputs; ``counting.py``: how much causal attention looks at
 * ``jit.py``: where Triton kernels run; ``tiles.py``: what kernels on tiles share; ``cuda.py``: builds the ``.cu`` files
-* ``norms.py``: what the four norms share
+* ``norms.py``: what the four norms share; ``peers.py``: ``torch.compile`` as a peer
 * ``tuning.py``, ``tuned/``: launch configurations found on a device; ``shapes.py``: true shapes of known models
 
 Operators of the decoder:

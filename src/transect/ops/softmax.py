@@ -29,6 +29,7 @@ additions, so they are worth counting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,6 +82,26 @@ def _exp(x, EXACT: tl.constexpr):
 
 
 @kernel
+def _over(e, total, EXACT: tl.constexpr):
+    """e / total; EXACT rounds once."""
+    if EXACT:
+        y = tl.div_rn(e, total)
+    else:
+        y = e * (1.0 / total)
+    return y
+
+
+@kernel
+def _total(x, EXACT: tl.constexpr):
+    """The sum of a part of a row; EXACT in two steps: shorter sums, smaller errors."""
+    if EXACT:
+        total = tl.sum(tl.sum(tl.reshape(x, (x.shape[0] // 8, 8)), 1), 0)
+    else:
+        total = tl.sum(x, 0)
+    return total
+
+
+@kernel
 def _rows_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """ROWS whole rows a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -89,10 +110,7 @@ def _rows_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ROWS: tl.cons
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=-float("inf")).to(tl.float32)
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     e = _exp(x - tl.max(x, 1)[:, None], EXACT)
-    if EXACT:
-        y = tl.div_rn(e, tl.sum(e, 1)[:, None])
-    else:
-        y = e * (1.0 / tl.sum(e, 1))[:, None]
+    y = _over(e, tl.sum(e, 1)[:, None], EXACT)
     tl.store(y_ptr + row * y_stride + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -117,11 +135,11 @@ def _long_kernel(x_ptr, y_ptr, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):
         top = higher
     peak = tl.max(top, 0)
     base = tl.where(peak == -float("inf"), 0.0, peak)
-    scale = 1.0 / tl.sum(total * _exp(top - base, EXACT), 0)
+    whole = tl.sum(total * _exp(top - base, EXACT), 0)
     for block in range(blocks):
         col = (blocks - 1 - block) * BLOCK + lane
         x = tl.load(x_ptr + col, mask=col < n_cols, other=-float("inf")).to(tl.float32)
-        y = _exp(x - base, EXACT) * scale
+        y = _over(_exp(x - base, EXACT), whole, EXACT)
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < n_cols)
 
 
@@ -148,20 +166,19 @@ def _again(x):
 
 
 @kernel
-def _fetch_part(x_ptr, program, n_cols, x_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Have what ``program`` will read brought to the L2, a cache line of 128 bytes a lane."""
-    LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth
-    program = tl.minimum(program, tl.num_programs(0) - 1)
-    row = (program // PARTS).to(tl.int64)
-    col = program % PARTS * BLOCK + tl.arange(0, BLOCK // LINE) * LINE
-    place = (x_ptr + row * x_stride + tl.minimum(col, n_cols - 1)).to(tl.int64)
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+def _clear_kernel(words_ptr, n, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """No part has left its word. With EARLY the kernel that uses the words may begin now: it waits before it does."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(words_ptr + index, tl.zeros([BLOCK], tl.int64), mask=index < n)
 
 
 @kernel
-def _shared_words(words_ptr, part, word, PARTS: tl.constexpr, HELD: tl.constexpr):
+def _shared_words(words_ptr, part, word, PARTS: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr):
     """Leave this part's word, which must not be 0; return those of all PARTS parts of the row, in HELD lanes."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     tl.atomic_xchg(words_ptr + part, word, sem="relaxed")
     index = tl.arange(0, HELD)
     place = (words_ptr + tl.where(index < PARTS, index, part)).to(tl.int64)
@@ -170,54 +187,52 @@ def _shared_words(words_ptr, part, word, PARTS: tl.constexpr, HELD: tl.constexpr
 
 @kernel
 def _split_kernel(
-    x_ptr, y_ptr, words_ptr, n_cols, x_stride, y_stride, ahead,
-    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, y_ptr, words_ptr, n_cols, x_stride, y_stride,
+    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of a row a program, held in registers while the row's maximum and sum come together.
-
-    While it waits, the memory reads for the program ``ahead`` numbers after it.
-    """
+    """BLOCK elements of a row a program, held in registers while the row's maximum and sum come together. Nothing is
+    read or written again, so the caches are told to drop it first."""
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     col = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + col, mask=col < n_cols, other=-float("inf"))
-    if ahead > 0:
-        _fetch_part(x_ptr, tl.program_id(0) + ahead, n_cols, x_stride, PARTS, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + col, mask=col < n_cols, other=-float("inf"), eviction_policy="evict_first")
     top = tl.max(x.to(tl.float32), 0)
     base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(_exp(_again(x).to(tl.float32) - base, EXACT), 0)
+    total = _total(_exp(_again(x).to(tl.float32) - base, EXACT), EXACT)
     # the sum is at least 1 unless top is -inf, so the word is not 0
     low = total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
-    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD)
+    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD, EARLY)
     tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     totals = words.to(tl.int32).to(tl.float32, bitcast=True)
     peak = tl.max(tops, 0)
     totals *= _exp(tops - peak, EXACT)
     whole = tl.sum(tl.where(tl.arange(0, HELD) < PARTS, totals, 0.0), 0)
-    y = _exp(_again(x).to(tl.float32) - peak, EXACT) * (1.0 / whole)
-    tl.store(y_ptr + row * y_stride + col, y.to(y_ptr.dtype.element_ty), mask=col < n_cols)
+    y = _over(_exp(_again(x).to(tl.float32) - peak, EXACT), whole, EXACT)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * y_stride + col, y, mask=col < n_cols, cache_modifier=".cs")
 
 
 @kernel
 def _split_backward_kernel(
     g_ptr, y_ptr, dx_ptr, words_ptr, n_cols, g_stride, y_stride,
-    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As ``_split_kernel``; what comes together is the product of g and y."""
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     col = part * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(g_ptr + row * g_stride + col, mask=col < n_cols, other=0.0)
-    y = tl.load(y_ptr + row * y_stride + col, mask=col < n_cols, other=0.0)
-    share = tl.sum(g.to(tl.float32) * y.to(tl.float32), 0)
+    g = tl.load(g_ptr + row * g_stride + col, mask=col < n_cols, other=0.0, eviction_policy="evict_first")
+    y = tl.load(y_ptr + row * y_stride + col, mask=col < n_cols, other=0.0, eviction_policy="evict_first")
+    share = _total(g.to(tl.float32) * y.to(tl.float32), y_ptr.dtype.element_ty == tl.float32)
     word = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
-    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD)
+    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD, EARLY)
     dots = words.to(tl.int32).to(tl.float32, bitcast=True)
     dot = tl.sum(tl.where(tl.arange(0, HELD) < PARTS, dots, 0.0), 0)
     dx = _again(y).to(tl.float32) * (_again(g).to(tl.float32) - dot)
-    tl.store(dx_ptr + row * n_cols.to(tl.int64) + col, dx.to(dx_ptr.dtype.element_ty), mask=col < n_cols)
+    dx = dx.to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + row * n_cols.to(tl.int64) + col, dx, mask=col < n_cols, cache_modifier=".cs")
 
 
 @kernel
@@ -229,7 +244,10 @@ def _rows_backward_kernel(
     inside = (row < n_rows) & (col < n_cols)
     g = tl.load(g_ptr + row * g_stride + col, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + row * y_stride + col, mask=inside, other=0.0).to(tl.float32)
-    dx = y * (g - tl.sum(g * y, 1)[:, None])
+    dot = tl.sum(g * y, 1)
+    if y_ptr.dtype.element_ty == tl.float32:
+        dot = tl.div_rn(dot, tl.sum(y, 1))
+    dx = y * (g - dot[:, None])
     tl.store(dx_ptr + row * n_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -261,7 +279,7 @@ def rule(width: int) -> Config:
     a multiprocessor holds more of them, with too few they spill.
     """
     if width > ONE_PASS:
-        return {"block": 8192, "warps": 2, "registers": 112}
+        return {"block": 16384, "warps": 4, "registers": 112}
     block = next_power_of_2(width)
     rows = max(1, 2048 // block)
     return {"rows": rows, "warps": min(16, max(1, rows * block // 512))}
@@ -284,6 +302,21 @@ def _parts(x: Tensor, block: int) -> int:
     return parts if parts <= multiprocessors(x.device) else 1
 
 
+@cache
+def _dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one before still runs."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """A word for every part of every row, on their way to 0, and the options of the kernel that uses them next."""
+    words = torch.empty(rows * parts, device=device, dtype=torch.int64)
+    early = _dependent_launch(device)
+    _clear_kernel[(-(-words.numel() // 1024),)](words, words.numel(), BLOCK=1024, EARLY=early, num_warps=4)
+    options: dict[str, Any] = {"PARTS": parts, "HELD": next_power_of_2(parts), "EARLY": early}
+    return words, options | ({"launch_pdl": True} if early else {})
+
+
 def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:
     """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart."""
     require("softmax", x)
@@ -303,11 +336,10 @@ def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:
     block = knobs["block"] * 2 // flat.element_size()
     parts = _parts(flat, block)
     if parts > 1:
-        words = torch.zeros(rows, parts, device=x.device, dtype=torch.int64)
+        words, options = _cleared_words(rows, parts, x.device)
         _split_kernel[(rows * parts,)](
-            flat, y, words, width, flat.stride(0), width, knobs.get("ahead", 0) * multiprocessors(x.device),
-            PARTS=parts, HELD=next_power_of_2(parts), BLOCK=block, num_warps=knobs["warps"],
-            maxnreg=knobs["registers"],
+            flat, y, words, width, flat.stride(0), width,
+            BLOCK=block, num_warps=knobs["warps"], maxnreg=knobs["registers"], **options,
         )  # fmt: skip
     else:
         _long_kernel[(rows,)](
@@ -336,11 +368,10 @@ def triton_backward(grad: Tensor, y: Tensor, *, config: Config | None = None) ->
     block = knobs["block"] * 2 // flat.element_size()
     parts = _parts(flat, block)
     if parts > 1:
-        words = torch.zeros(rows, parts, device=y.device, dtype=torch.int64)
+        words, options = _cleared_words(rows, parts, y.device)
         _split_backward_kernel[(rows * parts,)](
             g, flat, dx, words, width, *strides,
-            PARTS=parts, HELD=next_power_of_2(parts), BLOCK=block, num_warps=knobs["warps"],
-            maxnreg=knobs["registers"],
+            BLOCK=block, num_warps=knobs["warps"], maxnreg=knobs["registers"], **options,
         )  # fmt: skip
     else:
         _long_backward_kernel[(rows,)](
@@ -425,20 +456,22 @@ def _kernels() -> Sequence[Kernel]:
     backward = {"g_ptr": "*bf16", "y_ptr": "*bf16", "dx_ptr": "*bf16"}
     strides, back_strides = {"x_stride": "i32", "y_stride": "i32"}, {"g_stride": "i32", "y_stride": "i32"}
     long, words = {"n_cols": "i32"}, {"words_ptr": "*i64", "n_cols": "i32"}
-    ahead = {"ahead": "i32"}
     sizes = ("n_cols", "x_stride", "y_stride", "g_stride")
-    tile, part = {"ROWS": 1, "BLOCK": 4096}, {"PARTS": 16, "HELD": 16, "BLOCK": 8192}
+    tile, part = {"ROWS": 1, "BLOCK": 4096}, {"PARTS": 16, "HELD": 16, "BLOCK": 8192, "EARLY": False}
     nvidia = ("sm_80", "sm_90")
 
     def split(name: str, function: Any, arguments: dict[str, str]) -> Kernel:
-        return Kernel(f"{name}, long rows split", function, arguments, part, sizes, warps=8, targets=nvidia)
+        return Kernel(f"{name}, long rows split", function, arguments, part, sizes, warps=4, targets=nvidia)
 
     def twice(name: str, function: Any, arguments: dict[str, str]) -> Kernel:
         return Kernel(f"{name}, long rows read twice", function, arguments, {"BLOCK": 8192}, sizes, warps=8)
 
     return [
+        Kernel(
+            "no part's word is there", _clear_kernel, {"words_ptr": "*i64", "n": "i32"}, {"BLOCK": 1024, "EARLY": False}
+        ),
         Kernel("forward, 4096 wide", _rows_kernel, {**forward, **row, **strides}, tile, sizes, warps=8),
-        split("forward", _split_kernel, {**forward, **words, **strides, **ahead}),
+        split("forward", _split_kernel, {**forward, **words, **strides}),
         twice("forward", _long_kernel, {**forward, **long, **strides}),
         Kernel("backward, 4096 wide", _rows_backward_kernel, {**backward, **row, **back_strides}, tile, sizes, warps=8),
         split("backward", _split_backward_kernel, {**backward, **words, **back_strides}),
