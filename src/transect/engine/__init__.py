@@ -22,9 +22,10 @@ With tensors, or on the way to them:
 * ``gpu_runner``: ``GPURunner``, the executor for a device beside the host, a step ahead. ``step_inputs``: a step's
   inputs in one piece of memory; ``sequence_table``: what they are filled from; ``gpu_graphs``: CUDA graphs of steps;
   ``device_sampling`` and ``adjust_state``: draws, penalties and logprobs on the device.
-* ``gpu_build``, ``gpu_memory``: start-up on a GPU, and where its memory goes.
+* ``gpu_build``, ``gpu_memory``: start-up on a GPU, and where its memory goes. ``warm_kernels``: compiling in parallel.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
+  ``mailbox``: where a request's news wait for its task.
 """

@@ -18,6 +18,7 @@ from ..models.load import kv_dtype
 from ..models.load_device import load_on_device
 from ..models.resolve import ModelSource
 from ..ops.opset import OpSet, dependent_launch, resolve_ops
+from . import warm_kernels
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .config import EngineConfig
 from .gpu_memory import GIB, MemoryAccount, refusal
@@ -105,9 +106,19 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     storage = Storage(linear=bits, embed=bits, head=bits, norm=bits, activation=bits, kv=bits)
     _check_weights(config, weight_bytes(model_config, storage), free, total)
     longest = config.max_model_len or model_config.max_position
+    limits = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest}
+    work = warm_kernels.Work(
+        config=model_config,
+        dtype=dtype,
+        block_size=config.block_size,
+        deterministic=config.deterministic,
+        dependent_launch=config.dependent_launch,
+        fused_operators=config.fused_operators,
+        **limits,
+    )
+    warming = warm_kernels.start(work, device)
     ops = gpu_ops(device, deterministic=config.deterministic, early=config.dependent_launch)
     times.done("CUDA")
-    fusions = None if config.fused_operators else Fusions(qkv=False, gate_up=False, add_norm=False, rotary_write=False)
     model = load_on_device(
         source,
         device=device,
@@ -115,15 +126,22 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
         ops=ops,
         max_positions=longest,
         seed=config.seed or 0,
-        fusions=fusions,
+        fusions=Fusions.all(config.fused_operators),
     )
     times.done("weights")
     weights = int(weight_bytes(model_config, storage))
     before = torch.cuda.memory_allocated(device)
-    peak, tables = dry_run(
-        model, config.block_size, dtype, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens, max_model_len=longest
-    )
-    times.done("kernels and dry run")
+    processes = warming.wait()
+    times.done(f"kernels ({processes} processes)" if processes else "kernels from the cache")
+    held = torch.cuda.memory_allocated(device)
+    runner = trial_runner(model, config.block_size, dtype, **limits)
+    tables = torch.cuda.memory_allocated(device) - held
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_steps(runner, **limits)
+    peak = torch.cuda.max_memory_allocated(device) - held - tables
+    del runner
+    torch.cuda.empty_cache()
+    times.done("dry run")
     per_token = kv_bytes_per_token(model_config, storage)
     graphs = 2 * max_seqs * model_config.vocab_size * 6
     if config.cuda_graphs != "off":
@@ -144,15 +162,13 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     runner = GPURunner(
         model,
         *caches,
-        max_num_seqs=max_seqs,
-        max_num_batched_tokens=max_tokens,
-        max_model_len=size.max_model_len,
+        **{**limits, "max_model_len": size.max_model_len},  # type: ignore[arg-type]
         graphs=config.cuda_graphs != "off",
         sample_on_device=config.device_sampling,
     )
     times.done("KV cache")
     if config.cuda_graphs == "on":
-        runner.capture(row_buckets(max_seqs), WARM_WIDTHS)
+        runner.warm(row_buckets(max_seqs), WARM_WIDTHS)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
     name = torch.cuda.get_device_name(device)
     how = [f"Triton kernels on {name} in {str(dtype).removeprefix('torch.')}"]
@@ -175,49 +191,29 @@ def row_buckets(max_num_seqs: int) -> list[int]:
     return sorted({row_bucket(rows) for rows in range(1, max_num_seqs + 1)}, reverse=True)
 
 
-def dry_run(
-    model: Decoder,
-    block_size: int,
-    dtype: torch.dtype,
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-) -> tuple[int, int]:
-    """Run the largest step on a cache of two blocks: (bytes at its peak, bytes that a runner's own tables take)."""
-    device = model.norm.weight.device
+def trial_runner(model: Decoder, block_size: int, dtype: torch.dtype, **limits: int) -> GPURunner:
+    """A runner without graphs on a cache of two blocks, to try steps with; ``limits`` as for ``GPURunner``."""
     caches = model.new_kv_cache(2, block_size, dtype)
     for cache in caches:
         cache.zero_()
-    before = torch.cuda.memory_allocated(device)
-    runner = GPURunner(
-        model,
-        *caches,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        graphs=False,
-    )
-    tables = torch.cuda.memory_allocated(device) - before
+    return GPURunner(model, *caches, graphs=False, **limits)  # type: ignore[arg-type]
+
+
+def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    """As much prefill as a step may hold, then as many decodes, all with logprobs."""
     # Every row writes to block 0, one over the other: what is measured does not depend on it.
     rows = min(max_num_seqs, max_num_batched_tokens)
-    lengths = [min(max_num_batched_tokens // rows, max_model_len)] * rows
+    length = min(max_num_batched_tokens // rows, max_model_len)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=5)
-    blocks = [0] * (-(-max_model_len // block_size))
-    torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device)
+    blocks = [0] * max_model_len
+    prompt = (0,) * length
     for decode in (False, True):
+        start = length - 1 if decode else 0
         made = []
-        for seq_id, length in enumerate(lengths):
-            prompt = (0,) * length
+        for seq_id in range(rows):
             draw = Draw(seq_id, 0, seq_id, params, prompt, [])
-            start = length - 1 if decode else 0
             made.append(ScheduledRow(seq_id, start, length - start, prompt, [], blocks, (draw,)))
         runner.submit(ScheduledBatch(int(decode), tuple(made))).result()
-    peak = torch.cuda.max_memory_allocated(device) - held
-    del runner, caches
-    torch.cuda.empty_cache()
-    return peak, tables
 
 
 def _check_weights(config: EngineConfig, needed: float, free: int, total: int) -> None:

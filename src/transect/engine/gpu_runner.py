@@ -215,16 +215,16 @@ class GPURunner:
         return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, logprobs, plan.alternatives)
 
     @torch.inference_mode()
-    def capture(self, rows: Sequence[int], widths: int) -> None:
-        """Capture the graphs of decode steps of these numbers of rows, for the ``widths`` narrowest block tables."""
-        if self.graphs is None:
-            return
+    def warm(self, rows: Sequence[int], widths: int) -> None:
+        """Run decode steps of these numbers of rows once, on padding alone, for the ``widths`` narrowest block tables:
+        kernels are compiled, and graphs captured."""
         for number in range(widths):
             width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
             for count in rows:
                 with self._on_stream():
                     self._run(*self._padding_step(StepLayout(count, count, count, width)))
-        self.graphs.stream.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _padding_step(self, layout: StepLayout) -> tuple[_Plan, Fields]:
         """A decode step of padding rows alone, on the device."""

@@ -38,6 +38,11 @@ class Fusions:
     add_norm: bool = True
     rotary_write: bool = True
 
+    @classmethod
+    def all(cls, on: bool) -> Fusions:
+        """All of them, or none."""
+        return cls(on, on, on, on)
+
 
 def unsuitable(config: ModelConfig) -> str | None:
     """Why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
