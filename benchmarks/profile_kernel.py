@@ -65,9 +65,10 @@ def number(text: str) -> float | None:
 def profile(options: argparse.Namespace, case_name: str) -> dict[str, Any]:
     """Counters of the second launch of the kernel at a case."""
     child = [sys.executable, __file__, str(options.out), "--op", options.op, "--implementation", options.implementation]
+    child += ["--kernel", options.kernel, "--child", case_name]
     command = ["ncu", "--clock-control", "none", "-k", f"regex:{options.kernel}", "-s", "1", "-c", "1", "--csv"]
     command += ["--page", "raw", *(part for name in SECTIONS for part in ("--section", name))]
-    done = subprocess.run([*command, *child, "--child", case_name], capture_output=True, text=True)
+    done = subprocess.run([*command, *child], capture_output=True, text=True)
     rows = list(csv.reader(line for line in done.stdout.splitlines() if line.startswith('"')))
     if len(rows) < 3:
         raise RuntimeError(f"ncu saw no kernel {options.kernel!r}:\n{done.stdout[-1000:]}{done.stderr[-1000:]}")

@@ -4,25 +4,34 @@ The math, the arguments and the kernel for every other GPU (and for the interpre
 file computes the same o and L, in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of
 Triton in which layouts, shared memory, barriers and the roles of warps are spelled out.
 
-A program owns 128 queries of one head. Its warps have three roles (``forward_kernel``):
+A tile is 128 queries of one head. The warps of a program have two kinds of roles (``forward_kernel``):
 
-* one warp *fetches*: it has the bulk copy engine (TMA) bring the tile of queries and then blocks of 128 keys and values
-  into a ring in shared memory, as far ahead as the ring has room. It needs 24 registers a thread, so that
+* one warp *fetches*: it chooses the tile, and has the bulk copy engine (TMA) bring its queries, and then blocks of 128
+  keys and values into a ring in shared memory, as far ahead as the ring has room. It needs 24 registers a thread, so
+  that
 * two *warpgroups* of 4 warps *attend*, each for 64 of the queries, with 240 registers a thread: 64 for the output, 64
-  for the scores of a block, 32 for its probabilities.
+  for the scores of a block, 32 for its probabilities. (For full attention with heads of 64 there are three, and 192
+  queries: half the output to hold, and more exponentials for each product to be hidden.)
 
-They meet at barriers in shared memory (mbarriers): ``full[slot]`` when a copy has arrived, ``empty[slot]`` when both
-warpgroups have read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... (blocks from the last key to
-the first, so that the masked one comes first).
+They meet at barriers in shared memory (mbarriers): ``full[slot]`` when a copy has arrived, ``empty[slot]`` when every
+warpgroup has read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... (blocks from the last key to
+the first, so that the one which needs a mask comes first).
 
 In a warpgroup the tensor cores and the exponentials take turns unless told otherwise. So a step issues two products
 without waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block
-starts when its scores are there, and runs while p v still does (``_walk``). Between the two warpgroups nothing is
-arranged: while one waits for its scores the other computes exponentials. Handing the tensor cores back and forth
-explicitly, as FlashAttention-3 does, was measured slower here (0.94 to 1.0 of this).
+starts when its scores are there, and runs while p v still does (``_walk``). Between the warpgroups nothing is arranged:
+while one waits for its scores the other computes exponentials. Handing the tensor cores back and forth explicitly, as
+FlashAttention-3 does, was measured slower here (0.97 to 1.0 of this).
+
+There is a program for each multiprocessor. It takes tiles from a counter that all share, the ones with most keys first,
+and loads the queries of the next tile while this one is finished. Which program computes a tile changes from run to
+run; its result does not, to the bit: nothing is ever added up across programs.
 
 Bound by: the tensor cores. For each block a multiprocessor spends 2048 cycles on products, and its exponential units,
-16 a cycle, 1024 on the softmax beside them.
+16 a cycle, 1024 on the softmax beside them. Profile on an H200 (``results/h200/profile_flash_attention.json``): the
+tensor pipe is active 73% of the cycles at 4 x 4096 causal and 78% in full, the exponential units 38 and 40%. What is
+missing is the beginning and the end of every tile (about 2 us: the first block's scores and softmax, the last product,
+storing), where little overlaps. In long runs the clock gives way to the power limit before that.
 
 Source: Shah et al. 2024, arXiv:2407.08608 (roles, overlap); Milakov & Gimelshein 2018, arXiv:1805.02867 (softmax).
 """
@@ -295,50 +304,86 @@ def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  
 
 
 @_kernel
+def _seek(  # type: ignore[no-untyped-def]
+    index, counter, cu, documents, tiles, work, SHARE: gl.constexpr, ROWS: gl.constexpr, SHARED_OUT: gl.constexpr
+):
+    """From piece ``index`` of the work on, the first that this program gets with queries in it."""
+    first_i = 0
+    begin = 0
+    end = 0
+    head = 0
+    while (index < work) & (first_i >= end):
+        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, ROWS)
+        if first_i >= end:
+            index = _following(counter, work, SHARED_OUT)
+    return index, first_i, begin, end, head
+
+
+@_kernel
+def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The next piece of work that no program has begun."""
+    index = work
+    if SHARED_OUT:
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    return index
+
+
+@_kernel
+def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """``count`` times the keys before token ``start`` and the values from it on."""
+    COLUMNS: gl.constexpr = ring.shape[1]
+    for _ in range(count):
+        _copy(k, start - COLUMNS, head, ring, full, empty, queue, SLOTS)
+        _copy(v, start, head, ring, full, empty, queue + 1, SLOTS)
+        start -= COLUMNS
+        queue += 2
+    return start, queue
+
+
+@_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles, work, window,
     PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr,
+    WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """What the copying warp does: chooses tiles, tells the others, and keeps the ring full.
 
-    It asks for the next tile only when everything of this one is on its way: whoever is free first gets it.
+    It asks for the next tile AHEAD blocks before the end of this one: late, so that whoever is free first gets it, and
+    yet early enough to have its queries there in time.
     """
     ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
     queue = 0
     told = 0
-    index = gl.program_id(0)
+    index, first_i, begin, end, head = _seek(
+        gl.program_id(0), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
+    )
     while index < work:
-        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, PARTS * ROWS)
-        if first_i < end:
-            buffer = told % 2
-            mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
-            _note(plan, 4 * buffer, first_i)
-            _note(plan, 4 * buffer + 1, begin)
-            _note(plan, 4 * buffer + 2, end)
-            _note(plan, 4 * buffer + 3, head)
-            mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
-            for part in gl.static_range(PARTS):
-                tma.async_copy_global_to_shared(
-                    q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part)
-                )
-            low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
-            kv_head = head // GROUP
-            start = begin + (high - 1) * COLUMNS
-            _copy(k, start, kv_head, ring, full, empty, queue, SLOTS)
-            for _ in range(high - low - 1):
-                _copy(k, start - COLUMNS, kv_head, ring, full, empty, queue + 1, SLOTS)
-                _copy(v, start, kv_head, ring, full, empty, queue + 2, SLOTS)
-                start -= COLUMNS
-                queue += 2
-            _copy(v, start, kv_head, ring, full, empty, queue + 1, SLOTS)
-            queue += 2
-            told += 1
-        if SHARED_OUT:
-            index = gl.num_programs(0) + gl.atomic_add(counter, 1)
-        else:
-            index = work
+        buffer = told % 2
+        mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
+        _note(plan, 4 * buffer, first_i)
+        _note(plan, 4 * buffer + 1, begin)
+        _note(plan, 4 * buffer + 2, end)
+        _note(plan, 4 * buffer + 3, head)
+        mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(
+                q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part)
+            )
+        low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
+        kv_head = head // GROUP
+        start = begin + (high - 1) * COLUMNS
+        _copy(k, start, kv_head, ring, full, empty, queue, SLOTS)
+        pairs = high - low - 1
+        early = gl.maximum(pairs - AHEAD, 0)
+        start, queue = _copy_pairs(k, v, start, kv_head, early, ring, full, empty, queue + 1, SLOTS)
+        index, first_i, begin, end, head = _seek(
+            _following(counter, work, SHARED_OUT), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
+        )
+        start, queue = _copy_pairs(k, v, start, kv_head, pairs - early, ring, full, empty, queue, SLOTS)
+        _copy(v, start, kv_head, ring, full, empty, queue, SLOTS)
+        queue += 1
+        told += 1
     buffer = told % 2
     mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
     _note(plan, 4 * buffer + 3, -1)
@@ -349,7 +394,7 @@ def _fetch(  # type: ignore[no-untyped-def]
 def forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, counter, cu, documents, tokens, tiles, work, scale2, window, PARTS: gl.constexpr,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 64 PARTS queries; q, k and v are descriptors of [T, H, d].
 
@@ -379,7 +424,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
                 (_attend, (1, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
                            window, H, D, SLOTS, CAUSAL, WINDOW)),
                 (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
-                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT)),
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT, AHEAD)),
             ],
             [4, 1],
             [240, 24],
@@ -394,7 +439,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
                 (_attend, (2, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
                            window, H, D, SLOTS, CAUSAL, WINDOW)),
                 (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
-                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT)),
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT, AHEAD)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -456,7 +501,7 @@ def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
-    *, parts: int | None = None, slots: int | None = None, share: int | None = None,
+    *, parts: int | None = None, slots: int | None = None, share: int | None = None, ahead: int = 4,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ``flash_attention.forward``, by this kernel; copies what the bulk copy engine cannot address.
 
@@ -479,7 +524,7 @@ def forward(
     if out.numel() == 0:
         return out, lse
     documents = len(cu_seqlens) - 1
-    tiles = tokens // (ROWS * parts) + documents
+    tiles = triton.cdiv(tokens, ROWS * parts) if documents == 1 else tokens // (ROWS * parts) + documents
     work = tiles * heads
     group = heads // k.shape[1]
     programs = min(work, multiprocessors(q.device))
@@ -489,7 +534,7 @@ def forward(
         _descriptor(q, ROWS), _descriptor(k, COLUMNS), _descriptor(v, COLUMNS), out, lse, counter, cu_seqlens,
         documents, tokens, tiles, work, scale * LOG2E, window or 0, PARTS=parts, H=heads, GROUP=group, D=d,
         SLOTS=slots or 512 // _columns(d), SHARE=share or share_of(heads, group, tokens, documents, d), CAUSAL=causal,
-        WINDOW=window is not None, SHARED_OUT=shared_out, num_warps=4, maxnreg=MAX_REGISTERS[parts],
+        WINDOW=window is not None, SHARED_OUT=shared_out, AHEAD=ahead, num_warps=4, maxnreg=MAX_REGISTERS[parts],
     )  # fmt: skip
     return out, lse
 
@@ -522,7 +567,7 @@ def kernels() -> Sequence[Kernel]:
                 name=f"forward_hopper_{name}",
                 function=forward_kernel,
                 arguments={**tensors, **pointers, "scale2": "fp32", **ints},
-                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True},
+                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True, "AHEAD": 4},
                 targets=("sm_90",),
                 implementation="hopper",
                 options={"maxnreg": MAX_REGISTERS[parts]},
