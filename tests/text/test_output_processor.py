@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transect.text.output_processor import OutputProcessor, Update
+from transect.text.output_processor import OutputProcessor, Update, together
+from transect.text.outputs import Logprob
 from transect.text.stop import StopMatcher
 
 
@@ -277,3 +278,18 @@ def free_text(tokenizer, ids: list[int]) -> str:
     from transect.text.detokenizer import IncrementalDetokenizer
 
     return IncrementalDetokenizer(tokenizer).push(ids)
+
+
+def test_updates_that_wait_together_become_one():
+    first = Update("r", 0, text="a", token_ids=[1], num_cached_tokens=4)
+    second = Update("r", 0, text="b", token_ids=[2, 3], finish_reason="stop", stop_reason=9, aborts=[("r", 0)])
+    other = Update("r", 1, text="x", token_ids=[5], logprobs=[{5: Logprob(-1.0)}])
+    more = Update("r", 1, text="y", token_ids=[6], logprobs=[{6: Logprob(-2.0)}])
+    error = RuntimeError("gone")
+    merged = together([first, second, other, more, error])
+    assert merged[0] == Update(
+        "r", 0, "ab", [1, 2, 3], None, "stop", stop_reason=9, aborts=[("r", 0)], num_cached_tokens=4
+    )
+    assert (merged[1].text, merged[1].token_ids, len(merged[1].logprobs)) == ("xy", [5, 6], 2)
+    assert merged[2] is error and len(merged) == 3
+    assert [update.index for update in together([Update("r", 0), Update("r", 1), Update("r", 0)])] == [0, 1, 0]
