@@ -23,20 +23,25 @@ Source: split-K and its fix-up by the last arriver: Osama et al. 2023, arXiv:230
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl, triton
+from . import cuda, shapes
+from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl, triton
 from .numerics import compute_dtype, sample
-from .registry import Cost, Implementation, Kernel, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
 from .tiles import after_previous, describe, dot, fits_descriptor
 
+log = logging.getLogger(__name__)
 MOST_ROWS = 256
 
 
@@ -271,7 +276,149 @@ def launcher() -> Callable[..., Tensor]:
     return call
 
 
-small_matmul = launcher()
+by_triton = launcher()
+
+
+# --------------------------------------------------------------------------------------------------------- CUDA C++
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How ``small_matmul.cu`` cuts a product up; the fields are the arguments of its launcher."""
+
+    columns: int
+    """Rows of W in a group, in sixteens."""
+    stages: int
+    per: int
+    """Sixteens of rows of W for a block."""
+    warps: int = 8
+    ranks: int = 1
+    """Blocks of a cluster that share K."""
+
+
+CUDA_ROWS = 32
+"""Most rows of X that one block of ``small_matmul.cu`` takes; for more it reads W again."""
+SHARED = 227 * 1024
+"""Bytes of shared memory of a block on Hopper."""
+
+
+KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (1, 8), (1, 4))
+"""(columns, stages) that are compiled, the better ones first."""
+
+
+@cache
+def plan_rows(m: int, n: int, multiprocessors: int) -> Plan:
+    """The best plan that fits the shared memory, by a rule from times on an H200 (no search).
+
+    Rows of W are dealt out evenly, so a block's share is a matter of N alone. Of the groups that it may be taken in,
+    the widest that leaves little of the last one empty is best; narrow groups read X more often from the L2 cache.
+    """
+    per = -(-n // 16 // multiprocessors) if n % 16 == 0 else -(-(n // 16 + 1) // multiprocessors)
+    rows, tile = min(m, CUDA_ROWS), 8 if m <= 8 else 16 if m <= 16 else CUDA_ROWS
+    for columns, stages in KERNELS:
+        empty = -(-per // columns) * columns - per
+        used = 8 * (stages * (columns * 16 + rows) * 128 + tile * (columns * 16 + 4) * 4)
+        if columns <= per and empty * 16 <= per and used <= SHARED:
+            return Plan(columns, stages, per)
+    return Plan(1, 4, per)
+
+
+def _bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
+    """A launcher of ``ops/NAME.cu``; its arguments by letter: p pointer, i int, l long long."""
+    function = getattr(cuda.library(name), symbol)
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong}
+    function.argtypes = [kinds[letter] for letter in signature]
+    function.restype = ctypes.c_int
+    return cast(Callable[..., int], function)
+
+
+def cuda_refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
+    """Why the CUDA kernels do not take these arguments, or ``""``."""
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
+        return "they compute in bfloat16"
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return "x must be [M, K] and weight [N, K]"
+    if any(t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16 for t in (x, weight)) or x.shape[1] % 8:
+        return "they read 16 bytes at a time: K, the rows' strides and the addresses must be multiples of 16 bytes"
+    return "" if x.shape[1] else "K is 0"
+
+
+class CudaRows:
+    """``small_matmul(x, weight, bias=None, *, pdl=False, plan=None)`` by ``small_matmul.cu``.
+
+    What a row gets is the same to the bit whatever the other rows are and however many: the order of its sum depends on
+    the weight's shape alone. Above 32 rows it reads W again for every 32 of them, from the L2 cache if it fits there.
+
+    Raises:
+        Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
+    """
+
+    def __init__(self) -> None:
+        self._launch = _bind("small_matmul", "transect_small_matmul", "ppppiiilliiiiiip")
+        self._dependent = torch.cuda.get_device_capability()[0] >= 9
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False, plan: Plan | None = None
+    ) -> Tensor:
+        """As ``reference``.
+
+        ``pdl``: W may be read before the kernel before this one on the stream has ended, so that one must not write W.
+        (On Hopper a launch always begins before the last one ends; only with ``pdl`` does it read anything then.)
+
+        Raises:
+            ValueError: see ``cuda_refuses``.
+            RuntimeError: the launch failed.
+        """
+        (m, k), n = x.shape, weight.shape[0]
+        out = x.new_empty((m, n))
+        if m == 0 or n == 0:
+            return out
+        cut = plan or plan_rows(m, n, multiprocessors(x.device))
+        code = self._launch(
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
+            x.stride(0), weight.stride(0), cut.columns, cut.stages, cut.warps, cut.per, cut.ranks,
+            (2 if pdl else 1) if self._dependent else 0,            torch.cuda.current_stream(x.device).cuda_stream,
+        )  # fmt: skip
+        if code:
+            reason = cuda_refuses(x, weight, bias)
+            if reason:
+                raise ValueError(f"small_matmul.cu: {reason}")
+            raise RuntimeError(f"small_matmul.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
+        return out
+
+
+def best_launcher() -> Callable[..., Tensor]:
+    """A new ``small_matmul(x, weight, bias=None, *, pdl=False)``: ``small_matmul.cu`` for what it takes up to 32 rows,
+    else the Triton kernels.
+
+    Which one runs is decided by the shape, the strides and the dtype alone. Where the CUDA kernels cannot be built,
+    that is said once, in the log. Counters are its own (see ``Counters``).
+    """
+    triton_rows = launcher()
+    built: dict[torch.device, CudaRows | None] = {}
+
+    def build(device: torch.device) -> CudaRows | None:
+        if device.type != "cuda" or torch.version.hip is not None:
+            return None
+        try:
+            return CudaRows()
+        except Unavailable as error:
+            log.warning("small_matmul runs its Triton kernels, which are slower: %s", error)
+            return None
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+        """As ``reference``, on the GPU; ``pdl`` as in ``CudaRows``."""
+        if x.device not in built:
+            built[x.device] = build(x.device)
+        rows = built[x.device]
+        if rows is not None and x.shape[0] <= CUDA_ROWS and not cuda_refuses(x, weight, bias):
+            return rows(x, weight, bias, pdl=pdl)
+        return triton_rows(x, weight, bias)
+
+    return call
+
+
+small_matmul = best_launcher()
 
 
 # ----------------------------------------------------------------------------------------------------- registry entry
@@ -290,6 +437,35 @@ def _examples() -> Sequence[dict[str, Any]]:
         return made | {"bias": sample(n, seed=2) if bias else None}
 
     return [inputs(1, 33, 70, True), inputs(2, 20, 130, False), inputs(17, 40, 64, True), inputs(0, 3, 2, False)]
+
+
+ROWS = (1, 8, 16, 32, 64, 128, 256)
+
+
+def _cases() -> Sequence[Case]:
+    """Every projection of the models, and their output heads, at each number of rows."""
+
+    def make(device: torch.device, seed: int, m: int, n: int, k: int) -> Mapping[str, Any]:
+        generator = torch.Generator(device).manual_seed(seed)
+        x, weight = (torch.randn(r, k, device=device, dtype=torch.bfloat16, generator=generator) for r in (m, n))
+        return {"x": x, "weight": weight * k**-0.5, "bias": None}
+
+    named: dict[tuple[int, int], list[str]] = {}
+    for model in shapes.MODELS:
+        heads = model.n_heads * model.head_dim
+        for what, n, k in (
+            ("qkv", model.qkv_dim, model.dim),
+            ("out", model.dim, heads),
+            ("gate and up", 2 * model.ffn_dim, model.dim),
+            ("down", model.dim, model.ffn_dim),
+            ("head", model.vocab_size, model.dim),
+        ):
+            named.setdefault((n, k), []).append(f"{what} of {model.name}")
+    return [
+        Case(f"{', '.join(names)}: {m} x {k} by {n}", partial(make, m=m, n=n, k=k))
+        for (n, k), names in named.items()
+        for m in ROWS
+    ]
 
 
 def _kernels() -> Sequence[Kernel]:
@@ -334,10 +510,29 @@ register(
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(small_matmul), TRITON_TARGETS),
+            "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
+            "cuda": Implementation(
+                "cuda",
+                lambda: CudaRows(),
+                cuda.CUDA_TARGETS,
+                batch_invariant=True,
+                dtypes=("bfloat16",),
+                refuses=cuda_refuses,
+                source="small_matmul.cu",
+            ),
+            "cuda_pdl": Implementation(
+                "cuda",
+                lambda: partial(CudaRows(), pdl=True),
+                ("sm_90",),
+                batch_invariant=True,
+                dtypes=("bfloat16",),
+                refuses=cuda_refuses,
+                source="small_matmul.cu",
+            ),
         },
         examples=_examples,
         peers={"torch": F.linear},
+        cases=_cases,
         kernels=_kernels,
     )
 )
