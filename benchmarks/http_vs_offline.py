@@ -3,7 +3,7 @@
 All requests are there from the start, streamed over HTTP to a load generator on the same machine. The server, the load
 generator and the engine share its cores, as they would on a small machine.
 
-    python benchmarks/http_vs_offline.py [--streams 64] [--rounds 3] [--model smollm2-135m]
+    python benchmarks/http_vs_offline.py [--streams 64] [--rounds 5] [--model smollm2-135m]
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def server(model: str, arguments: list[str]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--shortest", type=int, default=16, help="tokens of a prompt, and of an output")
-    parser.add_argument("--longest", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shortest", type=int, default=8, help="tokens of a prompt, and of an output")
+    parser.add_argument("--longest", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -18,9 +18,11 @@ from typing import Any
 
 import batching
 import cpu_vs_llamacpp
+import http_vs_offline
 import record
+import request_walk
 
-PAGES = ("README.md", "docs/operators.md", "docs/operators-memory-bound.md")
+PAGES = ("README.md", "docs/operators.md", "docs/operators-memory-bound.md", "docs/engine.md")
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,6 +52,19 @@ def batching_table() -> str:
     result = _load("cpu/batching.json")
     runs = next(iter(result["work"].values()))["continuous"]["output_tokens_per_second"]["runs"]
     return batching.table(result) + "\n" + _origin(result, runs)
+
+
+def walk() -> str:
+    """One request through the code, stage by stage."""
+    result = _load("cpu/request_walk.json")
+    origin = _origin(result, result["rounds"]).replace("median of", f"medians of {result['steps']} steps, quickest of")
+    return request_walk.table(result) + "\n" + origin
+
+
+def http() -> str:
+    """HTTP against the engine alone."""
+    result = _load("cpu/http.json")
+    return http_vs_offline.table(result) + "\n" + _origin(result, result["ratio"]["runs"])
 
 
 def memory_bound() -> str:
@@ -94,6 +109,8 @@ def ladder() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "llamacpp": llamacpp,
     "batching": batching_table,
+    "request-walk": walk,
+    "http": http,
     "memory-bound": memory_bound,
     "ladder": ladder,
 }

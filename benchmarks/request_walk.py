@@ -1,7 +1,8 @@
 """One request through the code, stage by stage, with the time of each: what a token costs and where.
 
 Everything that ``transect serve`` does with a request happens here in one process and one thread, in its order, so that
-each stage can be timed by itself. Decode steps are timed with 1 request and with several, all at the same length.
+each stage can be timed by itself. Decode steps are timed with 1 request and with several, all of about the same length.
+Times are medians over the steps of a round, of the quickest round.
 
     python benchmarks/request_walk.py [--model smollm2-135m] [--batches 1,8,32] [--rounds 3]
 """
@@ -245,13 +246,9 @@ def measure(
 
 
 def combined(columns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The medians over rounds, and the extremes of the whole step."""
-    stages = {name: statistics.median(c["stages"][name] for c in columns) for name in columns[0]["stages"]}
-    result: dict[str, Any] = {"stages": stages}
-    if "step" in columns[0]:
-        spread = record.summary([column["step"] for column in columns])
-        result |= {"step": spread["median"], "spread": spread, "floor": columns[0]["floor"]}
-    return result
+    """The round with the least disturbance from other work: the quickest. The spread over rounds stands beside it."""
+    totals = [sum(column["stages"].values()) for column in columns]
+    return {**columns[totals.index(min(totals))], "spread": record.summary(totals)}
 
 
 def _column(taken: list[dict[str, float]], floor: float) -> dict[str, Any]:
