@@ -200,6 +200,20 @@ def run(name: str, rows: int, replays: int, quick: bool) -> dict[str, Any]:
     return result
 
 
+def table(result: dict[str, Any]) -> str:
+    """As Markdown: the layer with everything on, and each thing off."""
+    names = list(result["results"][0]["variants"])
+    lines = ["| model | rows | floor, µs | " + " | ".join(names) + " | of floor |", "|---|" + "---|" * (len(names) + 3)]
+    for row in result["results"]:
+        times = [row["variants"][name]["median"] if name in row["variants"] else None for name in names]
+        shown = " | ".join("" if seconds is None else f"{seconds * 1e6:.0f}" for seconds in times)
+        share = row["floor_s"]["layer"] / times[0]
+        lines.append(
+            f"| {row['model']} | {row['rows']} | {row['floor_s']['layer'] * 1e6:.0f} | {shown} | {share:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)

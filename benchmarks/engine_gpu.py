@@ -270,6 +270,38 @@ def startup(model: str, times: int = 2) -> list[dict[str, float]]:
     return found
 
 
+def tables(results: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """(figures, ablation) as Markdown, from results by model."""
+    lines = ["| model | work | measured | floor | of floor |", "|---|---|---|---|---|"]
+    off = ["| model | | batch 1, ms | batch 64, ms | throughput, tok/s |", "|---|---|---|---|---|"]
+    for model, found in results.items():
+        for row in (value for key, value in found.items() if key.startswith("decode")):
+            time_ms = row["step_s"]["median"] * 1e3
+            lines.append(
+                f"| {model} | decode, batch {row['batch']} | {time_ms:.2f} ms | {row['floor_s'] * 1e3:.2f} ms | "
+                f"{row['of_floor']:.0%} |"
+            )
+        if "prefill" in found:
+            row = found["prefill"]
+            lines.append(
+                f"| {model} | prefill, 256 x {PROMPT} | {row['seconds']['median']:.2f} s | {row['floor_s']:.2f} s | "
+                f"{row['of_floor']:.0%} |"
+            )
+        if "throughput" in found:
+            row = found["throughput"]
+            lines.append(
+                f"| {model} | throughput | {row['tokens_per_s']:,.0f} tok/s | {row['floor_tokens_per_s']:,.0f} tok/s | "
+                f"{row['of_floor']:.0%} |"
+            )
+        if found.get("startup"):
+            first, last = (found["startup"][index]["total_s"] for index in (0, -1))
+            lines.append(f"| {model} | process start to first token | {first:.1f} s, again {last:.1f} s | | |")
+        for name, row in found.get("ablation", {}).items():
+            one, many = (each["step_s"]["median"] * 1e3 for each in row["decode"])
+            off.append(f"| {model} | {name} | {one:.2f} | {many:.2f} | {row['throughput']['tokens_per_s']:,.0f} |")
+    return "\n".join(lines) + "\n", "\n".join(off) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=["decode", "prefill", "throughput"])

@@ -181,6 +181,8 @@ class GPURunner:
         self._outputs = [torch.zeros(self._inputs_at, dtype=torch.uint8, pin_memory=cuda) for _ in range(RING)]
         self._busy: list[torch.cuda.Event | None] = [None] * RING
         self._stream = torch.cuda.Stream(self._device) if cuda else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what has been filled so far
         self.graphs = GraphCache(self._stream) if graphs and self._stream is not None else None
         self._step = 0
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, rows_of, tl
+from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, register
 
@@ -134,12 +134,10 @@ def triton_adjust(
 
 
 def triton_count(counts: Tensor, state: Tensor, tokens: Tensor) -> None:
-    """``reference_count`` in one launch, for at most 1024 rows."""
+    """``reference_count`` in one launch of one program."""
     rows = state.shape[0]
-    if rows > 1024:
-        raise ValueError(f"count_tokens: at most 1024 rows, not {rows}")
     if rows:
-        _count[(1,)](counts, state, tokens, rows, counts.shape[1], BLOCK=1024)
+        _count[(1,)](counts, state, tokens, rows, counts.shape[1], BLOCK=max(256, next_power_of_2(rows)))
 
 
 def cost(
