@@ -28,8 +28,8 @@ Operators on the GPU that no model runs on yet:
 
 * ``vector_add.py`` (begin here), ``sum.py``, ``dot.py``, ``softmax.py``
 * ``matmul.py``: tiled and persistent, with fused epilogues; ``small_matmul.py``: few rows; ``int4_matmul.py``
-* ``flash_attention.py``, ``flash_attention_backward.py`` (what they share: ``attention_tiles.py``), and both for Hopper:
-  ``flash_attention_hopper.py``, ``flash_attention_backward_hopper.py``;
-  ``linear_cross_entropy.py``: the loss without the logits
+* ``flash_attention.py``, ``flash_attention_backward.py`` (what they share: ``attention_tiles.py``), and for Hopper
+  ``flash_attention_hopper.py``, ``flash_attention_backward_hopper.py``
+* ``linear_cross_entropy.py``: the loss without the logits
 * ``*.cu``: CUDA C++ versions of some of them, the ladder of matrix products among them
 """
