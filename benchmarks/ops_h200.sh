@@ -32,7 +32,7 @@ if [ "$device" != cpu ]; then
     tests/ops/test_numerics.py tests/ops/test_torch_integration.py --import-mode=importlib
   step sanitizer 90 "$python" benchmarks/sanitize_cuda.py
 fi
-step bench 300 "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check \
+step bench ${BENCH_SECONDS:-300} "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check \
   --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"
 tail -n 3 "$out/numerics.txt" "$out/sanitizer.txt" 2> /dev/null
 exit $failed

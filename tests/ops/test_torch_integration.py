@@ -50,12 +50,19 @@ def example_of(op: Op, made: Implementation, which: int = 0) -> dict[str, Any]:
     return {key: place(key, value) for key, value in found[which].items()}
 
 
-def gradients(call: Callable[..., Any], op: Op, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+def random_like(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Upstream gradients, always the same."""
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    return [torch.randn(o.shape, generator=generator, device=DEVICE).to(o.dtype) for o in outputs]
+
+
+def gradients(
+    call: Callable[..., Any], op: Op, inputs: Mapping[str, Any], upstream: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """Outputs and gradients for fixed random upstream gradients."""
     made = call(**inputs)
     outputs = [made] if isinstance(made, torch.Tensor) else list(made)
-    generator = torch.Generator(DEVICE).manual_seed(7)
-    upstream = [torch.randn(o.shape, generator=generator, device=DEVICE).to(o.dtype) for o in outputs]
+    upstream = random_like(outputs) if upstream is None else upstream
     wanted = [inputs[key] for key in op.differentiable if isinstance(inputs.get(key), torch.Tensor)]
     return [*outputs, *torch.autograd.grad(outputs, wanted, upstream)]
 
@@ -111,11 +118,14 @@ def test_captured_in_a_cuda_graph(op: Op, implementation: Implementation, direct
 
     def run() -> list[torch.Tensor]:
         if direction == "backward":
-            return gradients(call, op, inputs)
+            return gradients(call, op, inputs, upstream)
         with torch.no_grad():
             made = call(**inputs)
         return [made] if isinstance(made, torch.Tensor) else list(made)
 
+    made = call(**inputs)
+    upstream = random_like([made] if isinstance(made, torch.Tensor) else list(made))
+    del made
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..hardware.ceilings import Ceilings
     from ..hardware.device import Device
     from ..ops.registry import Op
@@ -41,13 +43,17 @@ def command(
     from ..hardware.measured import ceilings
 
     limits = ceilings(found)
-    rows = _measure(wanted, limits, found, case, check, limit, workers)
+    where = _run(limits, found)
+
+    def keep(of_one_op: list[Timing]) -> None:
+        if json is not None:
+            from ..ops.tools.results import merge
+
+            merge(json, where, of_one_op)
+
+    rows = _measure(wanted, limits, found, case, check, limit, workers, keep)
     if not rows:
         raise ValueError(f"no case's name contains {case!r}; `transect bench ops --list` shows them")
-    if json is not None:
-        from ..ops.tools.results import merge
-
-        merge(json, _run(limits, found), rows)
     if plot is not None:
         from ..ops.tools.plots import draw
 
@@ -85,8 +91,16 @@ def _run(limits: Ceilings, found: Device) -> dict[str, Any]:
 
 
 def _measure(
-    wanted: list[Op], limits: Ceilings, found: Device, case: str, check: bool, limit: float, workers: int
+    wanted: list[Op],
+    limits: Ceilings,
+    found: Device,
+    case: str,
+    check: bool,
+    limit: float,
+    workers: int,
+    keep: Callable[[list[Timing]], None],
 ) -> list[Timing]:
+    """Run, show each case when it is done, and ``keep`` the rows of each operator when all its cases are."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -108,7 +122,7 @@ def _measure(
         console.print(table, highlight=False)
 
     group: list[Timing] = []
-    made = run(
+    measured = run(
         wanted,
         limits,
         place,
@@ -118,7 +132,9 @@ def _measure(
         warm_up_workers=0 if found.kind == "cpu" else workers,
         say=lambda line: console.print(line, style="red", highlight=False, soft_wrap=True),
     )
-    for row in made:
+    for row in measured:
+        if rows and rows[-1].op != row.op:
+            keep([made for made in rows if made.op == rows[-1].op])
         rows.append(row)
         if group and (group[0].op, group[0].case) != (row.op, row.case):
             show(group)
@@ -126,4 +142,5 @@ def _measure(
         group.append(row)
     if group:
         show(group)
+        keep([made for made in rows if made.op == group[0].op])
     return rows

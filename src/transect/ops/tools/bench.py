@@ -155,6 +155,7 @@ def bench_case(
     check: bool = False,
     skip: frozenset[tuple[str, str]] = frozenset(),
     started: Callable[[str, str], None] = lambda contender, direction: None,
+    failed: Callable[[], None] = lambda: None,
 ) -> Iterator[Timing]:
     """Time every contender at one shape.
 
@@ -162,6 +163,7 @@ def bench_case(
         check: also compare each implementation's results with float64.
         skip: (contender, direction) pairs to leave out.
         started: called before a pair is run, so that a watcher knows who hangs.
+        failed: called after the row of a pair that the device, or its memory, did not get through.
     """
     place = torch.device(device)
     first = case.make(place, 0)
@@ -187,8 +189,11 @@ def bench_case(
                 yield _measure(op, entry, direction, call, inputs, row, place, check)
             except EXPECTED as error:
                 yield replace(row, reason=sentence(error))
+                if isinstance(error, RuntimeError) and not isinstance(error, Unavailable):
+                    failed()
             if place.type == "cuda":
                 torch.cuda.synchronize()  # an error that the device reports late belongs to this contender
+                torch.cuda.empty_cache()
 
 
 def _work(op: Op, inputs: Mapping[str, Any], direction: str, forward: Cost) -> Cost:
@@ -221,7 +226,7 @@ def _measure(
     try:
         row = _with_times(row, timing.time_graph(calls), "graph")
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or not entry.is_peer:
+        if isinstance(error, torch.OutOfMemoryError):
             raise
         torch.cuda.synchronize()
         row = _with_times(row, timing.time_eager(calls), "eager")

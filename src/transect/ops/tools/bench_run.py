@@ -100,6 +100,7 @@ def run(
         current: tuple[str, str] | None = None
         started = False
         reason = ""
+        again = False
         while True:
             try:
                 message = worker.messages.get(timeout=limit if started else START_SECONDS)
@@ -119,11 +120,15 @@ def run(
                 yield Timing(**message)
             elif kind == "failed":
                 yield _without_time(units[0], names, ("", "forward"), message["reason"])
+            elif kind == "again":
+                again = True
             elif kind == "done":
                 units.pop(0)
         last = worker.end()
         if not units:
             break
+        if again and not reason:
+            continue
         reason = reason or f"the process ended ({last or worker.process.returncode})"
         say(f"{units[0][0]}, {names[units[0][0]][units[0][1]]}: {current[0] if current else 'making inputs'}: {reason}")
         if not started:

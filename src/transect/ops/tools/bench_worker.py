@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
 import torch
+import torch._functorch.config as functorch
 
 from ...hardware.ceilings import Ceilings
 from ..registry import Case, OnHost, Op, all_ops
@@ -32,6 +34,15 @@ def warm_up(op: Op, case: Case, device: str) -> None:
                     continue  # run again, and reported, by the process that measures
 
 
+def give_up(device: str, say: Callable[..., None]) -> None:
+    """End this process after a failure on a GPU: memory, or a capture, may be left in a state that others suffer
+    from."""
+    if device != "cpu":
+        say("again")
+        sys.stdout.flush()
+        os._exit(0)
+
+
 def main(out: TextIO) -> None:
     """One job, as ``bench_run.py`` describes it; messages go to ``out``."""
 
@@ -48,6 +59,8 @@ def main(out: TextIO) -> None:
             torch.cuda.empty_cache()
         return
     ceilings = Ceilings(**job["ceilings"])
+    # Compiled peers give their buffers away in the backward pass, which then runs only once; here it runs many times.
+    functorch.donated_buffer = False  # type: ignore[attr-defined]
     skip = frozenset(tuple(entry) for entry in job["skip"])
     for name, index in job["units"]:
         op = registry[name]
@@ -63,6 +76,7 @@ def main(out: TextIO) -> None:
                 check=job["check"],
                 skip=left_out,
                 started=lambda contender, direction: say("start", contender=contender, direction=direction),
+                failed=lambda: give_up(job["device"], say),
             ):
                 say("row", **asdict(row))
         except bench.EXPECTED as error:

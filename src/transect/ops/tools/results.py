@@ -43,7 +43,8 @@ def merge(path: Path, run: Mapping[str, Any], rows: Sequence[Timing]) -> None:
     """Put the rows of one run into a file: they replace all rows of the same operator and case."""
     known = read(path) if path.is_file() else {"runs": {}, "rows": []}
     measured = {(row.op, row.case) for row in rows}
-    number = str(1 + max((int(n) for n in known["runs"]), default=0))
+    number = next((n for n, made in known["runs"].items() if made == dict(run)), "")
+    number = number or str(1 + max((int(n) for n in known["runs"]), default=0))
     kept = [row for row in known["rows"] if (row["op"], row["case"]) not in measured]
     fresh = [{**asdict(row), "of_floor": row.of_floor, "run": number} for row in rows]
     everything = sorted([*kept, *fresh], key=lambda row: row["op"])  # stable: cases stay in their order

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,10 +21,15 @@ WARM_SECONDS = 0.02
 Calls = Sequence[Callable[[], Any]]
 
 
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def own_stream() -> Iterator[None]:
-    """A side stream for the length of a block; the block's inputs must be made inside it."""
-    stream = torch.cuda.Stream()
+    """The device's side stream, always the same one, for the length of a block."""
+    stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
