@@ -67,6 +67,17 @@ def http() -> str:
     return http_vs_offline.table(result) + "\n" + _origin(result, result["ratio"]["runs"])
 
 
+def gpu_engine(part: int) -> str:
+    """The engine on one GPU: its figures (0), or what each trick is worth (1)."""
+    import engine_gpu  # loads torch
+
+    files = sorted((record.RESULTS / "h200").glob("engine_*.json"))
+    if not files:
+        raise FileNotFoundError("benchmarks/results/h200/engine_*.json: run benchmarks/engine_gpu.py on the GPU")
+    results = {path.stem.removeprefix("engine_"): json.loads(path.read_text()) for path in files}
+    return engine_gpu.tables(results)[part]
+
+
 def memory_bound() -> str:
     """The operators bound by memory on one GPU, each beside its floor and torch."""
     result = _load("h200/ops_memory_bound.json")
@@ -111,6 +122,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "batching": batching_table,
     "request-walk": walk,
     "http": http,
+    "engine-gpu": lambda: gpu_engine(0),
+    "engine-ablation": lambda: gpu_engine(1),
     "memory-bound": memory_bound,
     "ladder": ladder,
 }

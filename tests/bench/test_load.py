@@ -1,6 +1,7 @@
 """Open and closed loop, and what is made of their records."""
 
 import asyncio
+import time
 
 import pytest
 from scripted_server import answer, chunked, event
@@ -37,15 +38,15 @@ async def test_arrivals_do_not_wait_for_answers(server):
 
 
 async def test_a_late_generator_counts_against_the_server_and_is_reported(server):
-    server.script = lambda body: answer(2)
+    """The generator's loop stands still from the first request until after the second is due."""
 
-    def stall():
-        import time
+    def script(body):
+        if len(server.bodies) == 1:
+            asyncio.get_running_loop().call_soon(time.sleep, 0.6)
+        return answer(2)
 
-        time.sleep(0.2)
-
-    asyncio.get_running_loop().call_later(0.06, stall)  # just after the first request, before the second
-    run = await open_loop(Target(server.url, "m"), work_at(0.0, 0.05))
+    server.script = script
+    run = await open_loop(Target(server.url, "m"), work_at(0.0, 0.4))
     late = run.records[1]
     assert late.sent - late.due > 0.1 and late.ttft > late.sent - late.due
     assert any("sent requests late" in sentence for sentence in warnings(summarize(run)))

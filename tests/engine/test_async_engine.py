@@ -97,6 +97,18 @@ async def test_concurrent_streams_give_what_llm_gives(engine, tiny):
     await assert_idle(engine)
 
 
+async def test_a_caller_that_falls_behind_catches_up_in_one_update(engine):
+    expected = (await last(engine.generate([5, 6, 7], endless(max_tokens=30)))).outputs[0]
+    stream = engine.stream([5, 6, 7], endless(max_tokens=30), "slow")
+    updates = [await anext(stream)]
+    while (await engine.stats()).running:  # by now the engine is done with it, and waits for nobody
+        await asyncio.sleep(0.01)
+    updates += [update async for update in stream]
+    assert len(updates) <= 3 and [update.finished for update in updates] == [False] * (len(updates) - 1) + [True]
+    assert [token for update in updates for token in update.token_ids] == expected.token_ids
+    assert "".join(update.text for update in updates) == expected.text
+
+
 async def test_generate_grows_and_survives_a_consumer_slower_than_the_engine(engine):
     lengths = []
     async for output in engine.generate("hello", SamplingParams(n=3, seed=1, max_tokens=12, ignore_eos=True)):
