@@ -29,10 +29,10 @@ run; its result does not, to the bit: nothing is ever added up across programs.
 
 Bound by: the tensor cores, and for heads of 64 the exponential units as much. For each block of heads of 128 a
 multiprocessor spends 2048 cycles on products, and its exponential units, 16 a cycle, 1024 on the softmax beside them.
-On an H200 (``results/h200/profile_flash_attention.json``) the tensor pipe is active 74% of the cycles at 4 x 4096 causal
-and 75% in full, the exponential units 38 and 39%; with heads of 64 it is 47 and 49%. Little overlaps at the beginning
-and the end of a tile (the first block's scores and softmax, the last product, storing), so short documents pay: 8 x 1024
-runs at 0.70 of the rate of 8192. Long runs meet the power limit: the clock gives way. Times beside cuDNN:
+On an H200 (``results/h200/profile_flash_attention.json``) the tensor pipe is active 74% of the cycles at 4 x 4096
+causal and 75% in full, the exponential units 38 and 39%; with heads of 64 it is 47 and 49%. Little overlaps at the
+beginning and the end of a tile (the first block's scores and softmax, the last product, storing), so short documents
+pay: 8 x 1024 runs at 0.70 of the rate of 8192. Long runs meet the power limit: the clock gives way. Times beside cuDNN:
 ``results/h200/attention_forward.json``.
 
 Source: Shah et al. 2024, arXiv:2407.08608 (roles, overlap); Milakov & Gimelshein 2018, arXiv:1805.02867 (softmax).
