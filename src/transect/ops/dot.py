@@ -21,7 +21,7 @@ from .numerics import compute_dtype, sample
 from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .sum import CHOICES, combine, rule
-from .tuning import Config, choose
+from .tuning import Config, choose, flat_rule
 
 
 def reference(x: Tensor, y: Tensor) -> Tensor:
@@ -41,6 +41,17 @@ def _partial_kernel(x_ptr, y_ptr, part_ptr, n, BLOCK: tl.constexpr):
     tl.store(part_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
+@kernel
+def _backward_kernel(g_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr, n, BLOCK: tl.constexpr):
+    """Both gradients: what a tile of x is multiplied with, y's tile is too."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(g_ptr).to(tl.float32)
+    x = tl.load(x_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + index, mask=index < n, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + index, (g * y).to(dx_ptr.dtype.element_ty), mask=index < n)
+    tl.store(dy_ptr + index, (g * x).to(dy_ptr.dtype.element_ty), mask=index < n)
+
+
 def triton_dot(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
     """``reference`` in Triton; copies inputs that are not contiguous. ValueError if shapes or dtypes differ."""
     require("dot", x, y)
@@ -57,6 +68,19 @@ def triton_dot(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
     return combine(parts, x.dtype)
 
 
+def triton_backward(grad: Tensor, x: Tensor, y: Tensor, *, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """(dL/dx, dL/dy) in one launch; grad is dL/ds, a scalar on the device."""
+    require("dot backward", grad, x, y)
+    x, y = x.contiguous(), y.contiguous()
+    dx, dy = torch.empty_like(x), torch.empty_like(y)
+    n = x.numel()
+    if n:
+        knobs = config or choose("dot.backward", n, x.device, flat_rule)
+        grid = (-(-n // knobs["block"]),)
+        _backward_kernel[grid](grad, x, y, dx, dy, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
+    return dx, dy
+
+
 @torch.library.custom_op("transect::dot", mutates_args=())
 def dot(x: Tensor, y: Tensor) -> Tensor:
     """The operator for autograd and ``torch.compile``: the Triton kernels where they can run, else the reference."""
@@ -68,13 +92,26 @@ def _(x: Tensor, y: Tensor) -> Tensor:
     return torch.empty((), device=x.device, dtype=x.dtype)
 
 
+@torch.library.custom_op("transect::dot_backward", mutates_args=())
+def dot_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradients."""
+    return triton_backward(grad, x, y) if runs_triton(grad, x, y) else (grad * y.contiguous(), grad * x.contiguous())
+
+
+@dot_backward.register_fake
+def _(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        torch.empty_like(y, memory_format=torch.contiguous_format),
+    )
+
+
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    x, y = ctx.saved_tensors
-    return grad * y, grad * x
+    return dot_backward(grad, *ctx.saved_tensors)
 
 
 dot.register_autograd(_backward, setup_context=_setup)
@@ -106,7 +143,11 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     arguments = {"x_ptr": "*bf16", "y_ptr": "*bf16", "part_ptr": "*fp32", "n": "i32"}
-    return [Kernel("partial", _partial_kernel, arguments, {"BLOCK": 4096}, ("n",), warps=8)]
+    back = dict.fromkeys(("g_ptr", "x_ptr", "y_ptr", "dx_ptr", "dy_ptr"), "*bf16")
+    return [
+        Kernel("partial", _partial_kernel, arguments, {"BLOCK": 4096}, ("n",), warps=8),
+        Kernel("backward", _backward_kernel, {**back, "n": "i32"}, {"BLOCK": 2048}, ("n",)),
+    ]
 
 
 register(
