@@ -140,8 +140,7 @@ def triton_rotary_kv_write(
 
     Slots come from the batch's tensors on the device, as ``kv_cache_write.triton_kv_cache_write`` describes, so the
     launch can be captured in a CUDA graph. ``out``: where the turned q goes (``q`` itself will do), else a new tensor;
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper); in a captured graph there must be one
-    before it.
+    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper).
 
     Raises:
         ValueError: shapes, caches or batch that do not fit each other; one weight without the other.
