@@ -1,10 +1,10 @@
 """The entry of flash attention: peers compute the same thing, ``exact`` is the reference, and the CUDA C++ version."""
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from transect.ops import flash_attention as fa
 from transect.ops.registry import get
@@ -12,10 +12,14 @@ from transect.ops.registry import get
 HAS_CUDA_COMPILER = torch.cuda.is_available() and shutil.which("nvcc") is not None
 
 
-def made(lengths: tuple[int, ...], heads: int, kv_heads: int, d: int, dtype: torch.dtype = torch.float32) -> Any:
+def made(
+    lengths: tuple[int, ...], heads: int, kv_heads: int, d: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     generator = torch.Generator().manual_seed(len(lengths))
-    q, k, v = (torch.randn(sum(lengths), h, d, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads))
-    return q, k, v, torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), d**-0.5
+    q, k, v = (
+        torch.randn(sum(lengths), h, d, generator=generator).to(device, dtype) for h in (heads, kv_heads, kv_heads)
+    )
+    return q, k, v, torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device), d**-0.5
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -56,12 +60,10 @@ def test_every_model_has_cases() -> None:
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 50), (False, 90), (True, 1)])
 def test_cuda_source_is_right(d: int, causal: bool, window: int | None) -> None:
-    q, k, v, cu, scale = (
-        t.cuda() if isinstance(t, torch.Tensor) else t for t in made((130, 1, 64, 300), 6, 2, d, torch.bfloat16)
-    )
+    q, k, v, cu, scale = made((130, 1, 64, 300), 6, 2, d, torch.bfloat16, "cuda")
     exact = fa.reference(q.double(), k.double(), v.double(), cu, scale, causal, window)
-    strided = torch.stack((k, v), 1).unbind(1)
-    runs = [fa.by_cuda(q, *strided, cu, scale, causal, window) for _ in range(4)]
+    both = torch.stack((k, v), 1)
+    runs = [fa.by_cuda(q, both[:, 0], both[:, 1], cu, scale, causal, window) for _ in range(4)]
     other = fa.portable(q, k, v, cu, scale, causal, window)
     error = [float((out.double() - exact).norm() / exact.norm()) for out in (runs[0], other)]
     assert error[0] <= 1.2 * error[1]
@@ -72,6 +74,6 @@ def test_cuda_source_is_right(d: int, causal: bool, window: int | None) -> None:
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs a CUDA GPU and nvcc")
 def test_cuda_source_says_what_it_takes() -> None:
     for d, dtype, message in ((96, torch.bfloat16, "heads of 64 or 128"), (64, torch.float16, "takes bfloat16")):
-        q, k, v, cu, scale = (t.cuda() if isinstance(t, torch.Tensor) else t for t in made((5,), 1, 1, d, dtype))
+        q, k, v, cu, scale = made((5,), 1, 1, d, dtype, "cuda")
         with pytest.raises(ValueError, match=message):
             fa.by_cuda(q, k, v, cu, scale)
