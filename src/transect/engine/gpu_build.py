@@ -22,7 +22,7 @@ from . import warm_kernels
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .config import EngineConfig
 from .gpu_memory import GIB, MemoryAccount, refusal
-from .gpu_runner import GPURunner, row_bucket
+from .gpu_runner import GPURunner, row_buckets
 from .kv_size import KVSize, kv_size
 from .sampling_params import SamplingParams
 
@@ -134,7 +134,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     processes = warming.wait()
     times.done(f"kernels ({processes} processes)" if processes else "kernels from the cache")
     held = torch.cuda.memory_allocated(device)
-    runner = trial_runner(model, config.block_size, dtype, **limits)
+    runner = trial_runner(model, config.block_size, dtype, **limits)  # type: ignore[arg-type]
     tables = torch.cuda.memory_allocated(device) - held
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_steps(runner, **limits)
@@ -186,17 +186,14 @@ def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = 
     return dependent_launch(ops, early and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
-def row_buckets(max_num_seqs: int) -> list[int]:
-    """Every number of rows that a decode step of up to ``max_num_seqs`` sequences is padded to, the largest first."""
-    return sorted({row_bucket(rows) for rows in range(1, max_num_seqs + 1)}, reverse=True)
-
-
-def trial_runner(model: Decoder, block_size: int, dtype: torch.dtype, **limits: int) -> GPURunner:
+def trial_runner(
+    model: Decoder, block_size: int, dtype: torch.dtype, *, sample_on_device: bool = True, **limits: int
+) -> GPURunner:
     """A runner without graphs on a cache of two blocks, to try steps with; ``limits`` as for ``GPURunner``."""
     caches = model.new_kv_cache(2, block_size, dtype)
     for cache in caches:
         cache.zero_()
-    return GPURunner(model, *caches, graphs=False, **limits)  # type: ignore[arg-type]
+    return GPURunner(model, *caches, graphs=False, sample_on_device=sample_on_device, **limits)  # type: ignore[arg-type]
 
 
 def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:

@@ -44,6 +44,8 @@ LOGPROB_ROWS = 32
 """Rows of logits held at a time for prompt logprobs."""
 RING = 3
 """Steps whose host memory is apart: one being prepared, one or two in flight."""
+FEWEST_ROWS = 16
+"""Rows that a step with prefill chunks is filled up to."""
 SMALLEST_WIDTH = 1024
 """Positions that the narrowest block table of a graph covers."""
 _start = attrgetter("start")
@@ -56,6 +58,11 @@ def row_bucket(rows: int) -> int:
     step of an 8B model takes 17 ms for 160 rows, and 13 for 256 (H200).
     """
     return 1 << (rows - 1).bit_length() if rows <= 256 else -(-rows // 256) * 256
+
+
+def row_buckets(max_num_seqs: int) -> list[int]:
+    """Every number of rows that a decode step of up to ``max_num_seqs`` sequences is padded to, the largest first."""
+    return sorted({row_bucket(rows) for rows in range(1, max_num_seqs + 1)}, reverse=True)
 
 
 def width_bucket(blocks: int, block_size: int, most: int) -> int:
@@ -143,6 +150,8 @@ class GPURunner:
         max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
         graphs: capture steps that only decode (on CUDA); False launches every kernel of every step.
         sample_on_device: False draws on the host from the step's logits, within ``submit``: there to compare with.
+        pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
+            kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
     """
 
     def __init__(
@@ -156,6 +165,7 @@ class GPURunner:
         max_model_len: int,
         graphs: bool = True,
         sample_on_device: bool = True,
+        pad_tokens: int | None = None,
     ) -> None:
         self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
@@ -169,9 +179,10 @@ class GPURunner:
         self._sampler = device_sampler(self._device)
         self._host_sampler = None if sample_on_device else Sampler()
         self._host_tokens: dict[int, int] = {}
-        largest = StepLayout(
-            max(max_num_batched_tokens, self._max_draws), self._max_draws, self._max_draws, self._max_blocks
-        )
+        self._pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
+        most = -(-max(max_num_batched_tokens, self._max_draws) // self._pad_tokens) * self._pad_tokens
+        # A step with prefill chunks may have twice the rows (see _plan_ragged).
+        largest = StepLayout(most, 2 * max(FEWEST_ROWS, self._max_draws), self._max_draws, self._max_blocks)
         self._inputs_at = -(-OUTPUT_BYTES * self._max_draws // ALIGNMENT) * ALIGNMENT
         cuda = self._device.type == "cuda"
         self._arena = torch.zeros(self._inputs_at + largest.nbytes, dtype=torch.uint8, device=self._device)
@@ -228,12 +239,24 @@ class GPURunner:
         if self._stream is not None:
             self._stream.synchronize()
 
+    @torch.inference_mode()
+    def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
+        """Run one kind of step on padding alone, eagerly, so that its kernels are compiled; with ``tokens_each`` 1 a
+        step that only decodes."""
+        width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
+        with self._on_stream():
+            plan, fields = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
+            self._compute(plan._replace(decode=tokens_each == 1, variant=variant or Variant()), fields)
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _padding_step(self, layout: StepLayout) -> tuple[_Plan, Fields]:
-        """A decode step of padding rows alone, on the device."""
+        """A step of padding rows alone, all of one length, on the device."""
+        each = layout.tokens // layout.rows
         memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
         fields = layout.numpy(memory.numpy())
-        fields.length[:], fields.state[:] = 1, -1
-        fields.start[:], fields.last[:] = np.arange(layout.rows + 1), np.arange(layout.draws)
+        fields.length[:], fields.state[:] = each, -1
+        fields.start[:], fields.last[:] = np.arange(layout.rows + 1) * each, np.arange(layout.draws)
         fields.table[:] = self._padding_block
         fields.source[:] = self._token_source(layout)
         inputs = self._arena[self._inputs_at : self._inputs_at + layout.nbytes]
@@ -287,17 +310,18 @@ class GPURunner:
         return _Plan(layout, True, seq_ids, draws, variant, alternatives, [])
 
     def _plan_ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
-        """Rows of any kind, as many as there are."""
+        """Rows of any kind. Tokens, rows and draws are filled up with some that belong to nobody."""
         table, step = self._sequences, self._step
+        count = len(batch.rows)
         slots = [table.row(row, step) for row in batch.rows]
         draws = [draw for row in batch.rows for draw in row.draws]
         draw_slots = np.array([table.draw(draw, step) for draw in draws], np.int64)
         ends = np.array([row.end for row in batch.rows], np.int32)
         width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
-        layout = StepLayout(batch.num_tokens, len(batch.rows), len(draws), width)
+        layout = self._ragged_layout(batch.num_tokens, count, len(draws), width)
         fields = layout.numpy(memory)
-        fields.length[:] = ends
-        fields.table[:] = table.table[slots, :width]
+        fields.length[:count], fields.length[count:] = ends, 0
+        fields.table[:count], fields.table[count:] = table.table[slots, :width], self._padding_block
         fields.source[:] = self._token_source(layout)
         starts: list[int] = []
         positions: list[int] = []
@@ -316,10 +340,17 @@ class GPURunner:
             for _ in row.draws:
                 last.append(at - 1)
                 positions.append(row.end)
-        fields.start[:-1], fields.start[-1] = starts, at
-        fields.last[:] = last
+        fields.token[at:], fields.position[at:] = 0, 0
+        fields.start[:count], fields.start[count:] = starts, at
+        fields.last[: len(last)], fields.last[len(last) :] = last, 0
         variant, alternatives = self._plan_draws(fields, draws, draw_slots, np.array(positions, np.int32))
         return _Plan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
+
+    def _ragged_layout(self, tokens: int, rows: int, draws: int, width: int) -> StepLayout:
+        """For at least as many of each. As many rows as tokens would look like a step that only decodes."""
+        tokens = -(-tokens // self._pad_tokens) * self._pad_tokens
+        rows = max(FEWEST_ROWS, row_bucket(rows))
+        return StepLayout(tokens, 2 * rows if rows == tokens else rows, row_bucket(draws) if draws else 0, width)
 
     def _plan_draws(
         self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
@@ -368,7 +399,7 @@ class GPURunner:
             fields.start,
             fields.length,
             self._model.ops,
-            max_query_len=1 if plan.decode else None,
+            max_query_len=1 if plan.decode else plan.layout.tokens,
         )
         hidden_TD = self._model(tokens_T, fields.position, context)
         if not plan.layout.draws:

@@ -10,6 +10,7 @@ weights. A file beside the cache says that this has been done for a model, these
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -17,17 +18,23 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ..models.config import ModelConfig
+from ..ops import cuda
+from .gpu_runner import FEWEST_ROWS, row_buckets
 
 log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 8
+CUDA_SOURCES = ("small_matmul",)
+"""What nvcc compiles; in seconds, so it begins before the processes ask for it."""
 CONTEXT_BYTES = 3 * 2**29
 """Of a process with one layer, beside its embedding."""
 
@@ -75,6 +82,8 @@ def start(work: Work, device: torch.device) -> Warming:
     count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2, free // (4 * each))
     if count < 2 or (stamp is not None and stamp.exists()):
         return Warming([])
+    for name in CUDA_SOURCES:
+        threading.Thread(target=_build, args=(name,), daemon=True).start()
     processes = []
     for share in range(count):
         command = [sys.executable, "-m", __spec__.name]
@@ -84,6 +93,12 @@ def start(work: Work, device: torch.device) -> Warming:
         process.stdin.close()
         processes.append(process)
     return Warming(processes, stamp)
+
+
+def _build(name: str) -> None:
+    """Begin to compile a CUDA source; who needs it waits for it, or compiles it again and reports what is wrong."""
+    with contextlib.suppress(RuntimeError):
+        cuda.library(name)
 
 
 def _stamp(work: Work, device: torch.device) -> Path | None:
@@ -107,7 +122,7 @@ def run(work: Work) -> None:
     """This process's share."""
     from ..models.decoder import Decoder
     from ..models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
-    from .gpu_build import gpu_ops, row_buckets, run_largest_steps, trial_runner
+    from .gpu_build import gpu_ops, trial_runner
 
     device = torch.device("cuda", torch.cuda.current_device())
     config = dataclasses.replace(work.config, n_layers=1, tied_embeddings=True)
@@ -124,11 +139,32 @@ def run(work: Work) -> None:
         "max_num_batched_tokens": work.max_num_batched_tokens,
         "max_model_len": work.max_model_len,
     }
-    runner = trial_runner(model, work.block_size, work.dtype, **limits)
-    if work.share == 0:
-        run_largest_steps(runner, **limits)
+    for task in tasks(work)[work.share :: work.of]:
+        runner = trial_runner(model, work.block_size, work.dtype, sample_on_device=task.draws, **limits)
+        runner.compile(task.rows, task.tokens_each, task.rows if task.draws or task.tokens_each == 1 else 0)
+
+
+class Task(NamedTuple):
+    """One kind of step."""
+
+    rows: int
+    tokens_each: int
+    draws: bool
+    """With the kernels that draw, which are the same for every number of rows; without, only layers and head."""
+
+
+def tasks(work: Work) -> list[Task]:
+    """All that is to be run, what takes longest first."""
     sizes = row_buckets(work.max_num_seqs)
-    runner.warm([rows for index, rows in enumerate(sizes, start=1) if index % work.of == work.share], widths=1)
+    ragged = [rows for rows in sizes if rows >= FEWEST_ROWS] or [FEWEST_ROWS]
+    found = [Task(sizes[0], 1, True)]
+    found += [Task(rows, 1, False) for rows in sizes]
+    for rows in ragged:
+        # As many tokens as the largest step has, and few: the products' tiles differ.
+        for each in {max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16}:
+            if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
+                found.append(Task(rows, each, False))
+    return found
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ is cut along K and its parts are added up at the end, so the gate is a kernel of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,14 +79,20 @@ def gate_halves(both: Tensor, *, pdl: bool = False) -> Tensor:
     return out
 
 
-def triton_gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """As ``reference``, on the GPU. ``pdl``: as for ``gate_halves``."""
-    if x.shape[0] <= small_matmul.MOST_ROWS:
-        return gate_halves(small_matmul.small_matmul(x, weight, bias), pdl=pdl)
-    if bias is not None:
-        return gate_halves(matmul.matmul(x, weight, bias), pdl=pdl)
-    gate, up = weight.chunk(2)
-    return matmul.matmul(x, up, gate=gate)
+def _triton() -> Callable[..., Tensor]:
+    """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
+    few = available(small_matmul.best_launcher())()
+
+    def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+        """As ``reference``, on the GPU; ``pdl``: the weight may be read while the kernel before still runs."""
+        if x.shape[0] <= small_matmul.MOST_ROWS:
+            return gate_halves(few(x, weight, bias, pdl=pdl), pdl=pdl)
+        if bias is not None:
+            return gate_halves(matmul.matmul(x, weight, bias), pdl=pdl)
+        gate, up = weight.chunk(2)
+        return matmul.matmul(x, up, gate=gate)
+
+    return gate_up
 
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -153,7 +159,7 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: by_linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_gate_up), TRITON_TARGETS),
+            "triton": Implementation("triton", _triton, TRITON_TARGETS),
             "triton_fixed_rows": Implementation(
                 "triton", available(triton_fixed_rows), TRITON_TARGETS, batch_invariant=True
             ),
