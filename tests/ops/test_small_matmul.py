@@ -14,9 +14,7 @@ def test_a_plan_covers_the_weight_fits_and_sums_in_one_order(m: int, n: int) -> 
     plan = small_matmul.plan_rows(m, n, 132)
     assert (plan.columns, plan.stages) in small_matmul.KERNELS
     assert plan.per * 16 * 132 >= n
-    rows, tile = min(m, 32), 8 if m <= 8 else 16 if m <= 16 else 32
-    ring = plan.warps * plan.stages * (plan.columns * 16 + rows) * 128
-    assert ring + plan.warps * tile * (plan.columns * 16 + 4) * 4 <= small_matmul.SHARED
+    assert small_matmul.shared_bytes(plan, m) <= small_matmul.SHARED
     alone = small_matmul.plan_rows(1, n, 132)
     assert (plan.warps, plan.ranks, plan.per) == (alone.warps, alone.ranks, alone.per)
 
@@ -74,6 +72,8 @@ def test_every_cut_gives_the_product(rows: small_matmul.CudaRows) -> None:
     for columns, stages in small_matmul.KERNELS:
         for warps, ranks in ((4, 1), (4, 2), (8, 1), (4, 8)):
             plan = small_matmul.Plan(columns, stages, columns + 1, warps, ranks)
+            if small_matmul.shared_bytes(plan, 9) > small_matmul.SHARED:
+                continue
             got = rows(x, weight, bias, plan=plan)
             assert (got.double() - want).norm() <= 2 * of_torch, plan
 

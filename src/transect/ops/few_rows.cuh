@@ -189,4 +189,26 @@ cudaError_t launch(void (*kernel)(Parameters...), int blocks, int threads, int s
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// How many clusters of ``size`` blocks of a kernel the device runs at once, if a block takes all the shared memory of a
+// multiprocessor; 0 if it cannot say.
+template <typename... Parameters>
+int clusters_at_once(void (*kernel)(Parameters...), int size, int threads) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(size * 64);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = kMostShared - 1024;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = size;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int found = 0;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)config.dynamicSmemBytes) !=
+          cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&found, kernel, &config) != cudaSuccess)
+    return 0;
+  return found;
+}
+
 }  // namespace few_rows
