@@ -40,8 +40,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda
-from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl, triton
+from . import cuda, gelu, swiglu
+from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, runs_triton, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, OnHost, Op, Trace, register
 from .tiles import describe, dot, fits_descriptor
@@ -426,6 +426,26 @@ def matmul_gradient(
     return matmul(da, gate.T, residual=dx), dw, db, matmul(da.T, x.T)
 
 
+def reference_gradient(
+    g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What ``matmul_gradient`` makes, in plain torch."""
+    wide = compute_dtype(x.dtype)
+    dz, a, w = g.to(wide), x.to(wide), weight.to(wide)
+    v, dv, da = None if gate is None else gate.to(wide), None, None
+    if activation or v is not None:
+        z = reference(a, w, None if bias is None else bias.to(wide))
+        if v is not None:
+            da, dz = swiglu.reference_backward(dz, a @ v.T, z)
+        else:
+            dz = gelu.reference_backward(dz, z, activation == "gelu_tanh")
+    dx = dz @ w
+    if v is not None and da is not None:
+        dx, dv = dx + da @ v, (da.T @ a).to(x.dtype)
+    db = None if bias is None else dz.sum(0).to(bias.dtype)
+    return dx.to(x.dtype), (dz.T @ a).to(weight.dtype), db, dv
+
+
 @torch.library.custom_op("transect::matmul", mutates_args=())
 def _matmul_op(
     x: Tensor,
@@ -435,6 +455,8 @@ def _matmul_op(
     residual: Tensor | None = None,
     activation: str = "",
 ) -> Tensor:
+    if not runs_triton(x, weight):
+        return reference(x, weight, bias, gate, residual, activation).contiguous()
     return matmul(x, weight, bias, gate, residual, activation)
 
 
@@ -454,7 +476,8 @@ def _(
 def _gradient_op(
     g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dw, db, dv = matmul_gradient(g, x, weight, bias, gate, activation)
+    made = matmul_gradient if runs_triton(g, x, weight) else reference_gradient
+    dx, dw, db, dv = made(g, x, weight, bias, gate, activation)
     return dx, dw, x.new_empty(0) if db is None else db, x.new_empty(0) if dv is None else dv
 
 
@@ -484,7 +507,9 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return (
             _matmul_op(g, weight.T) if ctx.needs_input_grad[0] else None,
             _matmul_op(g.T, x.T) if ctx.needs_input_grad[1] else None,
-            None if bias is None or not ctx.needs_input_grad[2] else g.sum(0, dtype=torch.float32).to(bias.dtype),
+            None
+            if bias is None or not ctx.needs_input_grad[2]
+            else g.sum(0, dtype=compute_dtype(g.dtype)).to(bias.dtype),
             None,
             g if ctx.has_residual else None,
             None,
@@ -504,7 +529,8 @@ _matmul_op.register_autograd(_backward, setup_context=_save)
 
 
 matmul_autograd = _matmul_op
-"""As ``matmul``, through ``torch.library``: gradients, fake tensors, ``torch.compile``."""
+"""As ``matmul``, through ``torch.library``: gradients, fake tensors, ``torch.compile``; the reference where no kernel
+runs."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
