@@ -8,12 +8,13 @@ Backward, for an upstream gradient g of the loss, with p = softmax(z):
 
 dz costs nothing more while z is at hand, so both gradients are made in the forward pass: a chunk of tokens at a time,
 z for that chunk, its loss, z overwritten by dz, then the chunk's dx and its share of dW. The backward pass multiplies
-by g. Memory beside the gradients: CHUNK x V logits instead of T x V, and the products are the same three that
-autograd makes.
+by g, in place, and not at all where g is 1 (it looks on the device). Memory beside the gradients: CHUNK x V logits
+instead of T x V, and the products are the same three that autograd makes.
 
 Shapes: x ``[T, D]``, weight ``[V, D]`` of one dtype, target ``[T]`` int64 (``ignore_index`` counts for nothing), loss
-a float32 scalar. Logits are rounded to x's dtype, sums over the vocabulary are float32. Shares of dW are added in
-float32 and kept in the weight's dtype.
+a float32 scalar. Logits are rounded to x's dtype, sums over the vocabulary are float32. dW is kept in the weight's
+dtype while the chunks' shares are added to it: on Hopper each share is rounded, and the copy engine has the L2 cache
+add it, which saves reading dW; elsewhere the sum is float32 and rounded once a chunk.
 
 Bound by arithmetic: 6 T V D FLOPs with gradients against 2 (T + V) D elements read.
 Source: chunks as in Liger (Hsu et al. 2024, arXiv:2410.10989); never holding logits: Wijmans et al. 2024,
@@ -23,17 +24,22 @@ arXiv:2411.09009.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl
-from .matmul import matmul
+from . import shapes
+from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl
+from .matmul import Tiles, matmul
+from .matmul import _tile_of as tile_of
 from .numerics import compute_dtype, sample
-from .registry import Cost, Implementation, Kernel, Op, register
+from .peers import compiled
+from .registry import Case, Cost, Implementation, Kernel, Op, register
+from .tiles import describe, dot, fits_descriptor
 
 IGNORE = -100
 CHUNK = 1024
@@ -49,38 +55,163 @@ def reference(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGN
 
 @kernel
 def _loss_and_gradient(  # type: ignore[no-untyped-def]
-    logits, target, loss, count, V, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    logits, target, loss, count, T, V, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss over ``count``, and in place of the logits the gradient of that."""
-    row = tl.program_id(0)
-    wanted = tl.load(target + row)
-    z = logits + row.to(tl.int64) * row_stride
-    v = tl.arange(0, BLOCK)
-    real = wanted != ignore_index
-    share = tl.where(real, 1.0, 0.0) / tl.maximum(tl.load(count), 1).to(tl.float32)
-    peak = tl.full((BLOCK,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(z + start + v, start + v < V, -float("inf")).to(tl.float32)
-        new = tl.maximum(peak, x)
-        shift = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(peak - shift) + tl.exp(x - shift)
-        peak = new
-    top = tl.max(peak, 0)
-    mass = tl.sum(total * tl.exp(peak - top), 0)
-    at_target = tl.load(z + wanted, real, 0.0).to(tl.float32)
-    tl.store(loss + row, tl.where(real, (top + tl.log(mass) - at_target) * share, 0.0))
-    if GRADIENT:
-        tl.debug_barrier()  # the target's logit is read before it is overwritten
-        for start in range(0, V, BLOCK):
-            x = tl.load(z + start + v, start + v < V, 0.0).to(tl.float32)
-            p = tl.exp(x - top) / mass - tl.where(start + v == wanted, 1.0, 0.0)
-            tl.store(z + start + v, (p * share).to(logits.dtype.element_ty), start + v < V)
+    """Rows: the loss of each over ``count``, and in place of the logits the gradient of that.
+
+    Few programs take the rows in turn: what they have in hand together then fits the L2 cache, where the second pass,
+    backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``softmax.py``).
+    """
+    lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    share = 1.0 / tl.maximum(tl.load(count), 1).to(tl.float32)
+    blocks = tl.cdiv(V, BLOCK)
+    stride = tl.full((), 0, tl.int64) + row_stride
+    for row in range(tl.program_id(0), T, tl.num_programs(0)):
+        wanted = tl.load(target + row)
+        z = logits + row * stride
+        real = wanted != ignore_index
+        peak = tl.full((BLOCK // 8,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK // 8,), tl.float32)
+        for block in tl.range(blocks, num_stages=STAGES):
+            v = block * BLOCK + lane
+            x = tl.load(z + v, v < V, -float("inf")).to(tl.float32)
+            new = tl.maximum(peak, tl.max(x, 1))
+            shift = tl.where(new == -float("inf"), 0.0, new)
+            e = tl.exp2((x - shift[:, None]) * 1.4426950408889634)
+            total = total * tl.exp2((peak - shift) * 1.4426950408889634) + tl.sum(e, 1)
+            peak = new
+        top = tl.max(peak, 0)
+        mass = tl.sum(total * tl.exp2((peak - top) * 1.4426950408889634), 0)
+        at_target = tl.load(z + wanted, real, 0.0).to(tl.float32)
+        tl.store(loss + row, tl.where(real, (top + tl.log(mass) - at_target) * share, 0.0))
+        if GRADIENT:
+            tl.debug_barrier()  # the target's logit is read before it is overwritten
+            weight = tl.where(real, share, 0.0)
+            scale = weight / mass
+            for block in tl.range(blocks, num_stages=STAGES):
+                v = (blocks - 1 - block) * BLOCK + lane
+                x = tl.load(z + v, v < V, 0.0).to(tl.float32)
+                p = tl.exp2((x - top) * 1.4426950408889634) * scale - tl.where(v == wanted, weight, 0.0)
+                tl.store(z + v, p.to(logits.dtype.element_ty), v < V)
+            tl.debug_barrier()
+
+
+@kernel
+def _weight_gradient(  # type: ignore[no-untyped-def]
+    dz, x, dw, V, D, T,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    ADD: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """dw ``[V, D]`` (+)= dz ``[T, V]``^T x ``[T, D]``, all given as tensor descriptors.
+
+    ADD: 0 writes, 1 reads what is there, adds in float32 and writes, 2 has the L2 cache add.
+    """
+    rows_of_tiles = tl.cdiv(V, BM)
+    columns_of_tiles = tl.cdiv(D, BN)
+    tiles = rows_of_tiles * columns_of_tiles
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+        tile_m, tile_n = tile_of(tile, rows_of_tiles, columns_of_tiles, GROUP)
+        m = tile_m * BM
+        n = tile_n * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(tl.cdiv(T, BK)):
+            acc = dot(dz.load([step * BK, m]).T, x.load([step * BK, n]), acc)
+        if HALVES:
+            left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
+            _put(dw, m, n, left, ADD)
+            _put(dw, m, n + BN // 2, right, ADD)
+        else:
+            _put(dw, m, n, acc, ADD)
+
+
+@kernel
+def _put(out, m, n, acc, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile written to, or added to, what a descriptor describes."""
+    if ADD == 1:
+        acc += out.load([m, n]).to(tl.float32)
+    if ADD == 2:
+        out.atomic_add([m, n], acc.to(out.dtype))
+    else:
+        out.store([m, n], acc.to(out.dtype))
+
+
+@kernel
+def _scale(values, g, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply in place by a number on the device; nothing is touched if that is 1."""
+    factor = tl.load(g).to(tl.float32)
+    if factor != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(values + at, at < N).to(tl.float32) * factor
+            tl.store(values + at, value.to(values.dtype.element_ty), at < N)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Knobs: tokens of a chunk, the tiles of dW, and how its shares are added (``_weight_gradient``); programs a
+    multiprocessor and elements of a step of the loss kernel."""
+
+    chunk: int = CHUNK
+    bm: int = 128
+    bn: int = 256
+    bk: int = 64
+    group: int = 8
+    warps: int = 8
+    stages: int = 4
+    add: int = 2
+    halves: bool = True
+    flatten: bool = True
+    rows: int = 2
+    block: int = 4096
+    row_warps: int = 8
+    row_stages: int = 4
+    dx: Tiles | None = None
+
+
+def choose(weight: Tensor, x: Tensor) -> Cut:
+    """Knobs for a product with ``weight``. Measured on an H200; the chunk is one whose dX fills the chip with tiles."""
+    dim = weight.shape[1]
+    if INTERPRETED or x.element_size() != 2 or torch.cuda.get_device_capability(x.device)[0] < 9:
+        return Cut()
+    if dim >= 4096:
+        return Cut(dx=Tiles(128, 256, 64, 8, 8, 3, True, False, True))
+    return Cut(chunk=CHUNK if dim >= 2048 else 2 * CHUNK)
+
+
+def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, cut: Cut) -> None:
+    """dw ``[V, D]`` = (``first``) or += dz ``[T, V]``^T x ``[T, D]``."""
+    bulk = not INTERPRETED and x.element_size() == 2 and torch.cuda.get_device_capability(x.device)[0] >= 9
+    if not bulk or not fits_descriptor(dz, x, dw):
+        matmul(dz.T, x.T, residual=None if first else dw, out=dw)
+        return
+    vocab, dim = dw.shape
+    programs = min(multiprocessors(x.device), -(-vocab // cut.bm) * -(-dim // cut.bn))
+    if cut.warps == 4:
+        programs *= 2
+    _weight_gradient[(programs,)](
+        describe(dz, cut.bk, cut.bm), describe(x, cut.bk, cut.bn),
+        describe(dw, cut.bm, cut.bn // 2 if cut.halves else cut.bn), vocab, dim, x.shape[0], BM=cut.bm, BN=cut.bn,
+        BK=cut.bk, GROUP=cut.group, PROGRAMS=programs, ADD=0 if first else cut.add, HALVES=cut.halves,
+        FLATTEN=cut.flatten, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+
+
+def row_losses(
+    logits: Tensor, target: Tensor, losses: Tensor, count: Tensor, ignore_index: int, gradient: bool, cut: Cut
+) -> None:
+    """The loss of each row of ``logits`` ``[T, V]`` over ``count``; with ``gradient`` its gradient in place of it."""
+    tokens, vocab = logits.shape
+    _loss_and_gradient[(min(tokens, cut.rows * multiprocessors(logits.device)),)](
+        logits, target, losses, count, tokens, vocab, logits.stride(0), ignore_index, GRADIENT=gradient,
+        BLOCK=64 if INTERPRETED else cut.block, STAGES=cut.row_stages, num_warps=cut.row_warps,
+    )  # fmt: skip
 
 
 def loss_and_gradients(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, need: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, need_x: bool, need_weight: bool,
+    cut: Cut | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, and the gradients of x and weight for an upstream gradient of 1 (empty where not needed)."""
     require("linear_cross_entropy", x, weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
@@ -88,65 +219,100 @@ def loss_and_gradients(
             f"linear_cross_entropy: x [T, D], weight [V, D] and target [T] do not fit: {list(x.shape)}, "
             f"{list(weight.shape)}, {list(target.shape)}"
         )
+    cut = cut or choose(weight, x)
     tokens, vocab = x.shape[0], weight.shape[0]
     losses = torch.zeros(tokens, dtype=torch.float32, device=x.device)
-    dx = torch.empty(x.shape if need else 0, dtype=x.dtype, device=x.device)
-    dw = torch.zeros(weight.shape if need else 0, dtype=weight.dtype, device=x.device)
+    dx = torch.empty(x.shape if need_x else 0, dtype=x.dtype, device=x.device)
+    dw = torch.empty(weight.shape if need_weight else 0, dtype=weight.dtype, device=x.device)
+    if tokens == 0:
+        return losses.sum(), dx, dw.zero_()
     count = (target != ignore_index).sum()
-    for start in range(0, tokens, CHUNK):
-        part = x[start : start + CHUNK]
-        logits = matmul(part, weight)
-        _loss_and_gradient[(part.shape[0],)](
-            logits, target[start : start + CHUNK].contiguous(), losses[start : start + CHUNK], count, vocab,
-            logits.stride(0), ignore_index, GRADIENT=need, BLOCK=64 if INTERPRETED else 4096, num_warps=8,
-        )  # fmt: skip
-        if need:
-            dx[start : start + CHUNK] = matmul(logits, weight.T)
-            matmul(logits.T, part.T, residual=dw, out=dw)
-        del logits
+    target = target.contiguous()
+    z = x.new_empty((min(cut.chunk, tokens), vocab))
+    for start in range(0, tokens, cut.chunk):
+        part = x[start : start + cut.chunk]
+        chunk = slice(start, start + part.shape[0])
+        logits = matmul(part, weight, out=z[: part.shape[0]])
+        row_losses(logits, target[chunk], losses[chunk], count, ignore_index, need_x or need_weight, cut)
+        if need_x:
+            matmul(logits, weight.T, out=dx[chunk], tiles=cut.dx)
+        if need_weight:
+            add_weight_gradient(logits, part, dw, start == 0, cut)
     return losses.sum(), dx, dw
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
     """As ``reference``, logits of CHUNK tokens at a time; the loss only."""
-    return loss_and_gradients(x, weight, target, ignore_index, False)[0]
+    return loss_and_gradients(x, weight, target, ignore_index, False, False)[0]
 
 
 @torch.library.custom_op("transect::linear_cross_entropy", mutates_args=())
 def _op(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE, need: bool = True
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ignore_index: int = IGNORE,
+    need_x: bool = True,
+    need_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return loss_and_gradients(x, weight, target, ignore_index, need)
+    return loss_and_gradients(x, weight, target, ignore_index, need_x, need_weight)
 
 
 @_op.register_fake
 def _(
-    x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE, need: bool = True
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ignore_index: int = IGNORE,
+    need_x: bool = True,
+    need_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty((), dtype=torch.float32),
-        x.new_empty(x.shape if need else (0,)),
-        weight.new_empty(weight.shape if need else (0,)),
+        x.new_empty(x.shape if need_x else (0,)),
+        weight.new_empty(weight.shape if need_weight else (0,)),
     )
+
+
+def scale_in_place(values: Tensor, g: Tensor) -> None:
+    """``values *= g`` for a contiguous tensor and a number on its device; the host does not look at it."""
+    if values.numel():
+        programs = min(-(-values.numel() // 4096), 8 * multiprocessors(values.device))
+        _scale[(programs,)](values, g, values.numel(), BLOCK=4096, num_warps=8)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(output[1], output[2])
+    ctx.gradients = output[1:]
+    ctx.needs = inputs[4:6]
 
 
 def _backward(ctx: Any, g: Tensor, _dx: Any, _dw: Any) -> tuple[Tensor | None, ...]:
-    dx, dw = ctx.saved_tensors
-    return dx * g.to(dx.dtype), dw * g.to(dw.dtype), None, None, None
+    # In place, and with no reference kept: a copy of dW would be the largest tensor of the step.
+    if ctx.gradients is None:
+        raise RuntimeError(
+            "linear_cross_entropy: its gradients are used up by the first backward pass; compute the loss again for a "
+            "second one"
+        )
+    dx, dw = ctx.gradients
+    ctx.gradients = None
+    if type(dx) is Tensor:
+        scale_in_place(dx, g)
+        scale_in_place(dw, g)
+    else:  # traced by torch.compile, which decides about memory itself
+        dx, dw = dx * g.to(dx.dtype), dw * g.to(dw.dtype)
+    need_x, need_weight = ctx.needs
+    return dx if need_x else None, dw if need_weight else None, None, None, None, None
 
 
 _op.register_autograd(_backward, setup_context=_save)
 
 
 def linear_cross_entropy_autograd(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """As ``linear_cross_entropy``, with gradients, made in the forward pass."""
-    need = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _op(x, weight, target, ignore_index, need)[0]
+    """As ``linear_cross_entropy``, with gradients, made in the forward pass; ``backward`` can run once."""
+    need_x, need_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
+    # Through a view: autograd takes over a gradient only if no Python object refers to it (torch 2.11), else it copies.
+    return _op(x.view(x.shape), weight.view(weight.shape), target, ignore_index, need_x, need_weight)[0]
 
 
 linear_cross_entropy_autograd.operator = _op  # type: ignore[attr-defined]
@@ -181,20 +347,58 @@ def _examples() -> Sequence[dict[str, Any]]:
     return [inputs(1, 5, 3, 0), inputs(17, 130, 24, 3), inputs(33, 40, 16, 0)]
 
 
+def _cases() -> Sequence[Case]:
+    def case(model: shapes.ModelShape, tokens: int) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+            weight = torch.randn(model.vocab_size, model.dim, **options) * model.dim**-0.5
+            target = torch.randint(0, model.vocab_size, (tokens,), device=device, generator=generator)
+            target[::7] = IGNORE
+            return {"x": torch.randn(tokens, model.dim, **options), "weight": weight, "target": target}
+
+        return Case(f"{model.name}, {tokens} x {model.dim} x {model.vocab_size}", make)
+
+    return [case(model, tokens) for tokens in shapes.PREFILL_ROWS for model in shapes.MODELS]
+
+
 def _kernels() -> Sequence[Kernel]:
     return [
         Kernel(
             name="loss_and_gradient",
             function=_loss_and_gradient,
             arguments={
-                "logits": "*bf16", "target": "*i64", "loss": "*fp32", "count": "*i64", "V": "i32", "row_stride": "i32",
-                "ignore_index": "i32",
+                "logits": "*bf16", "target": "*i64", "loss": "*fp32", "count": "*i64", "T": "i32", "V": "i32",
+                "row_stride": "i32", "ignore_index": "i32",
             },
-            constants={"GRADIENT": True, "BLOCK": 4096},
+            constants={"GRADIENT": True, "BLOCK": 4096, "STAGES": 4},
             divisible=("V", "row_stride"),
             warps=8,
             targets=TRITON_TARGETS,
-        )
+        ),
+        Kernel(
+            name="weight_gradient",
+            function=_weight_gradient,
+            arguments={
+                "dz": "tensordesc<bf16[64, 128]>", "x": "tensordesc<bf16[64, 256]>",
+                "dw": "tensordesc<bf16[128, 128]>", "V": "i32", "D": "i32", "T": "i32",
+            },
+            constants={
+                "BM": 128, "BN": 256, "BK": 64, "GROUP": 8, "PROGRAMS": 132, "ADD": 2, "HALVES": True, "FLATTEN": True,
+            },
+            divisible=("V", "D", "T"),
+            warps=8,
+            targets=("sm_90",),
+        ),
+        Kernel(
+            name="scale",
+            function=_scale,
+            arguments={"values": "*bf16", "g": "*fp32", "N": "i64"},
+            constants={"BLOCK": 4096},
+            divisible=("N",),
+            warps=8,
+            targets=TRITON_TARGETS,
+        ),
     ]  # fmt: skip
 
 
@@ -213,8 +417,10 @@ register(
             )
         },
         examples=_examples,
-        peers={"torch": _peer},
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "weight"),
+        directions=("forward", "both"),
+        cases=_cases,
         kernels=_kernels,
     )
 )
