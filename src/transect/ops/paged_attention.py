@@ -221,11 +221,20 @@ def _paged(  # type: ignore[no-untyped-def]
         acc = tl.zeros((BM, DP), tl.float32)
         l = tl.zeros((BM,), tl.float32)
         m = tl.full((BM,), -float("inf"), tl.float32)
-        for start in range(low // BN * BN, high, BN):
+        first_start = low // BN * BN
+        if not DECODE:
+            j = first_start + tl.arange(0, BN)
+            block = tl.load(tables + row * table_b + j // BLOCK, j < high, 0)
+        for start in range(first_start, high, BN):
             j = start + tl.arange(0, BN)
             owned = (j < high) & (j >= oldest)
-            block = tl.load(tables + row * table_b + j // BLOCK, owned, 0).to(tl.int64)
-            at = block * cache_b + kv_head * cache_k + (j % BLOCK) * D
+            if DECODE:
+                block = tl.load(tables + row * table_b + j // BLOCK, owned, 0)
+            at = block.to(tl.int64) * cache_b + kv_head * cache_k + (j % BLOCK) * D
+            if not DECODE:
+                # For the next tile. Loaded where it is used, as for decode, the table is pipelined too, and K and V get
+                # half of the stages: less shared memory and more programs at a time, which is what decode wants.
+                block = tl.load(tables + row * table_b + (j + BN) // BLOCK, j + BN < high, 0)
             tile_inside = owned[:, None] & (d < D)[None, :]
             keys = tl.load(k_cache + at[:, None] + d[None, :], tile_inside, 0.0)
             s = dot(queries, keys.to(queries.dtype).T, tl.zeros((BM, BN), tl.float32))
@@ -297,16 +306,16 @@ def _combine(  # type: ignore[no-untyped-def]
 class Tiles:
     """Knobs of ``PagedTriton``: rows and positions of a tile for prefill and decode, and the positions of a split."""
 
-    bm: int = 64
+    bm: int = 128
     bn: int = 64
-    warps: int = 4
+    warps: int = 8
     stages: int = 3
-    decode_bn: int = 64
-    decode_warps: int = 4
+    decode_bn: int = 32
+    decode_warps: int = 1
     decode_stages: int = 4
     split: int = 0
     """Positions of a split; 0 cuts each row evenly into as many as fill the chip, negative never splits."""
-    programs: int = 4
+    programs: int = 8
     """Decode programs wanted on each multiprocessor, where ``split`` is 0."""
     chunk: int = 8
     """Splits that are combined at a time."""
@@ -520,15 +529,18 @@ def _kernels() -> Sequence[Kernel]:
             name="decode",
             function=_paged,
             arguments={**halves, **indices, **parts, "scale2": "fp32", **ints},
-            constants={**shape, "BM": 16, "BN": 64, "DECODE": True, "SPLIT": True, "CHUNK": 8},
+            constants={**shape, "BM": 16, "BN": 32, "DECODE": True, "SPLIT": True, "CHUNK": 8},
             divisible=divisible,
+            warps=1,
+            stages=4,
         ),
         Kernel(
             name="prefill",
             function=_paged,
             arguments={**halves, **indices, "scale2": "fp32", **ints},
-            constants={**shape, "BM": 64, "BN": 64, "DECODE": False, "SPLIT": False, "CHUNK": 1, **none},
+            constants={**shape, "BM": 128, "BN": 64, "DECODE": False, "SPLIT": False, "CHUNK": 1, **none},
             divisible=divisible,
+            warps=8,
         ),
     ]
 
