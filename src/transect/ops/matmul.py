@@ -40,9 +40,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda, gelu, swiglu
+from . import cuda, gelu, shapes, swiglu
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, runs_triton, tl, triton
 from .numerics import compute_dtype, sample
+from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, OnHost, Op, Trace, register
 from .tiles import describe, dot, fits_descriptor
 
@@ -107,8 +108,8 @@ def _tile_of(tile, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyp
 
 @kernel
 def _sigmoid_of_log2(z):  # type: ignore[no-untyped-def]
-    """1 / (1 + 2^-z) in two instructions of the special-function unit; a square of 1 / sqrt instead of a division, which
-    would take five more of the others."""
+    """1 / (1 + 2^-z) in two instructions of the special-function unit; a square of 1 / sqrt instead of a division,
+    which would take five more of the others."""
     r = tl.rsqrt(1.0 + tl.exp2(-z))
     return r * r
 
@@ -117,8 +118,8 @@ def _sigmoid_of_log2(z):  # type: ignore[no-untyped-def]
 def _activate(z, ACT: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
     """SHORT: the result is rounded to bfloat16, and the normal probability may be off by 0.13% (of its smaller tail).
 
-    It is then 1 / (1 + 2^-q) with q = log2(p / (1 - p)), an odd function that a polynomial of degree 7 follows: fitted to
-    the least largest error on |z| <= 5, and rising beyond. An epilogue has no more time than that.
+    It is then 1 / (1 + 2^-q) with q = log2(p / (1 - p)), an odd function that a polynomial of degree 7 follows: fitted
+    to the least largest error on |z| <= 5, and rising beyond. An epilogue has no more time than that.
     """
     if ACT == "gelu":
         if SHORT:
@@ -616,6 +617,39 @@ def ladder_cases() -> Sequence[Case]:
     return [*single, Case("ladder, bfloat16, 4096 square", half, "bfloat16", ("forward",), only)]
 
 
+def cases() -> Sequence[Case]:
+    """Square products, products with what follows them fused, and the ladder's."""
+
+    def make(
+        device: torch.device, seed: int, m: int, n: int, k: int, activation: str, gated: bool
+    ) -> Mapping[str, Any]:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(rows: int, scale: float) -> Tensor:
+            return torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=generator) * scale
+
+        both = normal(2 * n if gated else n, k**-0.5)  # gate above up, as a model holds them
+        made: dict[str, Any] = {"x": normal(m, 1.0), "weight": both[n:] if gated else both, "activation": activation}
+        return made | ({"gate": both[:n]} if gated else {})
+
+    model, only = shapes.LLAMA_8B, ("triton", "torch", "torch.compile")
+    fused = [
+        Case(
+            f"{name}: {m} x {k} by {n}",
+            functools.partial(make, m=m, n=n, k=k, activation=activation, gated=gated),
+            directions=directions,
+            only=only,
+        )
+        for name, m, n, k, activation, gated, directions in (
+            ("square", 4096, 4096, 4096, "", False, ()),
+            ("square", 8192, 8192, 8192, "", False, ("forward",)),
+            ("GELU fused", 4096, 4096, 4096, "gelu", False, ("forward",)),
+            (f"SiLU gate fused, MLP of {model.name}", 4096, model.ffn_dim, model.dim, "", True, ("forward",)),
+        )
+    ]
+    return [*fused, *ladder_cases()]
+
+
 # ----------------------------------------------------------------------------------------------------- registry entry
 
 
@@ -760,8 +794,8 @@ register(
             **{name: _rung(number) for name, number in RUNGS.items()},
         },
         examples=_examples,
-        peers={"torch": _peer, "cpu_blas": OnHost(_peer)},
-        cases=ladder_cases,
+        peers={"torch": _peer, "torch.compile": compiled(_peer), "cpu_blas": OnHost(_peer)},
+        cases=cases,
         differentiable=("x", "weight", "bias", "gate", "residual"),
         kernels=_kernels,
         trace=_trace,
