@@ -39,7 +39,7 @@ def table(rows: Sequence[Timing]) -> str:
                 cells.append("")
             else:
                 share = "" if row.of_floor is None else f" ({row.of_floor:.0%})"
-                cells.append(results.time_text(row.seconds) + share)
+                cells.append(results.time_text(row.seconds) + share + " †" * (row.method == "eager"))
         ratios = [r.error / r.torch_error for r in own.values() if r.error is not None and r.torch_error]
         cells.append(f"{max(ratios):.2f}" if ratios else "")
         lines.append("| " + " | ".join(cells) + " |")
@@ -76,6 +76,8 @@ def page() -> str:
             parts.append("Without a time:\n\n" + failures(rows))
         if (IMAGES / f"{op}.png").exists():
             parts.append(f"![{op}: share of the floor](images/ops/{op}.png)")
+        if any(row.method == "eager" for row in rows):
+            parts.append("† not in a CUDA graph, which could not capture it: launches count.")
         origins = dict.fromkeys(origin(kept["runs"][row["run"]]) for row in own)
         parts.append("Measured on " + "; ".join(origins) + f"; median of {rows[0].runs or 15} replays.")
     if (IMAGES / "roofline.png").exists():

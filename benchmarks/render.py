@@ -19,10 +19,19 @@ from typing import Any
 import batching
 import cpu_vs_llamacpp
 import http_vs_offline
+import ops_tables
 import record
 import request_walk
 
-PAGES = ("README.md", "docs/operators.md", "docs/operators-memory-bound.md", "docs/engine.md")
+PAGES = (
+    "README.md",
+    "docs/operators.md",
+    "docs/operators-memory-bound.md",
+    "docs/engine.md",
+    "docs/engine-gpu.md",
+    "docs/operators-reference.md",
+    "docs/operators-results.md",
+)
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -67,15 +76,22 @@ def http() -> str:
     return http_vs_offline.table(result) + "\n" + _origin(result, result["ratio"]["runs"])
 
 
-def gpu_engine(part: int) -> str:
-    """The engine on one GPU: its figures (0), or what each trick is worth (1)."""
+def gpu_engine(host: bool = False) -> str:
+    """The engine on one GPU: its figures, or the host's share of a step."""
     import engine_gpu  # loads torch
 
     files = sorted((record.RESULTS / "h200").glob("engine_*.json"))
     if not files:
         raise FileNotFoundError("benchmarks/results/h200/engine_*.json: run benchmarks/engine_gpu.py on the GPU")
     results = {path.stem.removeprefix("engine_"): json.loads(path.read_text()) for path in files}
-    return engine_gpu.tables(results)[part]
+    return engine_gpu.host_table(results) if host else engine_gpu.table(results)
+
+
+def decoder_layer() -> str:
+    """One layer in a CUDA graph, with each fusion off in turn."""
+    import decoder_layer  # loads torch
+
+    return decoder_layer.table(_load("h200/decoder_layer.json"))
 
 
 def memory_bound() -> str:
@@ -117,13 +133,24 @@ def ladder() -> str:
     return "\n".join(lines) + "\n" + origin
 
 
+def operators_reference() -> str:
+    """Every operator of the registry: math, shapes, implementations, accuracy."""
+    from transect.ops.registry import all_ops
+    from transect.ops.tools.reference import page
+
+    return page(all_ops())
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "operators-reference": operators_reference,
+    "operators-results": ops_tables.page,
     "llamacpp": llamacpp,
     "batching": batching_table,
     "request-walk": walk,
     "http": http,
-    "engine-gpu": lambda: gpu_engine(0),
-    "engine-ablation": lambda: gpu_engine(1),
+    "engine-gpu": gpu_engine,
+    "engine-gpu-host": lambda: gpu_engine(host=True),
+    "decoder-layer": decoder_layer,
     "memory-bound": memory_bound,
     "ladder": ladder,
 }

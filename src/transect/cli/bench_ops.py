@@ -45,11 +45,11 @@ def command(
     limits = ceilings(found)
     where = _run(limits, found)
 
-    def keep(of_one_op: list[Timing]) -> None:
+    def keep(of_one_case: list[Timing]) -> None:
         if json is not None:
             from ..ops.tools.results import merge
 
-            merge(json, where, of_one_op)
+            merge(json, where, of_one_case)
 
     rows = _measure(wanted, limits, found, case, check, limit, workers, keep)
     if not rows:
@@ -100,7 +100,7 @@ def _measure(
     workers: int,
     keep: Callable[[list[Timing]], None],
 ) -> list[Timing]:
-    """Run, show each case when it is done, and ``keep`` the rows of each operator when all its cases are."""
+    """Run, and show and ``keep`` each case when it is done."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -133,14 +133,13 @@ def _measure(
         say=lambda line: console.print(line, style="red", highlight=False, soft_wrap=True),
     )
     for row in measured:
-        if rows and rows[-1].op != row.op:
-            keep([made for made in rows if made.op == rows[-1].op])
         rows.append(row)
         if group and (group[0].op, group[0].case) != (row.op, row.case):
             show(group)
+            keep(group)
             group = []
         group.append(row)
     if group:
         show(group)
-        keep([made for made in rows if made.op == group[0].op])
+        keep(group)
     return rows

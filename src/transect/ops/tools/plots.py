@@ -34,16 +34,16 @@ def bars(op: str, rows: Sequence[Timing], path: Path) -> None:
     names = list(dict.fromkeys((row.contender, row.is_peer) for row in timed))
     colors = _colors(names)
     height = 0.8 / max(1, len(names))
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.28 * len(timed) + 0.1 * len(groups)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.14 * len(timed) + 0.1 * len(groups)), layout="constrained")
     for place, group in enumerate(groups):
         members = [row for row in timed if (row.case, row.direction) == group]
         for at, row in enumerate(members):
             y = place + (at - (len(members) - 1) / 2) * height
             axes.barh(y, 100 * (row.of_floor or 0), height * 0.9, color=colors[row.contender, row.is_peer])
-            axes.text(100 * (row.of_floor or 0) + 0.5, y, f"{(row.seconds or 0) * 1e6:.1f} µs", va="center", fontsize=6)
+            axes.text(100 * (row.of_floor or 0) + 0.5, y, f"{(row.seconds or 0) * 1e6:.1f} µs", va="center", fontsize=5)
     axes.axvline(100, color="black", linewidth=0.8)
     axes.set_yticks(range(len(groups)), [f"{case}\n{direction}" for case, direction in groups], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(groups) - 0.4, -0.6)
     axes.set_xlabel("% of floor")
     axes.set_title(op)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
@@ -73,6 +73,8 @@ def roofline(rows: Sequence[Timing], ceilings: Ceilings, path: Path) -> None:
     intensities = [row.flops / row.bytes for row in best.values()] or [1.0]
     low, high = min(*intensities, 0.1) / 2, max(*intensities, 1000) * 2
     for dtype, peak in ceilings.flops_per_second.items():
+        if dtype == "float16":
+            continue  # as fast as bfloat16: the labels would lie on each other
         knee = peak / ceilings.copy_bytes_per_second
         axes.plot([low, knee, high], [low * ceilings.copy_bytes_per_second, peak, peak], color="gray", linewidth=0.8)
         axes.text(high, peak, dtype, fontsize=7, ha="right", va="bottom")

@@ -37,10 +37,13 @@ def own_stream() -> Iterator[None]:
 
 
 def time_graph(calls: Calls, replays: int = REPLAYS) -> list[float]:
-    """Seconds of one call, for each replay of a CUDA graph that holds ``calls`` one after another."""
+    """Seconds of one call, for each replay of a CUDA graph that holds ``calls`` one after another.
+
+    Each is run once before: what is done only at the first call on an input (a weight repacked) is not timed.
+    """
     kept: list[Any] = []  # every call's result is kept, so that no two of them share memory
     with own_stream():
-        for call in calls[:2]:
+        for call in calls:
             call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
