@@ -18,6 +18,12 @@ needs about 185. So the weights are read once, at the full width of memory, and 
 * With SWAP the weights are the left operand of the tensor cores: rows of W fill their 64 or 128 rows where 8 rows
   of X would leave most of them empty.
 
+Two kernels. ``small_matmul.cu``, bfloat16, for 1 to 16 rows (32 of a small weight): rows of W dealt out evenly, the k
+of a block among its warps, no sums between blocks; with ``pdl`` the next launch fetches its weights while this one
+ends, which is worth 0.5 to 1.5 us a launch. The Triton kernels below for the rest, and for other dtypes and GPUs. At 32
+rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than memory's 4.3, and more
+bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
+
 Source: split-K and its fix-up by the last arriver: Osama et al. 2023, arXiv:2301.03598 (Stream-K).
 """
 
