@@ -95,22 +95,32 @@ def decoder_layer() -> str:
 
 
 def memory_bound() -> str:
-    """The operators bound by memory on one GPU, each beside its floor and torch."""
-    result = _load("h200/ops_memory_bound.json")
+    """The operators bound by memory on one GPU, at 200 MB and more, each beside its floor and torch.
+
+    From the results of ``transect bench ops``; operators that those do not have yet from the run before them.
+    """
+    kept = _load("h200/ops.json")
+    rows = [row for row in kept["rows"] if row["seconds"] and row["bytes"] > 2e8 and row["flops"] < 20 * row["bytes"]]
+    rows = [row for row in rows if row["method"] == "graph"]
+    before = _load("h200/ops_memory_bound.json")
+    older = [row for row in before["timings"] if row["op"] not in {r["op"] for r in kept["rows"]}]
     lines = ["| operator | shape | direction | µs | TB/s | of floor | torch µs |", "|---|---|---|---|---|---|---|"]
-    peers = {(r["op"], r["case"], r["direction"]): r["seconds"] for r in result["timings"] if r["contender"] == "torch"}
-    for row in result["timings"]:
-        if row["is_peer"]:
-            continue
-        peer = peers.get((row["op"], row["case"], row["direction"]))
-        lines.append(
-            f"| {row['op']} | {row['case']} | {row['direction']} | {row['seconds'] * 1e6:.0f} | "
-            f"{row['bytes'] / row['seconds'] / 1e12:.2f} | {row['of_floor']:.0%} | "
-            f"{'' if peer is None else f'{peer * 1e6:.0f}'} |"
-        )
-    versions = f"torch {result['torch']}, Triton {result['triton']}, driver {result['driver']}"
-    origin = f"\n`{result['command']}` on one {result['device']}, {versions}, commit {result['commit']}.\n"
-    return "\n".join(lines) + "\n" + origin
+    for group, mark in ((rows, ""), (older, " ‡")):
+        peers = {(r["op"], r["case"], r["direction"]): r["seconds"] for r in group if r["contender"] == "torch"}
+        for row in group:
+            if row["is_peer"] or row["contender"] != "triton":
+                continue
+            peer = peers.get((row["op"], row["case"], row["direction"]))
+            lines.append(
+                f"| {row['op']}{mark} | {row['case']} | {row['direction']} | {row['seconds'] * 1e6:.0f} | "
+                f"{row['bytes'] / row['seconds'] / 1e12:.2f} | {row['of_floor']:.0%} | "
+                f"{'' if peer is None else f'{peer * 1e6:.0f}'} |"
+            )
+    origins = dict.fromkeys(ops_tables.origin(kept["runs"][row["run"]]) for row in rows)
+    versions = f"torch {before['torch']}, Triton {before['triton']}, driver {before['driver']}"
+    origin = "\nMeasured by `transect bench ops` on " + "; ".join(origins) + ".\n"
+    older_origin = f"‡ on one {before['device']}, {versions}, commit {before['commit']}.\n" if older else ""
+    return "\n".join(lines) + "\n" + origin + older_origin
 
 
 def ladder() -> str:
