@@ -140,7 +140,8 @@ def _groups(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, masses, raw_masses, V, G, row_stride,
     GROUPS: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that."""
+    """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and unless the row is greedy its mass
+    beside that."""
     _after(EARLY)
     row = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -149,10 +150,12 @@ def _groups(  # type: ignore[no-untyped-def]
     bad = ((x != x) | (x == float("inf"))).to(tl.int32)
     peak = tl.where(tl.max(bad, 1) > 0, float("inf"), tl.max(x, 1))
     shift = tl.where((peak == -float("inf")) | (peak == float("inf")), 0.0, peak)[:, None]
-    t = tl.maximum(tl.load(temperature + row), 1e-30)
+    t = tl.load(temperature + row)
     real = group < G
     tl.store(peaks + row * G + group, peak, real)
-    tl.store(masses + row * G + group, tl.sum(tl.exp(tl.div_rn(x - shift, t)), 1), real)
+    if t > 0:
+        per_t = 1.0 / tl.maximum(t, 1e-30)
+        tl.store(masses + row * G + group, tl.sum(tl.exp((x - shift) * per_t), 1), real)
     if RAW:
         tl.store(raw_masses + row * G + group, tl.sum(tl.exp(x - shift), 1), real)
 
@@ -303,7 +306,7 @@ def _nearly(z, ids, position, choice, low, high, BLOCK: tl.constexpr):  # type: 
 
 @kernel
 def _select(  # type: ignore[no-untyped-def]
-    logits, found_z, found_id, n, peak, t, V, k, p, least, total, position, choice, seed_low, seed_high,
+    logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low, seed_high,
     DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token of a truncated row, from all n tokens (DENSE) or from n collected ones that hold all that is kept."""
@@ -312,6 +315,8 @@ def _select(  # type: ignore[no-untyped-def]
     low = tl.maximum(_key(floor.to(tl.float32)), -2139095040)  # above the key of -inf
     if limited:  # the largest key that k tokens reach: three keys are tried at a time, their counts packed in one sum
         end = 0
+        if not DENSE:
+            low = tl.maximum(low, _key(bar))  # nothing below it is kept
         while end > low:
             step = tl.maximum((end - low + 3) // 4, 1)
             packed = tl.full((), 0, tl.int64)
@@ -369,7 +374,7 @@ def _select(  # type: ignore[no-untyped-def]
 
 @kernel
 def _choose(  # type: ignore[no-untyped-def]
-    logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, mode, totals, lses, counts,
+    logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, mode, bars, totals, lses, counts,
     found_z, found_id, tokens, logprobs, V, G, row_stride,
     WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -386,6 +391,7 @@ def _choose(  # type: ignore[no-untyped-def]
         p = tl.load(top_p + row)
         least = tl.load(min_p + row)
         total = tl.load(totals + row)
+        bar = tl.load(bars + row)
         group = tl.arange(0, WIDTH)
         peak = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
         position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
@@ -399,13 +405,13 @@ def _choose(  # type: ignore[no-untyped-def]
             all_tokens = units.to(tl.float64) * 2.2737367544323206e-13 < total * p
         if all_tokens:
             token = _select(
-                logits, found_z, found_id, V, peak, t, V, k, p, least, total, position, choice, seed_low, seed_high,
-                True, BLOCK,
+                logits, found_z, found_id, V, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
+                seed_high, True, BLOCK,
             )  # fmt: skip
         else:
             token = _select(
-                logits, found_z, found_id, n, peak, t, V, k, p, least, total, position, choice, seed_low, seed_high,
-                False, BLOCK,
+                logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
+                seed_high, False, BLOCK,
             )  # fmt: skip
         tl.store(tokens + row, token.to(tl.int64))
         if RAW:
@@ -493,7 +499,7 @@ def sample(
         CAPACITY=CANDIDATES, num_warps=4, **early,
     )  # fmt: skip
     _choose[(rows,)](
-        logits, *parameters, peaks, mode, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
+        logits, *parameters, peaks, mode, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
         WIDTH=width, CAPACITY=CANDIDATES, BLOCK=512 if INTERPRETED else 2048, RAW=raw, num_warps=8, **early,
     )  # fmt: skip
     return out
