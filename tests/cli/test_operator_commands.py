@@ -1,0 +1,78 @@
+"""The commands that look at operators and devices: what they print, and what they say to mistakes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transect.cli import main
+from transect.hardware import cpu
+from transect.hardware.ceilings import Ceilings
+
+LIMITS = Ceilings("a processor", 1e10, 2e10, {"float32": 1e11}, 1e-6, memory_bytes=10**9)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpu, "measure", lambda: LIMITS)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    written = capsys.readouterr()
+    return int(stop.value.code or 0), written.out, written.err
+
+
+def test_hardware_as_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "hardware", "--device", "cpu")
+    assert code == 0 and "10.0 GB/s" in out and "20.0 GB/s" in out and "0.10 TFLOP/s" in out
+    code, out, _ = run(capsys, "hardware", "--device", "cpu", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["ceilings"]["copy_bytes_per_second"] == 2e10 and found["device"]["kind"] == "cpu"
+
+
+def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rtx-4090" in run(capsys, "hardware", "--preset", "list")[1]
+    code, out, _ = run(capsys, "hardware", "--preset", "mi300x", "--json")
+    assert code == 0 and json.loads(out)["bytes_per_second"] == 5.3e12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("hardware", "--preset", "tpu"), "no preset 'tpu'; there are: a100-80gb"),
+        (("hardware", "--device", "tpu"), "'tpu'"),
+        (("bench", "ops", "nothing"), "no operator 'nothing'; there are: "),
+        (
+            ("bench", "ops", "kv_cache_write", "--device", "cpu", "--case", "nothing"),
+            "no case's name contains 'nothing'",
+        ),
+        (("trace", "nothing"), "no operator 'nothing'"),
+    ],
+    ids=["preset", "device", "operator", "case", "trace"],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and message in err and len(err.splitlines()) == 1 and "Traceback" not in err + out
+
+
+def test_operators_and_their_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "bench", "ops", "vector_add", "linear", "--list", "--device", "cpu")
+    assert code == 0 and out.startswith("vector_add\n  example 0, 5000\n")
+
+
+def test_help_loads_neither_torch_nor_triton() -> None:
+    program = (
+        "import sys\n"
+        "from transect.cli import main\n"
+        "try:\n"
+        "    main(['bench', 'ops', '--help'])\n"
+        "except SystemExit:\n"
+        "    print([name for name in ('torch', 'triton', 'numpy', 'matplotlib') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
