@@ -1,0 +1,66 @@
+"""The training examples, each as its own process: what they claim comes true."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    """What ``python examples/NAME.py ARGUMENTS`` prints. Kernels stay out of it: the interpreter is slow."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(EXAMPLES.parent / "src"), "PYTHONWARNINGS": "error::UserWarning"}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """The groups of the first match as numbers."""
+    found = re.search(pattern, text)
+    assert found, text
+    return [float(group) for group in found.groups()]
+
+
+def test_the_line_is_the_one_of_least_squares() -> None:
+    out = run("line")
+    by_formula, by_trying = numbers(r"at the start: (\S+) by the formula, (\S+) by trying", out)
+    assert by_formula == pytest.approx(by_trying, abs=1e-6)
+    w, b, best_w, best_b = numbers(r"y = (\S+) x \+ (\S+); least squares says (\S+) x \+ (\S+)", out)
+    assert (w, b) == pytest.approx((best_w, best_b), abs=1e-5)
+    assert "*" in out.split("loss, by step")[1]
+
+
+def test_a_rate_above_the_limit_makes_the_loss_grow_and_one_below_it_does_not() -> None:
+    (limit,) = numbers(r"of at most (\S+)", run("line"))
+    for factor, grows in ((0.97, False), (1.03, True)):
+        first, last = numbers(r"loss (\S+) -> (\S+);", run("line", "--rate", str(factor * limit), "--steps", "2000"))
+        assert (last > first) is grows
+
+
+def test_a_curve_can_be_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    assert "by step" not in run("line", "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_xor_is_learned_and_the_three_ways_agree() -> None:
+    out = run("xor", "--steps", "200")  # the file itself asserts that all losses and weights agree
+    rows = re.findall(r"^ +\d+ +(\S+) +(\S+) +(\S+)$", out, re.MULTILINE)
+    assert len(rows) == 9
+    assert all(hand == ours == torchs for hand, ours, torchs in rows)
+    assert float(rows[-1][0]) < 0.01 * float(rows[0][0])
+    answers = re.findall(r"^(\d) xor (\d): 1 with probability (\S+)$", out, re.MULTILINE)
+    assert len(answers) == 4
+    assert all(round(float(p)) == int(a) ^ int(b) for a, b, p in answers)
+
+
+def test_digits_are_read() -> None:
+    (accuracy,) = numbers(r"test accuracy (\S+)%", run("digits", "--steps", "500"))
+    assert accuracy > 95
