@@ -270,36 +270,51 @@ def startup(model: str, times: int = 2) -> list[dict[str, float]]:
     return found
 
 
-def tables(results: dict[str, dict[str, Any]]) -> tuple[str, str]:
-    """(figures, ablation) as Markdown, from results by model."""
-    lines = ["| model | work | measured | floor | of floor |", "|---|---|---|---|---|"]
-    off = ["| model | | batch 1, ms | batch 64, ms | throughput, tok/s |", "|---|---|---|---|---|"]
-    for model, found in results.items():
-        for row in (value for key, value in found.items() if key.startswith("decode")):
-            time_ms = row["step_s"]["median"] * 1e3
-            lines.append(
-                f"| {model} | decode, batch {row['batch']} | {time_ms:.2f} ms | {row['floor_s'] * 1e3:.2f} ms | "
-                f"{row['of_floor']:.0%} |"
-            )
-        if "prefill" in found:
-            row = found["prefill"]
-            lines.append(
-                f"| {model} | prefill, 256 x {PROMPT} | {row['seconds']['median']:.2f} s | {row['floor_s']:.2f} s | "
-                f"{row['of_floor']:.0%} |"
-            )
-        if "throughput" in found:
-            row = found["throughput"]
-            lines.append(
-                f"| {model} | throughput | {row['tokens_per_s']:,.0f} tok/s | {row['floor_tokens_per_s']:,.0f} tok/s | "
-                f"{row['of_floor']:.0%} |"
-            )
-        if found.get("startup"):
-            first, last = (found["startup"][index]["total_s"] for index in (0, -1))
-            lines.append(f"| {model} | process start to first token | {first:.1f} s, again {last:.1f} s | | |")
-        for name, row in found.get("ablation", {}).items():
-            one, many = (each["step_s"]["median"] * 1e3 for each in row["decode"])
-            off.append(f"| {model} | {name} | {one:.2f} | {many:.2f} | {row['throughput']['tokens_per_s']:,.0f} |")
-    return "\n".join(lines) + "\n", "\n".join(off) + "\n"
+def table(files: dict[str, dict[str, Any]]) -> str:
+    """Figures of each model as Markdown, a column for each run."""
+    commits = list(dict.fromkeys(run["commit"] for known in files.values() for run in known["runs"]))
+    lines = [f"| model | work | floor | {' | '.join(commits)} |", "|---|---|---|" + "---|" * len(commits)]
+    for model, known in files.items():
+        cells: dict[str, dict[str, str]] = {}
+        floors: dict[str, str] = {}
+        for run in known["runs"]:
+            for name, row in run["results"].items():
+                shown = _cell(name, row)
+                if shown is not None:
+                    work, floors[shown[0]], cell = shown[0], shown[1], shown[2]
+                    cells.setdefault(work, {})[run["commit"]] = cell
+        for work, row in cells.items():
+            lines.append(f"| {model} | {work} | {floors[work]} | {' | '.join(row.get(c, '') for c in commits)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, row: Any) -> tuple[str, str, str] | None:
+    """(work, floor, measured and its share of the floor) of one result; None for what is shown elsewhere."""
+    if name.startswith("decode"):
+        measured, floor = row["step_s"]["median"] * 1e3, row["floor_s"] * 1e3
+        return f"decode, batch {row['batch']}", f"{floor:.2f} ms", f"{measured:.2f} ms ({row['of_floor']:.0%})"
+    if name == "prefill":
+        measured = row["seconds"]["median"]
+        return f"prefill, 256 x {PROMPT}", f"{row['floor_s']:.2f} s", f"{measured:.2f} s ({row['of_floor']:.0%})"
+    if name == "throughput":
+        floor, rate = row["floor_tokens_per_s"], row["tokens_per_s"]
+        return "throughput", f"{floor:,.0f} tok/s", f"{rate:,.0f} tok/s ({row['of_floor']:.0%})"
+    if name == "startup" and row:
+        return "start to first token, then again", "", " s, ".join(f"{each['total_s']:.1f}" for each in row) + " s"
+    return None
+
+
+def host_table(files: dict[str, dict[str, Any]]) -> str:
+    """Host time of a step, and the share of time in which the GPU does nothing, as Markdown."""
+    lines = ["| model | batch | sampling options | step | host | GPU idle |", "|---|---|---|---|---|---|"]
+    for model, known in files.items():
+        for run in known["runs"]:
+            for row in (value for name, value in run["results"].items() if name.startswith("host")):
+                lines.append(
+                    f"| {model} | {row['batch']} | {'all mixed' if row['mixed_options'] else 'temperature'} | "
+                    f"{row['step_s'] * 1e3:.2f} ms | {row['host_s'] * 1e3:.2f} ms | {row['idle_share']:.1%} |"
+                )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -340,8 +355,13 @@ def main() -> None:
             del llm
             release()
         path = options.out / f"engine_{model}.json"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known.setdefault("results", {}).update(results)
+        known = json.loads(path.read_text()) if path.exists() else {"runs": []}
+        commit = environment.pop("commit", None) or record.commit()
+        run = next((run for run in known["runs"] if run["commit"] == commit), None)
+        if run is None:
+            run = {"commit": commit, "note": "", "results": {}}
+            known["runs"].append(run)
+        run["results"].update(results)
         known["environment"] = environment | {"gpu": torch.cuda.get_device_name()}
         path.write_text(json.dumps(known, indent=1) + "\n")
 
