@@ -213,6 +213,7 @@ register(
             "triton": Implementation("triton", available(triton_adjust), TRITON_TARGETS, batch_invariant=True),
         },
         examples=_examples,
+        peers={"torch": reference},
         keeps_dtype=("bias", "repetition", "frequency", "presence"),
         cases=_cases,
         kernels=_kernels,
