@@ -555,7 +555,10 @@ register(
             "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
             "triton": Implementation("triton", available(PagedTriton()), TRITON_TARGETS),
             "triton_uniform": Implementation(
-                "triton", available(PagedTriton(Tiles(bm=64, warps=4, whole=True))), TRITON_TARGETS, batch_invariant=True
+                "triton",
+                available(PagedTriton(Tiles(bm=64, warps=4, whole=True))),
+                TRITON_TARGETS,
+                batch_invariant=True,
             ),
         },
         examples=_examples,
