@@ -160,13 +160,11 @@ def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
 
 
 def useful_flops(shape: str, task: str) -> float:
-    """FLOPs of a step: forward, and for the backward pass twice that (once where weights are frozen)."""
-    from transect.models.cost import Row, step_cost
+    """FLOPs of a step."""
     from transect.models.presets import PRESETS
+    from transect.train.flops import flops_per_token
 
-    costs = step_cost(PRESETS[shape], [Row(SEQUENCE, SEQUENCE)] * ROWS, logit_rows=SEQUENCE * ROWS)
-    products = costs["linear"].flops + costs["head"].flops
-    return (3 if task == "pretrain" else 2) * products + 3.5 * costs["paged_attention"].flops
+    return SEQUENCE * ROWS * flops_per_token(PRESETS[shape], SEQUENCE, frozen=task != "pretrain")
 
 
 def profile(work: str, out: str) -> None:

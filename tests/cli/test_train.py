@@ -129,4 +129,4 @@ def test_the_log_is_json_lines_with_every_step_once(folder) -> None:
     lines = [json.loads(line) for line in (folder / "runs" / "whole" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 21))
     assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [5, 10, 15, 20]
-    assert all(line["tokens_per_second"] > 0 for line in lines if line["kind"] == "step")
+    assert all(line["tokens_per_second"] > 0 and line["mfu"] > 0 for line in lines if line["kind"] == "step")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from ..train.trainer import Trainer
 
 
 def command(
@@ -49,7 +52,8 @@ def command(
         signal.signal(signum, signal.SIG_DFL)  # a second one ends at once
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    run_log = RunLog(settings.run_dir, trainer.steps_done)
+    work, rate = _speeds(trainer)
+    run_log = RunLog(settings.run_dir, trainer.steps_done, flops_per_token=work, flops_per_second=rate)
     try:
         with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
             last = trainer.run([run_log, terminal], lambda: bool(asked))
@@ -61,6 +65,20 @@ def command(
         print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
     else:
         print(f"done: transect serve {last.parent / 'last'}")
+
+
+def _speeds(trainer: Trainer) -> tuple[float, float | None]:
+    """FLOPs of a token, and the device's matrix rate in the run's dtype if it is known: what MFU is computed from."""
+    from ..hardware.device import detect
+    from ..hardware.measured import ceilings
+    from ..train.flops import flops_per_token
+
+    config = trainer.config
+    rates = ceilings(detect(trainer.device.type)).flops_per_second
+    dtype = "float32" if config.precision == "float32" else "bfloat16"
+    frozen = config.task in ("lora", "qlora")
+    per_token = flops_per_token(trainer.trainable.source.config, config.data.seq_len, frozen=frozen)
+    return per_token, rates.get(dtype)
 
 
 def newest_run(folder: Path) -> Path:

@@ -1,0 +1,20 @@
+"""FLOPs of training, against the rule of thumb that they must come near."""
+
+import pytest
+
+from transect.models.presets import PRESETS
+from transect.models.shapes import parameter_count
+from transect.train.flops import flops_per_token
+
+
+def test_six_flops_a_parameter_and_token_where_attention_is_small() -> None:
+    config = PRESETS["llama-3.1-8b"]
+    used = parameter_count(config) - config.vocab_size * config.dim  # the embedding is looked up, not multiplied
+    assert flops_per_token(config, 128, frozen=False) == pytest.approx(6 * used, rel=0.01)
+    assert flops_per_token(config, 128, frozen=True) == pytest.approx(4 * used, rel=0.01)
+
+
+def test_attention_grows_with_the_document() -> None:
+    config = PRESETS["llama-3.1-8b"]
+    more = flops_per_token(config, 8192, frozen=True) - flops_per_token(config, 4096, frozen=True)
+    assert more == pytest.approx(3.5 * 4 * 2048 * config.q_dim * config.n_layers, rel=0.01)
