@@ -72,12 +72,17 @@ class LogprobTensors(NamedTuple):
         self, rows: Sequence[int], token_ids: Sequence[int], alternatives: Sequence[int]
     ) -> list[TokenLogprobs]:
         """``TokenLogprobs`` of some rows, with as many alternatives as each wants."""
+        logprobs, ranks, tops, ids = (tensor[list(rows)].tolist() for tensor in self)
         found = []
-        for row, token, number in zip(rows, token_ids, alternatives, strict=True):
-            pairs = zip(self.top_ids_RK[row].tolist(), self.top_RK[row].tolist(), strict=True)
-            top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:number]
-            found.append(TokenLogprobs(token, float(self.logprob_R[row]), int(self.rank_R[row]), tuple(top)))
+        for index, (token, number) in enumerate(zip(token_ids, alternatives, strict=True)):
+            pairs = zip(ids[index], tops[index], strict=True)
+            top = tuple(sorted(pairs, key=_likeliest_first)[:number]) if number else ()
+            found.append(TokenLogprobs(token, logprobs[index], ranks[index], top))
         return found
+
+
+def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:
+    return -pair[1], pair[0]
 
 
 def measure_logprobs(logits_RV: Tensor, token_R: Tensor) -> LogprobTensors:

@@ -1,0 +1,71 @@
+"""Which steps are run to compile kernels, and that each can be run on padding alone."""
+
+import pytest
+import torch
+
+from transect.engine.gpu_build import trial_runner
+from transect.engine.gpu_runner import row_buckets
+from transect.engine.warm_kernels import Work, tasks
+from transect.models.config import ModelConfig
+from transect.models.decoder import Decoder
+from transect.ops.opset import resolve_ops
+
+TINY = ModelConfig(
+    architecture="llama",
+    vocab_size=61,
+    dim=32,
+    n_layers=1,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    ffn_dim=48,
+    max_position=256,
+)
+
+
+def work(seqs, tokens, length):
+    return Work(
+        config=TINY,
+        dtype=torch.float32,
+        block_size=16,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=length,
+        deterministic=False,
+        dependent_launch=False,
+        fused_operators=True,
+    )
+
+
+LIMITS = [(256, 8192, 2048), (20, 1024, 256), (3, 48, 64), (1, 16, 32), (300, 300, 100)]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_every_size_is_run_and_none_is_past_the_limits(limits):
+    seqs, tokens, length = limits
+    found = tasks(work(*limits))
+    assert [task.rows for task in found if task.tokens_each == 1 and not task.draws] == row_buckets(seqs)
+    assert found[0].draws and found[0].rows == row_buckets(seqs)[0]
+    for task in found:
+        assert task.tokens_each <= length
+        assert task.tokens_each == 1 or task.rows * task.tokens_each <= tokens
+
+
+@pytest.mark.parametrize("limits", LIMITS[1:4])
+@torch.inference_mode()
+def test_each_can_be_run_on_padding_alone(limits):
+    seqs, tokens, length = limits
+    model = Decoder(TINY, dtype=torch.float32, ops=resolve_ops("cpu")).requires_grad_(False).init_weights()
+    for task in tasks(work(*limits)):
+        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        runner = trial_runner(
+            model,
+            16,
+            torch.float32,
+            sample_on_device=task.draws,
+            **dict(zip(names, (seqs, tokens, length), strict=True)),
+        )
+        runner._drawn.token.fill_(-5)
+        runner.compile(task.rows, task.tokens_each, task.rows if task.draws or task.tokens_each == 1 else 0)
+        drawn = int((runner._drawn.token >= 0).sum())
+        assert drawn == (task.rows if task.draws else 0)
