@@ -30,20 +30,14 @@ def command(
     if stage:
         print(stage_text(found, stage))
         return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("by", "kernel", "target"):
-        table.add_column(column, overflow="fold")
-    for column in ("registers", "stack B", "shared KiB", "occupancy"):
-        table.add_column(column, justify="right")
-    for column in ("loads", "stores", "matrix instructions"):
-        table.add_column(column)
-    for row in found:
-        table.add_row(*cells(row))
-    console = Console()
-    console.print(table, highlight=False)
+    rows = [cells(row) for row in found]
+    head = ("by", "kernel", "target", "registers", "stack B", "shared KiB", "occupancy")
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    for line in (head, *rows):
+        left = "  ".join(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=False))
+        print(left, *(cell.rjust(width) for cell, width in zip(line[3:7], widths[3:], strict=True)), sep="  ")
+        accesses = [f"{name} {cell}" for name, cell in zip(("loads", "stores", ""), line[7:], strict=False) if cell]
+        if accesses:
+            print("   ", "; ".join(accesses).replace(";  ", "; "))
     for tool in missing_tools():
-        console.print(f"{tool} was not found: no {'registers' if tool == 'cuobjdump' else 'SASS'}", highlight=False)
+        print(f"{tool} was not found: no {'registers' if tool == 'cuobjdump' else 'SASS'}")
