@@ -74,7 +74,7 @@ def accuracy(x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> float:
 def loss() -> Tensor:
     """The loss of one batch, for ``transect explain backward examples/digits.py``."""
     (x, y), _ = data()
-    return loss_of(x[:BATCH], y[:BATCH], initial())
+    return loss_of(x[:BATCH].clone(), y[:BATCH], initial())  # a view would keep all of x in memory
 
 
 def main() -> None:

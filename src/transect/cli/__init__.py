@@ -5,6 +5,7 @@
 * ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
   curves.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
+* ``explain.py``: what happens inside, such as in a backward pass.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
   ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``session.py``: an engine for the length of a command.
@@ -66,7 +67,7 @@ def _run(arguments: list[str]) -> int:
 def _application() -> Any:
     import typer
 
-    from . import bench, chat, data, demo, generate, hardware, inspect, plot, pull, serve, trace, train, tune
+    from . import bench, chat, data, demo, explain, generate, hardware, inspect, plot, pull, serve, trace, train, tune
 
     application = typer.Typer(
         add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -80,6 +81,7 @@ def _application() -> Any:
         application.command(module.__name__.rsplit(".", 1)[-1])(module.command)
     application.add_typer(bench.application, name="bench")
     application.add_typer(data.application, name="data")
+    application.add_typer(explain.application, name="explain")
     return application
 
 
