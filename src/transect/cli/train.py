@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +46,7 @@ def command(
             "another run_dir"
         )
     trainer = Trainer(settings, found)
+    print(f"transect: {trainer.memory.why}", file=sys.stderr)
     asked: list[int] = []
 
     def stop(signum: int, _frame: Any) -> None:

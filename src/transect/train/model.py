@@ -71,6 +71,16 @@ def training_ops(device: torch.device) -> OpSet:
     return resolve_ops(device, ("triton", "torch"), differentiable=True)
 
 
+def from_scratch(config: TrainConfig) -> bool:
+    """Whether a run starts from random weights."""
+    return config.task == "pretrain" or config.load_format == "dummy"
+
+
+def source_of(config: TrainConfig) -> ModelSource:
+    """Where the model of a run is. ValueError if it cannot be found."""
+    return resolve(config.model, load_format="dummy" if from_scratch(config) else "auto")
+
+
 def build(config: TrainConfig) -> Trainable:
     """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
 
@@ -78,10 +88,9 @@ def build(config: TrainConfig) -> Trainable:
         ValueError: the model cannot be found or loaded, or does not suit the task.
     """
     device = device_of(config.device)
-    scratch = config.task == "pretrain" or config.load_format == "dummy"
-    source = resolve(config.model, load_format="dummy" if scratch else "auto")
+    source = source_of(config)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
-    if scratch:
+    if from_scratch(config):
         model = model.to_empty(device=device)
         model.tie_weights()
         model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))

@@ -17,6 +17,8 @@ from ..engine.scheduler_config import SchedulerConfig
 from ..models.decoder import Decoder
 
 BLOCK_SIZE = 16
+MOST_RUNNING = 64
+"""Answers that are drawn at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def roll_out(
     *,
     eos_token_ids: Sequence[int],
     seed: int,
-    most_running: int = 64,
+    most_running: int = MOST_RUNNING,
 ) -> list[Answer]:
     """``params.n`` answers to each prompt, in order. A function of the weights, the prompts, ``params`` and ``seed``.
 

@@ -32,7 +32,8 @@ from .checkpoint import Checkpoint, Snapshot, Writer
 from .config import TrainConfig
 from .data import Position
 from .health import LossWatch, TrainingStopped, first_bad_tensor
-from .model import Trainable, build
+from .memory import fit
+from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
 from .objectives.base import Objective
 from .optim import build as build_optimizer
@@ -86,16 +87,18 @@ class Trainer:
         checkpoint: where to go on from; None to start.
 
     Raises:
-        ValueError: the model, the data or a setting is at fault, or the checkpoint is of another run.
+        ValueError: the model, the data or a setting is at fault, the run does not fit in memory, or the checkpoint is
+            of another run.
     """
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint | None = None) -> None:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        self.memory = fit(config, source_of(config).config, device_of(config.device))
         self.trainable: Trainable = build(config)
         self.model, self.device = self.trainable.model, self.trainable.device
-        self.model.stack = stack_with(self.model, "none" if config.checkpointing == "auto" else config.checkpointing)
+        self.model.stack = stack_with(self.model, self.memory.checkpointing)
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
             config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"

@@ -21,6 +21,8 @@ from .base import Optimizer
 
 BLOCK = 256
 SMALL = 4096
+CHUNK = 2**14
+"""Blocks of a parameter that are in float32 at the same time."""
 
 
 class AdamW8bit(Optimizer):
@@ -42,13 +44,20 @@ class AdamW8bit(Optimizer):
         if "m_scale" not in state:
             adamw_update(self, weight, gradient, state["m"], state["v"], factor)
             return
-        m, v = decode_signed(state["m"], state["m_scale"]), decode_positive(state["v"], state["v_scale"])
-        flat = F.pad(weight.detach().float().flatten(), (0, m.numel() - weight.numel())).view_as(m)
-        grad = F.pad(gradient.float().flatten(), (0, m.numel() - weight.numel())).view_as(m)
-        adamw_update(self, flat, grad, m, v, factor, decay=self.decay(weight))
-        weight.copy_(flat.flatten()[: weight.numel()].view_as(weight))
-        state["m"].copy_(encode_signed(m, state["m_scale"]))
-        state["v"].copy_(encode_positive(v, state["v_scale"]))
+        numbers, gradients = weight.detach().view(-1), gradient.reshape(-1)
+        decay = self.decay(weight)
+        for first in range(0, len(state["m"]), CHUNK):
+            part = {kind: tensor[first : first + CHUNK] for kind, tensor in state.items()}
+            m, v = decode_signed(part["m"], part["m_scale"]), decode_positive(part["v"], part["v_scale"])
+            own = numbers[first * BLOCK : (first + CHUNK) * BLOCK]
+            flat, grad = (
+                F.pad(values.float(), (0, m.numel() - len(own))).view_as(m)
+                for values in (own, gradients[first * BLOCK : (first + CHUNK) * BLOCK])
+            )
+            adamw_update(self, flat, grad, m, v, factor, decay=decay)
+            own.copy_(flat.view(-1)[: len(own)])
+            part["m"].copy_(encode_signed(m, part["m_scale"]))
+            part["v"].copy_(encode_positive(v, part["v_scale"]))
 
 
 def encode_signed(x: Tensor, scale: Tensor) -> Tensor:

@@ -1,0 +1,10 @@
+"""What a model needs in memory, for training and for serving, before the device is touched (no torch).
+
+* ``terms.py``: named terms, phases, an ``Estimate`` of both
+* ``kept.py``: what the gradients of a layer's operators keep of the forward pass
+* ``training.py``: a training step: weights, gradients, optimizer, activations, loss, temporaries, by phase
+* ``fit.py``: whether it fits, and the smallest change with which it does
+* ``serving.py``: an engine: weights, KV cache, the largest step, graphs
+"""
+
+from __future__ import annotations

@@ -1,0 +1,107 @@
+"""Whether a training plan fits in memory, and the smallest change with which it does.
+
+Changes are tried in the order in which they cost least of what the run is for: a checkpointing plan that keeps less and
+a smaller micro-batch with more of them to a step (the same numbers, slower), 8-bit moments, then adapters in place of
+all weights, then adapters on a base of 4 bits. First each alone; if none is enough, together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..config import ModelConfig
+from .kept import Kept
+from .terms import Estimate, gib
+from .training import TrainingPlan, training
+
+PLANS: tuple[Kept, ...] = ("none", "selective", "full")
+"""From the fastest to the one that needs least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another plan that fits, and what differs, in the words of the configuration file."""
+
+    plan: TrainingPlan
+    settings: tuple[tuple[str, str], ...]
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        what = " and ".join(f"{name} = {value}" for name, value in self.settings)
+        return f"{what} (needs {gib(self.estimate.needed)})"
+
+
+def first_that_fits(config: ModelConfig, plan: TrainingPlan, budget: int) -> tuple[TrainingPlan, Estimate] | None:
+    """``plan`` under the first checkpointing that fits in ``budget`` bytes; None if none does."""
+    for kept in PLANS:
+        candidate = replace(plan, checkpointing=kept)
+        estimate = training(config, candidate)
+        if estimate.fits(budget):
+            return candidate, estimate
+    return None
+
+
+def smallest_change(config: ModelConfig, plan: TrainingPlan, budget: int) -> Change | None:
+    """The first change, in the order above, that makes ``plan`` fit in ``budget`` bytes; None if nothing does."""
+    for candidate in _candidates(plan):
+        estimate = training(config, candidate)
+        if estimate.fits(budget):
+            return Change(candidate, tuple(_differences(plan, candidate)), estimate)
+    return None
+
+
+def refusal(config: ModelConfig, plan: TrainingPlan, budget: int, estimate: Estimate) -> str:
+    """Why a run cannot start, and what to change: one sentence."""
+    worst = estimate.worst
+    most = sorted(worst.held.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in most)
+    change = smallest_change(config, plan, budget)
+    advice = f"set {change}" if change else "take a smaller model, a shorter data.seq_len, or a device with more memory"
+    needs = f"this run needs {gib(estimate.needed)} and {gib(budget)} are free"
+    return f"{needs} (most at the {worst.name}: {parts}): {advice}"
+
+
+def _candidates(plan: TrainingPlan) -> Iterator[TrainingPlan]:
+    less = [replace(plan, checkpointing=kept) for kept in PLANS[PLANS.index(plan.checkpointing) + 1 :]]
+    tasks = [] if plan.task == "pretrain" else [t for t in ("lora", "qlora") if _below(plan.task, t)]
+    small = [replace(plan, optimizer="adamw8bit")] if plan.optimizer != "adamw8bit" else []
+    yield from less
+    yield from _smaller_batches(plan)
+    yield from small
+    yield from (replace(plan, task=task) for task in tasks)  # type: ignore[arg-type]
+    # Together: as little kept as possible, and on top one more of the others at a time.
+    base = less[-1] if less else plan
+    yield from _smaller_batches(base)
+    for task in (plan.task, *tasks):
+        for optimizer in dict.fromkeys((plan.optimizer, "adamw8bit")):
+            other = replace(base, task=task, optimizer=optimizer)  # type: ignore[arg-type]
+            yield other
+            yield from _smaller_batches(other)
+
+
+def _smaller_batches(plan: TrainingPlan) -> Iterator[TrainingPlan]:
+    """The micro-batch divided by 2, 3, ..., down to one sequence, with as many more of them to a step."""
+    most = plan.micro_batch // plan.seq_len
+    for parts in range(2, most + 1):
+        tokens = -(-most // parts) * plan.seq_len
+        if plan.objective != "grpo" and (parts == most or tokens < -(-most // (parts - 1)) * plan.seq_len):
+            yield replace(plan, micro_batch=tokens, accumulate=plan.accumulate * parts)
+
+
+def _below(task: str, other: str) -> bool:
+    order = ("finetune", "lora", "qlora")
+    return order.index(other) > order.index(task)
+
+
+def _differences(old: TrainingPlan, new: TrainingPlan) -> Iterator[tuple[str, str]]:
+    for name, setting in (
+        ("checkpointing", "checkpointing"),
+        ("micro_batch", "data.micro_batch"),
+        ("accumulate", "accumulate"),
+        ("optimizer", "optimizer.name"),
+        ("task", "task"),
+    ):
+        value = getattr(new, name)
+        if value != getattr(old, name):
+            yield setting, str(value) if isinstance(value, int) else f'"{value}"'

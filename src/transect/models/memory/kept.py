@@ -1,0 +1,121 @@
+"""What the gradients of a layer's operators keep between the forward and the backward pass, in bytes for each token.
+
+Autograd holds a tensor once however many operators ask for it, so what counts is the set of tensors, by the table below
+(e bytes an element, w = max(4, e): torch's own operators compute in float32 and keep that copy).
+
+=====================  ==================================  =========================================================
+operator               Triton kernels (``gpu``)             plain torch (``cpu``)
+=====================  ==================================  =========================================================
+norm                   its input: e D                       its input in float32: w D; one over its size: w; if its
+                                                            weight is trained, the normalized rows: w D
+linear                 its input: e I, if its weight is     the same
+                       trained or an adapter reads it
+adapter                the input's product with A: e rank   the same
+rotary                 cos, sin: 4 d, once for all layers   the same
+attention              q, k, v, out: e; log-sums: 4 H       the same, and the documents' results before they are
+                                                            joined: e H d
+swiglu                 gate and up: 2 e F                   gate, exp, 1 + exp, their ratio, up: 5 w F
+gelu                   its input: e F                       its input, tanh or erf, the share: 3 w F
+residual addition      nothing                              nothing
+int4 product           nothing: the weight is made again    the same
+=====================  ==================================  =========================================================
+
+A checkpointed part keeps its input and nothing else. Tests count what autograd holds and compare.
+
+Shapes: T tokens, D model dim, F ffn dim, H query heads, d head size, I inputs of a matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config import ModelConfig
+
+Backend = Literal["gpu", "cpu"]
+Kept = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Whose gradient needs the input of a layer's matrices: all of them where weights are trained, else those with an
+    adapter. ``rank`` 0: no adapters. ``norms``: the weights of norms are trained."""
+
+    qkv: int
+    """How many of q, k, v keep their input; they share it."""
+    o: bool
+    gate_up: int
+    down: bool
+    rank: int
+    norms: bool
+
+    @classmethod
+    def everything(cls, config: ModelConfig) -> Reads:
+        """Every weight is trained."""
+        return cls(3, True, 1 + config.gated_mlp, True, 0, True)
+
+    @classmethod
+    def adapters(cls, config: ModelConfig, targets: tuple[str, ...], rank: int) -> Reads:
+        """Only adapters of ``rank`` on ``targets`` are."""
+        there = set(targets) - (set() if config.gated_mlp else {"gate"})
+        return cls(
+            len(there & {"q", "k", "v"}), "o" in there, len(there & {"gate", "up"}), "down" in there, rank, False
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKept:
+    """Bytes for each token of one layer: its two halves, as if nothing were checkpointed."""
+
+    attention: float
+    mlp: float
+    input: float
+    """The residual stream at one point: what a checkpointed part keeps."""
+
+    def under(self, plan: Kept) -> float:
+        """What stays until the layer's backward pass."""
+        if plan == "full":
+            return self.input
+        return self.attention + (self.input if plan == "selective" else self.mlp)
+
+    def again(self, plan: Kept) -> float:
+        """What is computed a second time, and held during the layer's own backward pass."""
+        return {"none": 0.0, "selective": self.mlp, "full": self.attention + self.mlp}[plan]
+
+
+def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend, *, first: bool = False) -> LayerKept:
+    """One layer. ``element``: bytes of a number in the compute dtype. ``first``: under adapters nothing below the first
+    layer is trained, so the norm at its start keeps nothing."""
+    wide = max(4, element)
+    dim, heads, q, kv, ffn = config.dim, config.n_heads, config.q_dim, config.kv_dim, config.ffn_dim
+    cpu = backend == "cpu"
+
+    def norm(width: int, rows: int = 1) -> float:
+        if not cpu:
+            return element * width
+        return wide * width * (1 + reads.norms) + wide * rows
+
+    attention = 0.0 if first and reads.rank else norm(dim)
+    attention += element * dim * bool(reads.qkv) + element * reads.rank * (reads.qkv + reads.o)
+    if config.qk_norm:
+        attention += norm(q, heads) + norm(kv, config.n_kv_heads)
+    attention += element * (2 * q + 2 * kv) + 4 * heads
+    if cpu and reads.o:
+        attention += element * q
+    mlp = norm(dim) + element * dim * bool(reads.gate_up) + element * reads.rank * (reads.gate_up + reads.down)
+    if config.gated_mlp:
+        mlp += (5 * wide if cpu else 2 * element) * ffn
+    else:
+        mlp += (3 * wide if cpu else element) * ffn
+    mlp += element * ffn * reads.down
+    return LayerKept(attention, mlp, element * dim)
+
+
+def outside_layers(config: ModelConfig, reads: Reads, element: int, backend: Backend) -> float:
+    """What is kept for each token once: angles, the final norm, the tokens of a trained embedding."""
+    wide = max(4, element)
+    angles = 4 * config.head_dim if config.position == "rope" else 0
+    tables = 8 * (1 + (config.position == "learned")) if reads.norms else 0
+    if backend == "gpu":
+        return angles + element * config.dim + tables
+    return angles + wide * config.dim * (1 + reads.norms) + wide + tables

@@ -1,0 +1,97 @@
+"""What an account of memory is made of: named terms with their bytes and the reason for each, and phases that hold some
+of them at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Bytes that are held for one purpose; ``why`` is a sentence with the arithmetic."""
+
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A moment, and the bytes held then by the name of their term (no entry: nothing)."""
+
+    name: str
+    held: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """All terms of this moment together."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The account of one way to run.
+
+    Attributes:
+        terms: each purpose once, with the most it ever holds.
+        phases: in the order in which they come; the peak is the largest of them, not the sum of the terms.
+        margin: bytes beyond the peak that a device must have: pages of the allocator that are partly used.
+    """
+
+    terms: tuple[Term, ...]
+    phases: tuple[Phase, ...]
+    margin: Term
+
+    @property
+    def peak(self) -> int:
+        """Bytes held at the worst moment: what ``torch.cuda.max_memory_allocated`` shows afterwards."""
+        return self.worst.bytes
+
+    @property
+    def worst(self) -> Phase:
+        """The phase of the peak."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def needed(self) -> int:
+        """Memory that must be free before the start: the peak and the margin."""
+        return self.peak + self.margin.bytes
+
+    def fits(self, budget: int) -> bool:
+        """Whether ``budget`` bytes of free memory are enough."""
+        return self.needed <= budget
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for JSON; bytes throughout."""
+        return {
+            "peak": self.peak,
+            "margin": self.margin.bytes,
+            "needed": self.needed,
+            "terms": [{"name": t.name, "bytes": t.bytes, "why": t.why} for t in self.terms],
+            "phases": [{"name": p.name, "bytes": p.bytes, "held": dict(p.held)} for p in self.phases],
+        }
+
+
+def gib(size: float) -> str:
+    """``12.34 GiB``, or MiB below a tenth of one."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def parse_bytes(text: str) -> int:
+    """``80GB``, ``24 GiB``, ``500MB`` or a number of bytes.
+
+    Raises:
+        ValueError: anything else.
+    """
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": GIB}
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        size = float(number) * units[unit]
+    except (ValueError, KeyError):
+        size = -1.0
+    if not 0 < size < 2**60:
+        raise ValueError(f"{text!r} is not a size of memory: write it as 80GB, 24GiB or a number of bytes")
+    return int(size)

@@ -1,0 +1,100 @@
+"""Before a run takes memory: which checkpointing fits in what is free, or why the run cannot start."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..engine.kv_size import free_memory
+from ..models.config import ModelConfig
+from ..models.memory.fit import first_that_fits, refusal
+from ..models.memory.kept import Kept
+from ..models.memory.terms import Estimate, gib
+from ..models.memory.training import TrainingPlan, training
+from .config import TrainConfig
+from .rollout import BLOCK_SIZE, MOST_RUNNING
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The checkpointing that a run takes, the account of its memory, and a line that says why."""
+
+    checkpointing: Kept
+    estimate: Estimate
+    why: str
+
+
+def plan_of(config: TrainConfig, device: torch.device) -> TrainingPlan:
+    """The memory plan of a configuration; ``auto`` checkpointing counts as none."""
+    rollouts = 0
+    if config.objective == "grpo":
+        running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
+        rollouts = running * (-(-config.data.seq_len // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    chosen: Any = "none" if config.checkpointing == "auto" else config.checkpointing
+    return TrainingPlan(
+        task=config.task,
+        objective=config.objective,
+        precision=config.precision,
+        optimizer=config.optimizer.name,
+        checkpointing=chosen,
+        seq_len=config.data.seq_len,
+        micro_batch=config.data.micro_batch,
+        accumulate=config.accumulate,
+        rank=config.lora.rank,
+        targets=config.lora.targets,
+        group=config.lora.group,
+        rollouts=rollouts,
+        backend="cpu" if device.type == "cpu" else "gpu",
+    )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on the device, for this process; None where the system does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        return free_memory()
+    except ValueError:
+        return None
+
+
+def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int | None = None) -> Fitted:
+    """Choose the checkpointing of a run, before its model is built.
+
+    Args:
+        free: bytes to stay within; None: what the device has.
+
+    Raises:
+        ValueError: the run does not fit; the message names the smallest change with which it does.
+    """
+    plan = plan_of(config, device)
+    free = free_bytes(device) if free is None else free
+    if free is None:
+        chosen = f"checkpointing {plan.checkpointing}: this system does not say how much memory is free"
+        return _said(Fitted(plan.checkpointing, training(model, plan), chosen))
+    asked = config.checkpointing != "auto"
+    found = (plan, training(model, plan)) if asked else first_that_fits(model, plan, free)
+    if found is None or not found[1].fits(free):
+        least = plan if asked else replace(plan, checkpointing="full")
+        raise ValueError(refusal(model, least, free, training(model, least)))
+    plan, estimate = found
+    reason = "as set" if asked else "the first plan that fits"
+    return _said(
+        Fitted(
+            plan.checkpointing,
+            estimate,
+            f"checkpointing {plan.checkpointing} ({reason}): {gib(estimate.peak)} at the {estimate.worst.name}, with "
+            f"the margin {gib(estimate.needed)} of {gib(free)} free",
+        )
+    )
+
+
+def _said(fitted: Fitted) -> Fitted:
+    log.info("%s", fitted.why)
+    return fitted

@@ -1,0 +1,130 @@
+"""The trainer and its memory: which checkpointing it takes, what it refuses, and the allocator's peak on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from training_runs import tiny_run
+
+from transect.models.memory.training import training
+from transect.models.presets import PRESETS
+from transect.train import memory, trainer
+from transect.train.config import OptimizerConfig
+from transect.train.optim import adamw8bit
+from transect.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+LLAMA_8B = PRESETS["llama-3.1-8b"]
+
+
+def test_auto_takes_the_first_plan_that_fits(tmp_path):
+    config = tiny_run(tmp_path, precision="bfloat16", data={"micro_batch": 8192, "seq_len": 1024})
+    base = memory.plan_of(config, CPU)
+    for kept in ("none", "selective", "full"):
+        budget = training(LLAMA_8B, replace(base, checkpointing=kept)).needed
+        fitted = memory.fit(config, LLAMA_8B, CPU, free=budget)
+        assert fitted.checkpointing == kept
+        assert kept in fitted.why and "first plan that fits" in fitted.why
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(tmp_path, monkeypatch):
+    def build(config):
+        raise AssertionError("the model was built")
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(trainer, "build", build)
+    with pytest.raises(ValueError, match=r"this run needs .* 1\.0 MiB are free"):
+        Trainer(tiny_run(tmp_path))
+
+
+def test_a_plan_that_was_set_is_kept_or_refused(tmp_path):
+    config = tiny_run(tmp_path, precision="bfloat16", checkpointing="none", data={"micro_batch": 8192, "seq_len": 1024})
+    needed = training(LLAMA_8B, memory.plan_of(config, CPU)).needed
+    assert memory.fit(config, LLAMA_8B, CPU, free=needed).checkpointing == "none"
+    with pytest.raises(ValueError, match='set checkpointing = "selective"'):
+        memory.fit(config, LLAMA_8B, CPU, free=needed - 1)
+
+
+def test_a_tiny_run_says_what_it_takes(tmp_path):
+    made = Trainer(tiny_run(tmp_path))
+    assert made.memory.checkpointing == "none"
+    assert "free" in made.memory.why
+    state = next(t.bytes for t in made.memory.estimate.terms if t.name == "optimizer state")
+    assert state == made.optimizer.state_bytes()
+
+
+def test_eight_bit_moments_do_not_depend_on_how_many_blocks_go_together(monkeypatch):
+    def run(chunk):
+        monkeypatch.setattr(adamw8bit, "CHUNK", chunk)
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(73, 91, generator=generator).bfloat16())
+        made = adamw8bit.AdamW8bit(OptimizerConfig(name="adamw8bit"), {"w": weight})
+        for _ in range(3):
+            weight.grad = torch.randn(73, 91, generator=generator).bfloat16()
+            made.step()
+        return weight.detach(), made.state_tensors()
+
+    whole, states = run(2**14)
+    parts, others = run(5)
+    assert torch.equal(whole, parts)
+    assert all(torch.equal(states[name], others[name]) for name in states)
+
+
+MODES = [
+    {"task": "pretrain"},
+    {"task": "pretrain", "checkpointing": "selective"},
+    {"task": "pretrain", "checkpointing": "full"},
+    {"task": "pretrain", "accumulate": 2},
+    {"task": "pretrain", "precision": "mixed", "checkpointing": "full"},
+    {"task": "pretrain", "optimizer": {"name": "adamw8bit"}, "checkpointing": "full"},
+    {"task": "pretrain", "optimizer": {"name": "muon"}, "checkpointing": "full"},
+    {"task": "lora"},
+    {"task": "lora", "checkpointing": "selective"},
+    {"task": "qlora", "checkpointing": "full"},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with the allocator of a CUDA GPU")
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
+def test_the_predicted_peak_is_the_allocators(tmp_path, mode):
+    text = tmp_path / "text.tokens.txt"
+    text.write_text("".join(f"{i} and {i * 7 % 1001}. " for i in range(12000)))
+    import gc
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    config = tiny_run(
+        tmp_path, device="cuda", model=_shape(tmp_path), load_format="dummy", steps=3,
+        **{"precision": "bfloat16", "checkpointing": "none", **mode},
+        data={"train": [str(text)], "seq_len": 2048, "micro_batch": 8192},
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    made = Trainer(config)
+    made.step()
+    made.step()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert made.memory.estimate.peak == pytest.approx(measured, rel=0.10)
+
+
+def _shape(folder):
+    """A directory with the shape of half a billion weights and the byte-level tokenizer of the tiny model."""
+    import json
+    import shutil
+
+    from tiny_llm import save_tiny_llm
+
+    made = folder / "shape"
+    made.mkdir()
+    save_tiny_llm(made)
+    (made / "model.safetensors").unlink()
+    config = json.loads((made / "config.json").read_text())
+    config |= {
+        "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    (made / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    return str(made)
