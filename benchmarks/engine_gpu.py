@@ -288,6 +288,23 @@ def table(files: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def newest(files: dict[str, dict[str, Any]]) -> str:
+    """One column as Markdown: of each figure the last that was measured, with the commits below."""
+    lines = ["| model | work | the least | measured (of the least) |", "|---|---|---|---|"]
+    commits: dict[str, None] = {}
+    for model, known in files.items():
+        rows: dict[str, str] = {}
+        for run in known["runs"]:
+            shown = [cell for name, row in run["results"].items() if (cell := _cell(name, row)) is not None]
+            rows |= {work: f"| {model} | {work} | {floor} | {cell} |" for work, floor, cell in shown}
+            commits |= dict.fromkeys([run["commit"]] if shown else [])
+        lines.extend(rows.values())
+    environment = next(iter(files.values()))["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    origin = f"`python benchmarks/engine_gpu.py` on one {environment['gpu']}, {packages}, commit {list(commits)[-1]}."
+    return "\n".join(lines) + f"\n\n{origin}\n"
+
+
 def _cell(name: str, row: Any) -> tuple[str, str, str] | None:
     """(work, floor, measured and its share of the floor) of one result; None for what is shown elsewhere."""
     if name.startswith("decode"):

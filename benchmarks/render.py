@@ -76,14 +76,16 @@ def http() -> str:
     return http_vs_offline.table(result) + "\n" + _origin(result, result["ratio"]["runs"])
 
 
-def gpu_engine(host: bool = False) -> str:
-    """The engine on one GPU: its figures, or the host's share of a step."""
+def gpu_engine(host: bool = False, newest: bool = False) -> str:
+    """The engine on one GPU: its figures in every run or the newest, or the host's share of a step."""
     import engine_gpu  # loads torch
 
     files = sorted((record.RESULTS / "h200").glob("engine_*.json"))
     if not files:
         raise FileNotFoundError("benchmarks/results/h200/engine_*.json: run benchmarks/engine_gpu.py on the GPU")
     results = {path.stem.removeprefix("engine_"): json.loads(path.read_text()) for path in files}
+    if newest:
+        return engine_gpu.newest(results)
     return engine_gpu.host_table(results) if host else engine_gpu.table(results)
 
 
@@ -159,6 +161,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "request-walk": walk,
     "http": http,
     "engine-gpu": gpu_engine,
+    "engine-gpu-newest": lambda: gpu_engine(newest=True),
     "engine-gpu-host": lambda: gpu_engine(host=True),
     "decoder-layer": decoder_layer,
     "memory-bound": memory_bound,
