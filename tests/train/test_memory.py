@@ -1,9 +1,12 @@
 """The trainer and its memory: which checkpointing it takes, what it refuses, and the allocator's peak on a GPU."""
 
+import gc
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
 from transect.models.memory.training import training
@@ -18,7 +21,7 @@ LLAMA_8B = PRESETS["llama-3.1-8b"]
 
 
 def test_auto_takes_the_first_plan_that_fits(tmp_path):
-    config = tiny_run(tmp_path, precision="bfloat16", data={"micro_batch": 8192, "seq_len": 1024})
+    config = tiny_run(tmp_path, task="lora", precision="bfloat16", data={"micro_batch": 8192, "seq_len": 1024})
     base = memory.plan_of(config, CPU)
     for kept in ("none", "selective", "full"):
         budget = training(LLAMA_8B, replace(base, checkpointing=kept)).needed
@@ -70,6 +73,47 @@ def test_eight_bit_moments_do_not_depend_on_how_many_blocks_go_together(monkeypa
     assert all(torch.equal(states[name], others[name]) for name in states)
 
 
+def allocated_by(work):
+    """The most bytes that torch's CPU allocator handed out during ``work``, beyond what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = now = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"precision": "bfloat16"},
+        {"precision": "mixed", "checkpointing": "selective"},
+        {"checkpointing": "full"},
+        {"accumulate": 2},
+        {"task": "lora"},
+        {"task": "lora", "checkpointing": "full", "precision": "bfloat16"},
+        {"optimizer": {"name": "adamw8bit"}, "data": {"micro_batch": 256}},
+        {"optimizer": {"name": "muon"}, "data": {"micro_batch": 256}},
+        {"vocab": 20000},
+    ],
+    ids=str,
+)
+def test_the_predicted_peak_is_that_of_a_step_on_the_cpu(tmp_path, mode):
+    torch.set_num_threads(1)
+    mode = dict(mode)
+    folder = _shape(tmp_path, vocab_size=mode.pop("vocab", 2000))
+    data = {"seq_len": 256, "micro_batch": 1024, **mode.pop("data", {})}
+    made = Trainer(tiny_run(tmp_path, model=folder, load_format="dummy", data=data, **mode))
+    made.step()
+    weights = {t.data_ptr(): t.nbytes for t in made.model.state_dict().values()}
+    before = sum(weights.values()) + made.optimizer.state_bytes()
+    peak = max(phase.bytes for phase in made.memory.estimate.phases if phase.name != "checkpoint")
+    assert peak == pytest.approx(before + allocated_by(made.step), rel=0.10)
+
+
 MODES = [
     {"task": "pretrain"},
     {"task": "pretrain", "checkpointing": "selective"},
@@ -88,15 +132,13 @@ MODES = [
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with the allocator of a CUDA GPU")
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
 def test_the_predicted_peak_is_the_allocators(tmp_path, mode):
-    text = tmp_path / "text.tokens.txt"
+    text = tmp_path / "long.txt"
     text.write_text("".join(f"{i} and {i * 7 % 1001}. " for i in range(12000)))
-    import gc
-
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     config = tiny_run(
-        tmp_path, device="cuda", model=_shape(tmp_path), load_format="dummy", steps=3,
+        tmp_path, device="cuda", model=_shape(tmp_path, **HALF_A_BILLION), load_format="dummy", steps=3,
         **{"precision": "bfloat16", "checkpointing": "none", **mode},
         data={"train": [str(text)], "seq_len": 2048, "micro_batch": 8192},
     )  # fmt: skip
@@ -108,23 +150,21 @@ def test_the_predicted_peak_is_the_allocators(tmp_path, mode):
     assert made.memory.estimate.peak == pytest.approx(measured, rel=0.10)
 
 
-def _shape(folder):
-    """A directory with the shape of half a billion weights and the byte-level tokenizer of the tiny model."""
-    import json
-    import shutil
+HALF_A_BILLION = {
+    "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
-    from tiny_llm import save_tiny_llm
 
+def _shape(folder, **changes):
+    """A directory with the tokenizer of the tiny model and a config.json, without weights."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "head_dim": 32}  # fmt: skip
     made = folder / "shape"
     made.mkdir()
     save_tiny_llm(made)
     (made / "model.safetensors").unlink()
     config = json.loads((made / "config.json").read_text())
-    config |= {
-        "vocab_size": 50304, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    (made / "config.json").write_text(json.dumps(config))
-    shutil.rmtree(folder / "model", ignore_errors=True)
+    (made / "config.json").write_text(json.dumps(config | sizes | changes))
     return str(made)

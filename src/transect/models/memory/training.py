@@ -256,16 +256,17 @@ class _Account:
         numbers = 0 if plan.adapted else vocab * config.dim
         rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab))
         half = e if e < wide else 0
+        before = wide + half if rows < plan.micro_batch else 0  # the part before is there until the next is made
         if plan.objective != "next_token":
             forward = rows * vocab * (half + 2 * wide)
-            backward = dx + numbers * (wide + e) + rows * vocab * (wide + e)
+            backward = dx + numbers * (wide + e) + rows * vocab * (half + wide + before)
             return forward, backward, f"log-probabilities, logits of {rows} tokens at a time, gradients dx and dW"
         if plan.backend == "gpu":
             chunk = min(plan.micro_batch, LOSS_CHUNK * (1 if config.dim >= 2048 else 2))
             made = dx + e * numbers
             why = f"logits of {chunk} tokens at a time, and the gradients dx and dW that are made with them"
             return made + e * chunk * vocab, made, why
-        chunk_bytes = rows * vocab * (half + 2 * wide)
+        chunk_bytes = rows * vocab * (half + 2 * wide + before)
         forward = dx + numbers * wide + max(chunk_bytes, numbers * e)
         return forward, 2 * (dx + e * numbers), f"logits of {rows} tokens at a time, dx and dW in float32"
 
