@@ -16,6 +16,7 @@ from ..models.decoder import Decoder
 from ..models.fused_stack import Fusions
 from ..models.load import kv_dtype
 from ..models.load_device import load_on_device
+from ..models.memory.serving import kept_for_graphs
 from ..models.resolve import ModelSource
 from ..ops.opset import OpSet, dependent_launch, resolve_ops
 from . import warm_kernels
@@ -28,8 +29,6 @@ from .sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-GRAPH_BYTES = 4 * 2**20
-"""Kept for one captured graph beside the memory that all share."""
 WARM_WIDTHS = 2
 """Widths of block tables whose graphs are captured at the start (contexts up to 1024 and 2048 tokens)."""
 
@@ -143,9 +142,8 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     torch.cuda.empty_cache()
     times.done("dry run")
     per_token = kv_bytes_per_token(model_config, storage)
-    graphs = 2 * max_seqs * model_config.vocab_size * 6
-    if config.cuda_graphs != "off":
-        graphs += 2 * GRAPH_BYTES * len(row_buckets(max_seqs))
+    captured = 0 if config.cuda_graphs == "off" else len(row_buckets(max_seqs))
+    graphs = kept_for_graphs(model_config.vocab_size, max_seqs, captured)
     account = MemoryAccount(
         total=total,
         usable=int(total * config.gpu_memory_utilization),

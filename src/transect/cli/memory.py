@@ -1,0 +1,188 @@
+"""``transect memory``: what a run needs before it starts, whether that fits, and what to change if it does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..models.memory.terms import Estimate
+    from ..models.resolve import ModelSource
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A built-in name or shape, a .gguf file, a directory, or a hub id.")],
+    train: Annotated[bool, typer.Option("--train", help="The memory of a training step.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="The memory of an engine.")] = False,
+    device_memory: Annotated[str | None, typer.Option(help="As 80GB or 24GiB; default: what is free here.")] = None,
+    device: Annotated[
+        str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
+    ] = "auto",
+    task: Annotated[str, typer.Option(help="--train: pretrain, finetune, lora or qlora.")] = "finetune",
+    objective: Annotated[str, typer.Option(help="--train: next_token, dpo or grpo.")] = "next_token",
+    precision: Annotated[str, typer.Option(help="--train: float32, bfloat16 or mixed.")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="--train: adamw, adamw8bit or muon.")] = "adamw",
+    checkpointing: Annotated[str, typer.Option(help="--train: none, selective, full, or auto: what fits.")] = "auto",
+    micro_batch: Annotated[int, typer.Option(help="--train: tokens of one forward pass.")] = 4096,
+    seq_len: Annotated[int, typer.Option(help="--train: longest document.")] = 1024,
+    accumulate: Annotated[int, typer.Option(help="--train: micro-batches to a step.")] = 1,
+    rank: Annotated[int, typer.Option(help="--train: of adapters.")] = 16,
+    context: Annotated[int | None, typer.Option(help="--serve: longest sequence; default: the model's.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="--serve: sequences at the same time.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
+    dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
+) -> None:
+    """Account for memory, term by term, before a device is touched."""
+    from pathlib import Path
+
+    from ..models.memory.terms import parse_bytes
+    from ..models.presets import PRESETS
+    from ..models.resolve import resolve
+
+    if train == serve:
+        raise ValueError("say which memory: --train or --serve")
+    shape = model in PRESETS or Path(model).is_dir()
+    source = resolve(model, load_format="dummy" if shape else "auto")
+    kind = _device(device, device_memory)
+    budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
+    if train:
+        settings = {
+            "task": task, "objective": objective, "precision": precision, "checkpointing": checkpointing,
+            "accumulate": accumulate, "optimizer": {"name": optimizer}, "lora": {"rank": rank},
+            "data": {"micro_batch": micro_batch, "seq_len": seq_len},
+        }  # fmt: skip
+        _train(source, settings, kind, budget, json)
+    else:
+        settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
+                    "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
+        _serve(source, settings, kind, budget, json)
+
+
+def _device(name: str, memory: str | None) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda, not {name!r}")
+    if name == "auto":
+        return "cuda" if memory is not None or torch.cuda.is_available() else "cpu"
+    if name == "cuda" and memory is None and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here whose free memory could be asked: give --device-memory")
+    return name
+
+
+def _free(kind: str) -> int:
+    import torch
+
+    from ..train.memory import free_bytes
+
+    free = free_bytes(torch.device(kind))
+    if free is None:
+        raise ValueError("this system does not say how much memory is free: give --device-memory")
+    return free
+
+
+def _train(source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool) -> None:
+    from dataclasses import replace
+
+    import torch
+
+    from ..models.memory.fit import first_that_fits, smallest_change
+    from ..models.memory.terms import gib
+    from ..models.memory.training import training
+    from ..train.config import TrainConfig
+    from ..train.memory import plan_of
+
+    config = TrainConfig.from_dict({"model": source.name, **settings})
+    plan = plan_of(config, torch.device(kind))
+    if config.checkpointing == "auto":
+        found = first_that_fits(source.config, plan, budget)
+        plan = found[0] if found else replace(plan, checkpointing="full")
+    estimate = training(source.config, plan)
+    fits = estimate.fits(budget)
+    change = None if fits else smallest_change(source.config, plan, budget)
+    if json:
+        facts = {"checkpointing": plan.checkpointing, "budget": budget, "fits": fits}
+        _dump(estimate, {**facts, "change": dict(change.settings) if change else None})
+        return
+    _table(f"training {source.name}, checkpointing {plan.checkpointing}", estimate)
+    if fits:
+        print(f"fits: {gib(estimate.needed)} of {gib(budget)}")
+    else:
+        print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there")
+        print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
+
+
+def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool) -> None:
+    from dataclasses import asdict
+
+    from ..engine.config import EngineConfig
+    from ..engine.gpu_runner import row_buckets
+    from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
+    from ..models.cost import Storage, weight_bytes
+    from ..models.memory.serving import ServingPlan, serving
+    from ..models.memory.terms import gib
+
+    config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
+    seqs, tokens = config.limits(kind)
+    element = 4 if config.dtype == "float32" or kind == "cpu" else 2
+    if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto":
+        weights = source.path.stat().st_size  # the C++ kernels keep the file's own blocks
+    else:
+        bits = 32 if config.dtype == "float32" else 16
+        weights = int(weight_bytes(source.config, Storage(linear=bits, embed=bits, head=bits, norm=bits)))
+    plan = ServingPlan(
+        weights=weights,
+        element=element,
+        kv_element=4 if config.dtype == "float32" else 2,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        context=config.max_model_len or source.config.max_position,
+        block_size=config.block_size,
+        graphs=len(row_buckets(seqs)) if kind == "cuda" else 0,
+        share=config.gpu_memory_utilization if kind == "cuda" else 1.0,
+        most_cache=None if kind == "cuda" else min(budget // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES),
+        backend="gpu" if kind == "cuda" else "cpu",
+    )
+    found = serving(source.config, plan, budget)
+    if json:
+        facts = {name: value for name, value in asdict(found).items() if name != "account"}
+        _dump(found.account, {"budget": budget, "context": plan.context, **facts})
+        return
+    _table(f"serving {source.name}, {seqs} sequences of up to {plan.context} tokens", found.account)
+    if found.fits:
+        print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
+    else:
+        print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
+        print(f"smallest change that does: {found.change}")
+
+
+def _dump(estimate: Estimate, facts: dict[str, Any]) -> None:
+    from json import dumps
+
+    print(dumps({**facts, **estimate.to_dict()}, indent=1))
+
+
+def _table(title: str, estimate: Estimate) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..models.memory.terms import gib
+
+    console = Console()
+    terms = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    terms.add_column("term")
+    terms.add_column("memory", justify="right", no_wrap=True)
+    terms.add_column("what it is", overflow="fold")
+    for term in (*estimate.terms, estimate.margin):
+        if term.bytes:
+            terms.add_row(term.name, gib(term.bytes), term.why)
+    console.print(terms, highlight=False)
+    phases = Table(title="held at the same time", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    phases.add_column("moment")
+    phases.add_column("memory", justify="right", no_wrap=True)
+    for phase in estimate.phases:
+        phases.add_row(phase.name + (" (peak)" if phase is estimate.worst else ""), gib(phase.bytes))
+    console.print(phases, highlight=False)

@@ -1,0 +1,132 @@
+"""The memory of an engine: weights, tables, the largest step, what CUDA graphs keep, and the KV cache in the rest.
+
+An engine on a GPU measures its largest step before it makes the cache; what is said of that step here is arithmetic
+from the shapes, to plan with on machines one does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..config import ModelConfig
+from ..cost import Storage, kv_bytes_per_token
+from .kept import Backend
+from .terms import Estimate, Phase, Term, gib
+
+GRAPH_BYTES = 4 * 2**20
+"""Kept for one captured graph beside the memory that all share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPlan:
+    """A way to serve.
+
+    Attributes:
+        weights: bytes of the weights as they are held.
+        element: bytes of a number in the compute dtype. kv_element: of one in the cache.
+        max_num_seqs, max_num_batched_tokens: limits of a step.
+        context: longest prompt and output together, in tokens.
+        graphs: CUDA graphs of decode steps; 0 for none.
+        share: of the budget that the engine may fill.
+        most_cache: bytes that the cache takes at the most; None: no such limit.
+    """
+
+    weights: int
+    element: int = 2
+    kv_element: int = 2
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    context: int = 8192
+    block_size: int = 16
+    graphs: int = 0
+    share: float = 0.9
+    most_cache: int | None = None
+    backend: Backend = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class ServingEstimate:
+    """The account, and what the cache is worth. ``sequences``: of the full context that the cache holds at once."""
+
+    account: Estimate
+    kv_bytes_per_token: int
+    cache_tokens: int
+    sequences: int
+    fits: bool
+    change: str
+    """If it does not fit: the smallest change with which it does, or an empty string."""
+
+
+def kept_for_graphs(vocab_size: int, max_num_seqs: int, graphs: int) -> int:
+    """Bytes kept free for CUDA graphs, and for requests with penalties or biases."""
+    return 2 * max_num_seqs * vocab_size * 6 + 2 * GRAPH_BYTES * graphs
+
+
+def largest_step(config: ModelConfig, plan: ServingPlan) -> int:
+    """Activations of a step full of prompt tokens, or the logits of a step full of sequences, with their sampling."""
+    tokens, e = plan.max_num_batched_tokens, plan.element
+    attention = 2 * config.q_dim + 2 * config.kv_dim
+    mlp = (3 if config.gated_mlp else 2) * config.ffn_dim
+    activations = e * tokens * (3 * config.dim + max(attention, mlp))
+    rows = min(plan.max_num_seqs, tokens)
+    return activations + rows * config.vocab_size * (e + 4 + 4)
+
+
+def serving(config: ModelConfig, plan: ServingPlan, budget: int | None = None) -> ServingEstimate:
+    """The account of ``plan``.
+
+    Args:
+        budget: bytes of the device that are free; the cache takes what ``plan.share`` of them leaves, at most what all
+            sequences can use. None: that most.
+    """
+    per_token = int(kv_bytes_per_token(config, Storage(kv=8 * plan.kv_element)))
+    block = per_token * plan.block_size
+    one = -(-plan.context // plan.block_size) * block
+    gpu = plan.backend == "gpu"
+    weights = Term("weights", plan.weights, "as they are held while serving")
+    angles = 4 * plan.context * config.head_dim if config.position == "rope" and gpu else 0
+    tables = Term("tables", angles, f"cos and sin of {plan.context} positions in float32")
+    step = Term(
+        "largest step",
+        largest_step(config, plan),
+        f"{plan.max_num_batched_tokens} tokens through a layer, logits of {plan.max_num_seqs} (an engine measures it)",
+    )
+    kept = kept_for_graphs(config.vocab_size, plan.max_num_seqs, plan.graphs) if gpu else 0
+    graphs = Term("graphs", kept, f"{plan.graphs} CUDA graphs and their pool; counts of requests with penalties")
+    rest = [weights, tables, step, graphs]
+    fixed = sum(term.bytes for term in rest)
+    most = one * plan.max_num_seqs
+    room = most if budget is None else int(budget * plan.share) - fixed
+    if plan.most_cache is not None:
+        room = min(room, plan.most_cache)
+    cache = min(most, max(0, room) // block * block)
+    held = cache // per_token
+    kv = Term(
+        "KV cache", cache, f"{held} tokens of {per_token} bytes ({config.n_layers} layers, {config.kv_dim} wide, twice)"
+    )
+    terms = (*rest, kv)
+    margin = 0 if budget is None else budget - int(budget * plan.share)
+    loaded, running = ({t.name: t.bytes for t in part} for part in ((weights, tables), terms))
+    account = Estimate(
+        terms,
+        (Phase("loaded", loaded), Phase("serving", running)),
+        Term("margin", margin, f"{1 - plan.share:.0%} of the device is left to other programs"),
+    )
+    fits = room >= one
+    change = "" if fits or budget is None else _change(config, plan, budget, room, per_token)
+    return ServingEstimate(account, per_token, held, cache // one, fits, change)
+
+
+def _change(config: ModelConfig, plan: ServingPlan, budget: int, room: int, per_token: int) -> str:
+    """A shorter context, else smaller steps, else a larger share, else nothing."""
+    tokens = max(0, room) // (per_token * plan.block_size) * plan.block_size
+    if tokens >= 256:
+        return f"lower the context to {tokens} tokens"
+    if plan.max_num_batched_tokens > 512:
+        smaller = replace(plan, max_num_batched_tokens=512, max_num_seqs=min(plan.max_num_seqs, 16))
+        found = serving(config, smaller, budget)
+        if found.fits:
+            return "lower max_num_batched_tokens to 512 and max_num_seqs to 16"
+        if found.cache_tokens >= 256:
+            return f"lower max_num_batched_tokens to 512, max_num_seqs to 16 and the context to {found.cache_tokens}"
+    return f"take a smaller model or one with fewer bits a weight (the weights take {gib(plan.weights)})"

@@ -1,0 +1,66 @@
+"""``transect memory``: tables, JSON, advice, and mistakes in one line."""
+
+import json
+
+import pytest
+
+from transect.cli import main
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["memory", *arguments])
+    said = capsys.readouterr()
+    return stopped.value.code, said.out, said.err
+
+
+def test_training_that_fits(capsys):
+    code, out, _ = run(capsys, "llama-3.2-1b", "--train", "--device-memory", "80GB", "--micro-batch", "8192")
+    assert code == 0
+    assert "checkpointing none" in out and "fits" in out and "(peak)" in out and "optimizer state" in out
+
+
+def test_training_that_does_not_fit_names_a_change_that_does(capsys):
+    arguments = ("llama-3.1-8b", "--train", "--micro-batch", "8192", "--device-memory", "24GB", "--json")
+    code, out, _ = run(capsys, *arguments)
+    found = json.loads(out)
+    assert code == 0 and not found["fits"] and found["needed"] > 24e9
+    change = found["change"]
+    assert change == {"task": '"lora"'}
+    assert json.loads(run(capsys, *arguments, "--task", "lora")[1])["fits"]
+
+
+def test_serving(capsys):
+    code, out, _ = run(
+        capsys,
+        "llama-3.1-8b",
+        "--serve",
+        "--device-memory",
+        "80GB",
+        "--context",
+        "8192",
+        "--max-num-seqs",
+        "16",
+        "--json",
+    )
+    found = json.loads(out)
+    assert code == 0 and found["fits"]
+    assert found["kv_bytes_per_token"] == 131072
+    assert found["cache_tokens"] <= 16 * 8192
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("llama-3.1-8b",), "--train or --serve"),
+        (("llama-3.1-8b", "--train", "--serve"), "--train or --serve"),
+        (("llama-3.1-8b", "--train", "--device-memory", "much"), "80GB"),
+        (("llama-3.1-8b", "--train", "--device", "tpu"), "auto, cpu or cuda"),
+        (("llama-3.1-8b", "--train", "--optimizer", "sgd", "--device-memory", "80GB"), "optimizer.name"),
+        (("llama-9b", "--train"), "llama-9b"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, message):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err and len(err.splitlines()) == 1
