@@ -51,10 +51,17 @@ class Finding:
 
 
 def check(
-    op: Op, implementation: Implementation, dtype: torch.dtype, device: str = "cpu", *, examples: Any = None
+    op: Op,
+    implementation: Implementation,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    examples: Any = None,
+    layouts: Sequence[str] = LAYOUTS,
+    draws: int = DRAWS,
 ) -> Iterator[Finding]:
-    """Compare on every example that the implementation takes; the first two also with elements apart and with rows
-    padded.
+    """Compare on every example that the implementation takes; the first two in all ``layouts`` (elements apart, rows
+    padded), the others in the first. Results of few elements are drawn ``draws`` times.
 
     Raises:
         Unavailable: the implementation cannot run here.
@@ -66,11 +73,13 @@ def check(
     for index, example in enumerate(op.examples() if examples is None else examples):
         if implementation.refuses and implementation.refuses(**example):
             continue
-        for layout in LAYOUTS if index < 2 else LAYOUTS[:1]:
+        for layout in layouts if index < 2 else layouts[:1]:
             for prefix, call, with_gradient in forms:
                 if prefix and layout == "padded":
                     continue
-                for quantity, measured in _compare(op, call, example, dtype, device, layout, with_gradient).items():
+                for quantity, measured in _compare(
+                    op, call, example, dtype, device, layout, with_gradient, draws
+                ).items():
                     name = str(dtype).removeprefix("torch.")
                     yield Finding(
                         op.name,
@@ -128,10 +137,11 @@ def _compare(
     device: str,
     layout: str,
     with_gradient: bool,
+    draws: int,
 ) -> dict[str, _Pool]:
     pools: dict[str, _Pool] = {}
     peer = op.peers.get("torch", op.reference)
-    for draw in range(DRAWS):
+    for draw in range(draws):
         inputs = {key: prepared(op, key, value, dtype, device, draw) for key, value in example.items()}
         exact_inputs = {key: v.double() if _floating(v) else v for key, v in inputs.items()}
         laid = {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
