@@ -15,6 +15,7 @@ def run(name: str, *arguments: str) -> str:
     """What ``python examples/NAME.py ARGUMENTS`` prints. Kernels stay out of it: the interpreter is slow."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(EXAMPLES.parent / "src"), "PYTHONWARNINGS": "error::UserWarning"}
+    environment["OMP_NUM_THREADS"] = "1"  # where tests share the machine, threads that wait for each other spin
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
@@ -64,3 +65,24 @@ def test_xor_is_learned_and_the_three_ways_agree() -> None:
 def test_digits_are_read() -> None:
     (accuracy,) = numbers(r"test accuracy (\S+)%", run("digits", "--steps", "500"))
     assert accuracy > 95
+
+
+def test_a_decoder_learns_bytes_and_writes_some() -> None:
+    out = run("characters", "--steps", "12")
+    losses = [float(value) for value in re.findall(r"^step +\d+: (\S+) bits", out, re.MULTILINE)]
+    assert losses[0] == pytest.approx(8, abs=0.3)  # before the first step every byte is about as likely
+    (held_out,) = numbers(r"held out: (\S+) bits a byte", out)
+    assert held_out < 5.5
+    drawn = out.split("The class statement")[1].split("bits a byte, by step")[0]
+    assert len(drawn.encode()) > 100
+
+
+def test_lora_lowers_the_loss_and_shows_answers_before_and_after(smollm2) -> None:
+    out = run("lora_smollm2", "--steps", "3")
+    losses = [float(value) for value in re.findall(r"^step +\d+: loss (\S+) nats", out, re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.7 * losses[0]
+    before, after = (re.findall(rf"^  {when}: +(.+)$", out, re.MULTILINE) for when in ("before", "after"))
+    assert len(before) == len(after) == 3
+    assert not any("{" in answer for answer in before)
+    assert before != after

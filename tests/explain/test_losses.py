@@ -71,7 +71,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         explain_script(tmp_path / "nothing.py")
 
 
-@pytest.mark.parametrize("name", ["line", "xor", "digits"])
+@pytest.mark.parametrize("name", ["line", "xor", "digits", "characters"])
 def test_examples_can_be_explained(name: str) -> None:
     found = explain_script(EXAMPLES / f"{name}.py")
     assert found.nodes[-1].name == "AccumulateGrad"
