@@ -28,6 +28,7 @@ PAGES = (
     "docs/operators.md",
     "docs/operators-memory-bound.md",
     "docs/engine.md",
+    "docs/training.md",
     "docs/engine-gpu.md",
     "docs/operators-reference.md",
     "docs/operators-results.md",
@@ -153,6 +154,15 @@ def operators_reference() -> str:
     return page(all_ops())
 
 
+def kills() -> str:
+    """Checkpoints after kills in the middle of their writing."""
+    result = _load("cpu/kill_checkpoints.json")
+    return (
+        f"`{result['command']}`: {result['kills']} kills, {result['kills_within_a_write']} of them within a write; the "
+        f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all whole.\n"
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
@@ -166,6 +176,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decoder-layer": decoder_layer,
     "memory-bound": memory_bound,
     "ladder": ladder,
+    "kills": kills,
 }
 
 
