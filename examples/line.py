@@ -59,7 +59,7 @@ def least_squares(xs: list[float], ys: list[float]) -> tuple[float, float]:
     return w, my - w * mx
 
 
-def loss():  # type: ignore[no-untyped-def]
+def loss():
     """The same loss in torch, for ``transect explain backward examples/line.py``."""
     import torch
 

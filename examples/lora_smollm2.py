@@ -6,8 +6,8 @@ Fine-tuning all of W would need its gradient and two moments, 12 more bytes for 
 arXiv:2106.09685) found that what fine-tuning adds to W has low rank, so it may as well be written as a product of two
 thin matrices and only these trained. B begins as zeros: at the start the model is the old one exactly. With rank 8
 there is one new number for some 50 old ones. Since W wants no gradient, the backward pass has one matrix product less
-for each W, dW = dY^T X, and need not keep X for it. It still goes through every W on its way down, dX = dY W;
-``transect explain backward smollm2-135m --task lora`` shows that.
+for each W, dW = dY^T X. It still goes through every W on its way down, dX = dY W; ``transect explain backward
+smollm2-135m --task lora`` shows that.
 
 The data are chats made below: a question for a capital, an answer as one line of JSON. The loss is taken on the
 assistant's tokens only; the questions are given, not learned. The countries that are asked for in the end were never
