@@ -3,7 +3,7 @@
 * ``pull.py``: fetch a model. ``generate.py``: continue one prompt. ``chat.py``: talk to a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
 * ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
-  curves. ``memory.py``: what training or serving will need.
+  curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: what happens inside, such as in a backward pass.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
@@ -72,6 +72,7 @@ def _application() -> Any:
         chat,
         data,
         demo,
+        eval,
         explain,
         generate,
         hardware,
@@ -93,7 +94,7 @@ def _application() -> Any:
     def options(debug: bool = typer.Option(False, "--debug", help="Show a traceback where a command fails.")) -> None:
         """Run and serve language models, with a measurement at every step."""
 
-    for module in (pull, generate, chat, serve, demo, train, memory, plot, hardware, inspect, tune, trace):
+    for module in (pull, generate, chat, serve, demo, train, memory, eval, plot, hardware, inspect, tune, trace):
         application.command(module.__name__.rsplit(".", 1)[-1])(module.command)
     application.add_typer(bench.application, name="bench")
     application.add_typer(data.application, name="data")

@@ -1,0 +1,107 @@
+"""``transect eval``: perplexity of text files, and tasks of lm-evaluation-harness, through the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .engine_options import Device, Dtype, MaxModelLen, MaxNumSeqs, ModelArgument, Native, Threads, engine_config
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+
+
+def command(
+    model: ModelArgument,
+    text: Annotated[list[Path] | None, typer.Option(help="A text file to predict; may be given again.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, with commas between.")] = None,
+    window: Annotated[int | None, typer.Option(help="--text: tokens of a window; default: the context.")] = None,
+    stride: Annotated[int | None, typer.Option(help="--text: tokens between windows; default: half of one.")] = None,
+    include: Annotated[Path | None, typer.Option(help="--tasks: a folder with task files of your own.")] = None,
+    few_shot: Annotated[int | None, typer.Option(help="--tasks: examples before each question.")] = None,
+    limit: Annotated[int | None, typer.Option(help="--tasks: questions of each task.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="--tasks: put questions into the chat template.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    threads: Threads = None,
+    native: Native = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
+    if not text and not tasks:
+        raise ValueError("say what to measure: --text FILE, or --tasks NAME,...")
+    names = [name.strip() for name in tasks.split(",")] if tasks else []
+    if names:
+        from ..train import harness  # noqa: F401  (says what is missing before a model is loaded)
+    for path in text or ():
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}")
+    from dataclasses import asdict
+
+    from ..engine.llm import LLM
+
+    settings = {"dtype": dtype, "device": device, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    config = engine_config(model, **settings, threads=threads, native=native, enable_prefix_caching=bool(names))
+    values = asdict(config)
+    llm = LLM(values.pop("model"), **values)
+    found: dict[str, Any] = {"model": model, "kernels": llm.kernels}
+    if text:
+        found["text"] = _texts(llm, text, window, stride)
+    if names:
+        from ..train.harness import run_tasks
+
+        found["tasks"] = run_tasks(llm, model, names, include=include, few_shot=few_shot, limit=limit, chat=chat)
+    if json:
+        from json import dumps
+
+        print(dumps(found, indent=1, default=str))
+    else:
+        _show(found)
+
+
+def _texts(llm: LLM, paths: list[Path], window: int | None, stride: int | None) -> dict[str, dict[str, float]]:
+    from ..train.perplexity import score_file
+
+    scores = {str(path): score_file(llm, path, window=window, stride=stride) for path in paths}
+    if len(scores) > 1:
+        first, *others = scores.values()
+        scores["all"] = sum(others, first)
+    return {
+        name: {
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "tokens": score.predicted,
+            "bytes": score.size,
+        }
+        for name, score in scores.items()
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if "text" in found:
+        table = Table(title="text", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("file", "perplexity", "bits per byte", "tokens", "bytes"):
+            table.add_column(column, justify="left" if column == "file" else "right")
+        for name, row in found["text"].items():
+            numbers = (f"{row['perplexity']:.4f}", f"{row['bits_per_byte']:.4f}", str(row["tokens"]), str(row["bytes"]))
+            table.add_row(name, *numbers)
+        console.print(table, highlight=False)
+    if "tasks" in found:
+        table = Table(title="tasks", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("task", "metric", "value"):
+            table.add_column(column, justify="right" if column == "value" else "left")
+        for task, metrics in found["tasks"].items():
+            for key, value in metrics.items():
+                metric, _, filtered = key.partition(",")
+                if filtered and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
+                    table.add_row(task, metric if filtered == "none" else f"{metric} ({filtered})", f"{value:.4f}")
+        console.print(table, highlight=False)

@@ -1,0 +1,50 @@
+"""``transect eval``: perplexity of files as JSON and as a table, and mistakes in one line."""
+
+import json
+
+import pytest
+import torch
+from tiny_llm import save_tiny_llm
+
+from transect.cli import main
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", *map(str, arguments)])
+    said = capsys.readouterr()
+    return stopped.value.code, said.out, said.err
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.set_num_threads(1)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tiny_llm(folder)
+    return folder
+
+
+def test_texts_alone_and_together(capsys, model, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"Some words that are in file {name}. " * 12)
+    files = ("--text", tmp_path / "a", "--text", tmp_path / "b")
+    code, out, _ = run(capsys, model, *files, "--window", 40, "--dtype", "float32", "--no-native", "--json")
+    found = json.loads(out)["text"]
+    assert code == 0 and len(found) == 3
+    a, b = found[str(tmp_path / "a")], found[str(tmp_path / "b")]
+    assert found["all"]["tokens"] == a["tokens"] + b["tokens"]
+    bits = a["bits_per_byte"] * a["bytes"] + b["bits_per_byte"] * b["bytes"]
+    assert found["all"]["bits_per_byte"] == pytest.approx(bits / found["all"]["bytes"])
+    code, out, _ = run(capsys, model, "--text", tmp_path / "a", "--window", 40, "--dtype", "float32", "--no-native")
+    assert code == 0 and f"{a['perplexity']:.4f}" in out
+
+
+def test_mistakes_are_one_line(capsys, model, tmp_path):
+    capsys.readouterr()  # what saving the model says
+    for arguments, message in (
+        ((model,), "--text FILE, or --tasks"),
+        ((model, "--text", tmp_path / "none"), "there is no file"),
+    ):
+        code, _, err = run(capsys, *arguments)
+        assert code == 2 and message in err and len(err.splitlines()) == 1
