@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .counting import visible_pairs
+from .cpu import gradients
 from .jit import TRITON_TARGETS, available
 from .numerics import compute_dtype, sample
 from .registry import Cost, Implementation, Op, register
@@ -128,6 +129,13 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: by_document, ("any",), batch_invariant=True),
+            "cpu": Implementation(
+                "cpu",
+                lambda: gradients.attention(by_document),
+                ("cpu",),
+                autograd=lambda: gradients.attention(by_document),
+                dtypes=("float32",),
+            ),
             "triton": Implementation(
                 "triton", _triton, TRITON_TARGETS, batch_invariant=True, autograd=_triton_autograd
             ),

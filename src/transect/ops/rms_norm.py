@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import norms
+from .cpu import gradients
 from .jit import TRITON_TARGETS, available, kernel, runs_triton, tl
 from .norms import launch_backward, launch_forward
 from .numerics import compute_dtype, sample
@@ -207,6 +208,13 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
+            "cpu": Implementation(
+                "cpu",
+                lambda: gradients.rms_norm(reference),
+                ("cpu",),
+                autograd=lambda: gradients.rms_norm(reference),
+                dtypes=("float32",),
+            ),
             "triton": Implementation(
                 "triton", available(triton_rms_norm), TRITON_TARGETS, batch_invariant=True, autograd=lambda: rms_norm
             ),

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
+from .cpu import gradients
 from .jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
 from .kv_cache_write import side_by_side
 from .numerics import compute_dtype, sample
@@ -248,6 +249,13 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
+            "cpu": Implementation(
+                "cpu",
+                lambda: gradients.rotary(reference),
+                ("cpu",),
+                autograd=lambda: gradients.rotary(reference),
+                dtypes=("float32",),
+            ),
             "triton": Implementation(
                 "triton", available(triton_rotary), TRITON_TARGETS, batch_invariant=True, autograd=lambda: rotary
             ),

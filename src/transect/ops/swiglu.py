@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import shapes
+from .cpu import gradients
 from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import compute_dtype, sample
 from .peers import compiled
@@ -193,6 +194,13 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: by_exp, ("any",), batch_invariant=True),
+            "cpu": Implementation(
+                "cpu",
+                lambda: gradients.swiglu(by_exp),
+                ("cpu",),
+                autograd=lambda: gradients.swiglu(by_exp),
+                dtypes=("float32",),
+            ),
             "triton": Implementation(
                 "triton", available(triton_swiglu), TRITON_TARGETS, batch_invariant=True, autograd=lambda: swiglu
             ),

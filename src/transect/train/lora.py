@@ -15,15 +15,32 @@ import torch
 from torch import Tensor, nn
 
 from ..models.decoder import Decoder
+from ..models.linear import Linear
+from ..ops.cpu.training import Kernels
+from .adapted_product import adapted_product, cpu_kernels
 from .config import LoRAConfig
 
 
 class LoRALinear(nn.Module):
-    """``[T, in] -> [T, out]`` as above. ``base`` is any module with that call and ``dense_weight()`` or ``weight``."""
+    """``[T, in] -> [T, out]`` as above. ``base`` is any module with that call and ``dense_weight()`` or ``weight``.
 
-    def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int, alpha: float, *, seed: int) -> None:
+    ``native`` computes it where the base is a frozen float32 ``Linear`` on the CPU.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        inputs: int,
+        outputs: int,
+        rank: int,
+        alpha: float,
+        *,
+        seed: int,
+        native: Kernels | None = None,
+    ) -> None:
         super().__init__()
         self.base = base
+        self.native = native if isinstance(base, Linear) else None
         self.scale = alpha / rank
         floating = (t for t in [*base.parameters(), *base.buffers()] if t.is_floating_point())
         example: Tensor | None = next(floating, None)
@@ -36,6 +53,8 @@ class LoRALinear(nn.Module):
         self.b = nn.Parameter(torch.zeros(outputs, rank, device=example.device, dtype=example.dtype))
 
     def forward(self, x_TI: Tensor) -> Tensor:
+        if self.native is not None and x_TI.dtype == torch.float32:
+            return adapted_product(self.native, x_TI, self.base, self.a, self.b, self.scale)
         out: Tensor = self.base(x_TI)
         return torch.addmm(out, x_TI @ self.a.mT, self.b.mT, alpha=self.scale)
 
@@ -54,6 +73,7 @@ def attach(model: Decoder, config: LoRAConfig, *, seed: int) -> list[str]:
     """
     model.requires_grad_(False)
     names: list[str] = []
+    native = cpu_kernels(model.norm.weight)
     for index, layer in enumerate(model.layers):
         for where in ("attention", "mlp"):
             part: Any = getattr(layer, where)
@@ -63,7 +83,7 @@ def attach(model: Decoder, config: LoRAConfig, *, seed: int) -> list[str]:
                     continue
                 inputs, outputs = base.in_features, base.out_features
                 key = seed * 1_000_003 + len(names)
-                adapter = LoRALinear(base, inputs, outputs, config.rank, config.alpha, seed=key)
+                adapter = LoRALinear(base, inputs, outputs, config.rank, config.alpha, seed=key, native=native)
                 setattr(part, target, adapter)
                 names.append(f"layers.{index}.{where}.{target}")
     if not names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -9,17 +10,25 @@ from torch import Tensor
 
 from ..models.context import VarlenContext
 from ..models.decoder import Decoder
+from ..ops.linear_cross_entropy_cpu import LinearCrossEntropy
 from ..ops.linear_cross_entropy_torch import linear_cross_entropy
-from ..ops.registry import get
+from ..ops.registry import Unavailable, get
 from .batches import IGNORE, Batch
+
+log = logging.getLogger(__name__)
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 def token_loss(device: torch.device) -> TokenLoss:
-    """``(hidden_TD, head_VD, labels_T, ignored label) -> mean loss``: the fused kernel on a GPU, torch on the CPU."""
+    """``(hidden_TD, head_VD, labels_T, ignored label) -> mean loss``: the fused kernel on a GPU, the C++ kernels on the
+    CPU, torch where these cannot be built (which is logged)."""
     if device.type == "cpu":
-        return linear_cross_entropy
+        try:
+            return LinearCrossEntropy()
+        except Unavailable as reason:
+            log.warning("the loss runs in torch: %s", reason)
+            return linear_cross_entropy
     from ..ops import linear_cross_entropy as module  # noqa: F401  (enters the operator)
 
     fused = get("linear_cross_entropy").implementations["triton"].autograd

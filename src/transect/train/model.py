@@ -65,9 +65,9 @@ def device_of(name: str) -> torch.device:
 
 
 def training_ops(device: torch.device) -> OpSet:
-    """Operators with gradients: Triton's on a GPU, torch's on the CPU."""
+    """Operators with gradients: Triton's on a GPU, the C++ kernels on the CPU, torch's where there is neither."""
     if device.type == "cpu":
-        return resolve_ops(device)
+        return resolve_ops(device, ("cpu", "torch"), differentiable=True)
     return resolve_ops(device, ("triton", "torch"), differentiable=True)
 
 

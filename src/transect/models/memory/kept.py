@@ -1,7 +1,9 @@
 """What the gradients of a layer's operators keep between the forward and the backward pass, in bytes for each token.
 
 Autograd holds a tensor once however many operators ask for it, so what counts is the set of tensors, by the table below
-(e bytes an element, w = max(4, e): torch's own operators compute in float32 and keep that copy).
+(e bytes an element, w = max(4, e): torch's own operators compute in float32 and keep that copy). In float32 the CPU has
+C++ kernels for RMSNorm, rotary, attention and swiglu that keep what the Triton kernels keep, and the norm one over its
+size for each row.
 
 =====================  ==================================  =========================================================
 operator               Triton kernels (``gpu``)             plain torch (``cpu``)
@@ -88,11 +90,13 @@ def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend
     layer is trained, so the norm at its start keeps nothing."""
     wide = max(4, element)
     dim, heads, q, kv, ffn = config.dim, config.n_heads, config.q_dim, config.kv_dim, config.ffn_dim
-    cpu = backend == "cpu"
+    plain = backend == "cpu" and element != 4
 
     def norm(width: int, rows: int = 1) -> float:
-        if not cpu:
+        if backend == "gpu":
             return element * width
+        if native_norm(config, element):
+            return element * width + 4 * rows
         return wide * width * (1 + reads.norms) + wide * rows
 
     attention = 0.0 if first and reads.rank else norm(dim)
@@ -100,13 +104,13 @@ def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend
     if config.qk_norm:
         attention += norm(q, heads) + norm(kv, config.n_kv_heads)
     attention += element * (2 * q + 2 * kv) + 4 * heads
-    if cpu and reads.o:
+    if plain and reads.o:
         attention += element * q
     mlp = norm(dim) + element * dim * bool(reads.gate_up) + element * reads.rank * (reads.gate_up + reads.down)
     if config.gated_mlp:
-        mlp += (5 * wide if cpu else 2 * element) * ffn
+        mlp += (5 * wide if plain else 2 * element) * ffn
     else:
-        mlp += (3 * wide if cpu else element) * ffn
+        mlp += (3 * wide if backend == "cpu" else element) * ffn
     mlp += element * ffn * reads.down
     return LayerKept(attention, mlp, element * dim)
 
@@ -118,4 +122,10 @@ def outside_layers(config: ModelConfig, reads: Reads, element: int, backend: Bac
     tables = 8 * (1 + (config.position == "learned")) if reads.norms else 0
     if backend == "gpu":
         return angles + element * config.dim + tables
-    return angles + wide * config.dim * (1 + reads.norms) + wide + tables
+    normalized = reads.norms and not native_norm(config, element)
+    return angles + wide * config.dim * (1 + normalized) + wide + tables
+
+
+def native_norm(config: ModelConfig, element: int) -> bool:
+    """Whether a norm on the CPU runs in C++: RMSNorm in float32."""
+    return element == 4 and config.norm != "layernorm"

@@ -266,6 +266,12 @@ class _Account:
             made = dx + e * numbers
             why = f"logits of {chunk} tokens at a time, and the gradients dx and dW that are made with them"
             return made + e * chunk * vocab, made, why
+        if e == 4:  # the C++ kernels: one buffer of logits becomes its own gradient
+            parts = max(1, -(-plan.micro_batch * vocab // LOSS_ELEMENTS))
+            rows = -(-plan.micro_batch // parts)
+            made = dx + wide * numbers
+            why = f"logits of {rows} tokens at a time, in place, dx and dW"
+            return made + rows * (vocab + config.dim) * wide, 2 * made, why
         chunk_bytes = rows * vocab * (half + 2 * wide + before)
         forward = dx + numbers * wide + max(chunk_bytes, numbers * e)
         return forward, 2 * (dx + e * numbers), f"logits of {rows} tokens at a time, dx and dW in float32"
@@ -306,7 +312,7 @@ class _Account:
         tokens, wide = plan.micro_batch, max(4, self.e)
         ffn = config.ffn_dim
         stream = e * config.dim * tokens
-        if plan.backend == "cpu":
+        if plan.backend == "cpu" and (e != 4 or not config.gated_mlp):
             # Upstream gradient, and that of each factor, in float32.
             at_gate = tokens * ffn * (wide * (4 if config.gated_mlp else 3) - e * self.reads.down)
         else:
@@ -317,6 +323,8 @@ class _Account:
     def attention_temporaries(self) -> int:
         config, plan, e = self.config, self.plan, self.e
         sums = 4 * config.q_dim + 8 * config.n_heads if plan.backend == "gpu" else 0  # float32 sums of dq
+        if plan.backend == "cpu" and e == 4:  # dk and dv of every query head
+            sums = 8 * config.q_dim
         each = e * (config.dim + 2 * config.q_dim + 2 * config.kv_dim) + sums
         return int(each * plan.micro_batch + self.dense_weight())
 

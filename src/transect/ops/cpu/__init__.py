@@ -8,8 +8,10 @@ Read in this order:
 * ``attention.h``  paged attention over a ragged batch
 * ``norm.h``       RMSNorm, LayerNorm, rotary embedding
 * ``stack.h``      all decoder layers in one call
+* ``products.h``, ``document_attention.h``, ``training.h``   training: dense products, attention, the rest; and back
 * ``native.cpp``   the C interface
 * ``build.py``     finds a compiler, builds, caches
 * ``library.py``   the same interface as Python functions on tensors
 * ``packing.py``   weights into the layout of ``linear.h``
+* ``training.py``  the kernels of training as Python functions, ``gradients.py`` as differentiable operators
 """

@@ -1,5 +1,8 @@
 // The C interface of the CPU kernels: raw pointers and plain structs, so that any compiler builds it and ctypes calls it.
+#include "document_attention.h"
+#include "products.h"
 #include "stack.h"
+#include "training.h"
 
 using namespace transect;
 
@@ -101,6 +104,42 @@ double transect_fma_probe(Pool* pool, int64_t rounds) {
     keep.store(total);
   });
   return 2.0 * LANES * CHAINS * double(rounds) * pool->threads();
+}
+
+// C [rows][n] = sum of the products (+ C if add); see products.h
+void transect_products(Pool* pool, const Product* list, int number, int64_t rows, int64_t n, float* c, int add) {
+  products(*pool, list, number, rows, n, c, n, add != 0);
+}
+
+// The rest of training: see training.h for what each computes and the shapes.
+void transect_swiglu(Pool* pool, int64_t n, const float* gate, const float* up, float* y) { swiglu(*pool, n, gate, up, y); }
+void transect_swiglu_backward(Pool* pool, int64_t n, const float* g, const float* gate, const float* up, float* dgate,
+                              float* dup) {
+  swiglu_backward(*pool, n, g, gate, up, dgate, dup);
+}
+void transect_rms_norm(Pool* pool, int64_t rows, int64_t width, const float* x, const float* w, float eps, float* y,
+                       float* r) {
+  rms_norm(*pool, rows, width, x, w, eps, y, r);
+}
+void transect_rms_norm_backward(Pool* pool, int64_t rows, int64_t width, const float* g, const float* x, const float* w,
+                                const float* r, float* dx) {
+  rms_norm_backward(*pool, rows, width, g, x, w, r, dx);
+}
+void transect_rotate(Pool* pool, int64_t tokens, int64_t heads, int64_t half, const float* x, int64_t token_stride,
+                     const float* cosine, const float* sine, float sign, float* y) {
+  rotate(*pool, tokens, heads, half, x, token_stride, cosine, sine, sign, y);
+}
+void transect_cross_entropy(Pool* pool, int64_t rows, int64_t n, float* logits, const int64_t* labels, float scale,
+                            float* loss) {
+  cross_entropy(*pool, rows, n, logits, labels, scale, loss);
+}
+
+void transect_attention_forward(Pool* pool, const DocumentAttention* a, float* out, float* lse) {
+  attention_forward(*pool, *a, out, lse);
+}
+void transect_attention_backward(Pool* pool, const DocumentAttention* a, const float* grad, const float* out,
+                                 const float* lse, float* dq, float* dk, float* dv) {
+  attention_backward(*pool, *a, grad, out, lse, dq, dk, dv);
 }
 
 Stack* transect_stack_new(const StackConfig* config, const Layer* layers, Pool* pool) { return new Stack(*config, layers, pool); }
