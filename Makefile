@@ -24,8 +24,8 @@ test: setup
 	@$(BIN)/python -m pytest
 
 lint: setup
-	@$(BIN)/ruff check src tests benchmarks
-	@$(BIN)/ruff format --check src tests benchmarks
+	@$(BIN)/ruff check src tests benchmarks examples
+	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/lint-imports
 
 types: setup
