@@ -98,6 +98,7 @@ def allocated_by(work):
         {"optimizer": {"name": "adamw8bit"}, "data": {"micro_batch": 256}},
         {"optimizer": {"name": "muon"}, "data": {"micro_batch": 256}},
         {"vocab": 20000},
+        {"objective": "dpo", "data": {"train": "pairs"}},
     ],
     ids=str,
 )
@@ -106,6 +107,8 @@ def test_the_predicted_peak_is_that_of_a_step_on_the_cpu(tmp_path, mode):
     mode = dict(mode)
     folder = _shape(tmp_path, vocab_size=mode.pop("vocab", 2000))
     data = {"seq_len": 256, "micro_batch": 1024, **mode.pop("data", {})}
+    if data.get("train") == "pairs":
+        data["train"] = [_pairs(tmp_path / "pairs.jsonl")]
     made = Trainer(tiny_run(tmp_path, model=folder, load_format="dummy", data=data, **mode))
     made.step()
     weights = {t.data_ptr(): t.nbytes for t in made.model.state_dict().values()}
@@ -148,6 +151,13 @@ def test_the_predicted_peak_is_the_allocators(tmp_path, mode):
     made.step()
     measured = torch.cuda.max_memory_allocated() - before
     assert made.memory.estimate.peak == pytest.approx(measured, rel=0.10)
+
+
+def _pairs(path):
+    """Preferences that fill micro-batches of 1024 tokens: 256 for a pair, nearly all of them answers."""
+    line = {"prompt": "", "chosen": "yes! " * 20, "rejected": "never " * 17}
+    path.write_text("".join(json.dumps({**line, "prompt": f"{i:03}"}) + "\n" for i in range(24)))
+    return str(path)
 
 
 HALF_A_BILLION = {

@@ -4,7 +4,7 @@ What a model is, and what it costs (no torch):
 
 * ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_hf.py`` and ``config_gguf.py`` read and write them
 * ``shapes.py``: canonical names and shapes of all weights
-* ``cost.py``: FLOPs, bytes and memory of a step
+* ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory that training and serving need, before they start
 
 The model (flat, token-major: ``x_TD`` is tokens by model dim):
 

@@ -5,6 +5,8 @@
   streams, and the position in them. ``batches.py``: documents packed side by side.
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
   what is kept for the backward pass.
+* ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model
+  is, measured through the engine.
 * ``loss.py``: the fused loss. ``optim/``: AdamW, 8-bit AdamW, Muon. ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
 * ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
