@@ -28,10 +28,8 @@ def outputs(name: str, function: Any, arguments: dict[str, Any]) -> tuple[torch.
     mutated = get(name).mutates
     arguments = {key: value.clone() if key in mutated else value for key, value in arguments.items()}
     result = function(**arguments)
-    if mutated:
-        assert result is None
-        return tuple(arguments[key] for key in mutated)
-    return result if isinstance(result, tuple) else (result,)
+    returned = () if result is None else result if isinstance(result, tuple) else (result,)
+    return (*(arguments[key] for key in mutated), *returned)
 
 
 @pytest.mark.parametrize(("name", "index"), DIFFERENTIABLE)
@@ -55,11 +53,13 @@ def test_torch_implementations_and_peers(name: str, index: int, dtype: torch.dty
     plain = outputs(name, op.reference, arguments)
     others = {label: way.load() for label, way in op.implementations.items() if way.backend == "torch"}
     assert others
-    for label, function in {**others, **{f"peer {label}": peer for label, peer in op.peers.items()}}.items():
-        if "torch" not in label:
-            continue
+    if "torch" in op.peers:
+        others["peer torch"] = op.peers["torch"]
+    for label, function in others.items():
         for ours, theirs, right in zip(outputs(name, function, arguments), plain, exact, strict=True):
             assert ours.dtype == dtype and ours.shape == right.shape
+            if not right.numel():
+                continue
             rounding = 4 * torch.finfo(dtype).eps * right.abs().max()
             assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + rounding, label
 
@@ -93,7 +93,7 @@ def test_strided_inputs(name: str, index: int) -> None:
     for key, value in arguments.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             strided[key] = torch.stack((value, torch.full_like(value, torch.nan)), dim=-1)[..., 0]
-            assert value.numel() == 1 or not strided[key].is_contiguous()
+            assert value.numel() <= 1 or not strided[key].is_contiguous()
     for label, way in get(name).implementations.items():
         if way.backend == "torch":
             for ours, right in zip(
