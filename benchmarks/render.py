@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import batching
+import cpu_lora
 import cpu_vs_llamacpp
 import http_vs_offline
 import ops_tables
@@ -32,6 +33,7 @@ PAGES = (
     "docs/engine-gpu.md",
     "docs/operators-reference.md",
     "docs/operators-results.md",
+    "docs/cpu-training.md",
 )
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -62,6 +64,18 @@ def batching_table() -> str:
     result = _load("cpu/batching.json")
     runs = next(iter(result["work"].values()))["continuous"]["output_tokens_per_second"]["runs"]
     return batching.table(result) + "\n" + _origin(result, runs)
+
+
+def lora() -> str:
+    """LoRA fine-tuning against transformers + PEFT."""
+    result = _load("cpu/lora.json")
+    return cpu_lora.table(result) + "\n" + _origin(result, result["work"]["rows"]["ratio"]["runs"])
+
+
+def lora_parts() -> str:
+    """The products and the attention of that, on one thread."""
+    result = _load("cpu/lora_parts.json")
+    return cpu_lora.parts_table(result) + "\n" + _origin(result, 7).replace("median of 7 rounds", "best of 7")
 
 
 def walk() -> str:
@@ -168,6 +182,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "operators-results": ops_tables.page,
     "llamacpp": llamacpp,
     "batching": batching_table,
+    "lora": lora,
+    "lora-parts": lora_parts,
     "request-walk": walk,
     "http": http,
     "engine-gpu": gpu_engine,
