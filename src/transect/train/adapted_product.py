@@ -13,6 +13,8 @@ x needs no gradient, as below the first adapter of a model, dx is not computed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,18 @@ def cpu_kernels(weight: Tensor) -> Kernels | None:
     except Unavailable as reason:
         log.warning("adapters run in torch: %s", reason)
         return None
+
+
+@contextmanager
+def calling_thread_alone() -> Iterator[None]:
+    """Torch's own operators on one thread meanwhile. With adapters they are small additions between the C++ kernels;
+    torch's other threads would go on spinning after each of them, on the cores that the kernels' threads need."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def adapted_product(native: Kernels, x_TI: Tensor, base: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 from ..models.load import load_weights
 from ..models.resolve import resolve
 from .activations import stack_with
+from .adapted_product import calling_thread_alone
 from .batches import Batch
 from .checkpoint import Checkpoint, Snapshot, Writer
 from .config import TrainConfig
@@ -104,6 +106,7 @@ class Trainer:
             config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
         )
         self.watch = LossWatch()
+        self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -120,11 +123,12 @@ class Trainer:
         labels = sum(batch.num_labels for batch in batches)
         total = torch.zeros((), device=self.device)
         on_device = [batch.to(self.device) for batch in batches]
-        for batch in on_device:
-            if batch.num_labels:
-                loss = self.objective.loss(batch) * (batch.num_labels / labels)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
+        with calling_thread_alone() if self._native else nullcontext():
+            for batch in on_device:
+                if batch.num_labels:
+                    loss = self.objective.loss(batch) * (batch.num_labels / labels)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    total += loss.detach()
         norm = self.optimizer.gradient_norm()
         values = torch.stack([total.float(), norm.to(self.device)]).tolist()  # the one wait for the device in a step
         self._check(values[0], values[1], before, on_device)
