@@ -46,7 +46,7 @@ def subject(settings: EngineConfig) -> Subject:
 
     import torch
 
-    from ..bench.floors import Rates, storage_of
+    from ..bench.floors import Rates, processor_ceilings, storage_of
     from ..engine.gpu_build import device_for
     from ..engine.llm import LLM
     from ..hardware.device import detect
@@ -58,12 +58,14 @@ def subject(settings: EngineConfig) -> Subject:
     device, _ = device_for(settings)
     threads = settings.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    packed = False
+    library = None
     if device.type == "cpu":
         choice = {"dtype": settings.dtype, "native": settings.native, "block_size": settings.block_size}
-        packed = kernels(source.config, threads=threads, **choice)[0] is not None  # type: ignore[arg-type]
+        library, _ = kernels(source.config, threads=threads, **choice)  # type: ignore[arg-type]
+    packed = library is not None
     compute = "float32" if packed else str(kv_dtype(settings.dtype)).removeprefix("torch.")
-    rates = Rates.of(ceilings(detect(str(device))), compute)
+    limits = ceilings(detect(str(device)))
+    rates = Rates.of(limits if library is None else processor_ceilings(limits, library), compute)
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     llm = LLM(**fields)
     return Subject(llm, source.config, rates, storage_of(source, settings.dtype, keeps_quantized=packed))
