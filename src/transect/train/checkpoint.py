@@ -73,7 +73,10 @@ class Writer:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             for rest in self.run_dir.glob(".partial-*"):  # of a process that was killed
-                shutil.rmtree(rest, ignore_errors=True)
+                if rest.is_symlink():  # it was about to become ``last``
+                    rest.unlink()
+                else:
+                    shutil.rmtree(rest, ignore_errors=True)
         except OSError as error:
             raise ValueError(f"cannot write to run_dir {self.run_dir}: {error.strerror}") from None
 
