@@ -125,15 +125,20 @@ def chat_tokens(messages: Any, tokenizer: Tokenizer, template: ChatTemplate) -> 
             )
         before = tokenizer.encode(opened[len(done) :], parse_special=True)
         answer = tokenizer.encode(answered[len(opened) :], parse_special=True)
-        ends = [i + 1 for i, token in enumerate(answer) if token in tokenizer.eos_token_ids]
-        said = ends[-1] if ends else len(answer)
         ids += before + answer
-        trained += [False] * len(before) + [i < said for i in range(len(answer))]
+        trained += [False] * len(before) + said(answer, tokenizer)
         done = answered
     if not any(trained):
         template.render(messages)  # says what is wrong with them, if that is it
         raise ValueError("the chat has no message of the assistant to learn from")
     return ids, trained
+
+
+def said(answer: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
+    """Which tokens of a rendered answer the assistant said: up to and with the last that ends one, or all."""
+    ends = [i + 1 for i, token in enumerate(answer) if token in tokenizer.eos_token_ids]
+    until = ends[-1] if ends else len(answer)
+    return [i < until for i in range(len(answer))]
 
 
 def collect(

@@ -113,8 +113,3 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
         if not name.startswith(tuple(replaced)):
             state[name] = tensor.detach().cpu().clone()
     return state
-
-
-def adapters(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' own tensors by name (``layers.0.attention.q.a`` ...)."""
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -27,7 +27,7 @@ from ...text.chat_template import ChatTemplate
 from ...text.tokenizer import Tokenizer
 from ..batches import Batch, best_fit, pack
 from ..config import DataConfig, TrainConfig
-from ..data import Position
+from ..data import Position, said
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
 from ..tokens import TokenStream
@@ -197,6 +197,5 @@ def _sides(line: str, where: str, tokenizer: Tokenizer, template: ChatTemplate) 
             raise ValueError(f"{where}: {error}") from None
         before = tokenizer.encode(opened, parse_special=True)
         answer = tokenizer.encode(answered[len(opened) :], parse_special=True)
-        said = max((i + 1 for i, token in enumerate(answer) if token in tokenizer.eos_token_ids), default=len(answer))
-        sides.append((before + answer, [False] * len(before) + [i < said for i in range(len(answer))]))
+        sides.append((before + answer, [False] * len(before) + said(answer, tokenizer)))
     return sides
