@@ -5,7 +5,9 @@
 #
 # OUT gets ops.json (every case of every operator, each implementation compared with float64, every peer), numerics.txt
 # (all kernels on the small and odd examples, CUDA graphs), sanitizer.txt (compute-sanitizer over the CUDA C++ kernels).
-# OPERATORS, separated by commas, measures only these; the rows of others in OUT/ops.json stay.
+# OPERATORS, separated by commas, measures only these; the rows of others in OUT/ops.json stay. A case that OUT/ops.json
+# holds already, measured on such a machine of the same sources of its operator, is not measured again: copy
+# benchmarks/results/h200/ops.json to OUT first to bring it up to date, and back after.
 # PYTHON, WORKERS (processes that compile first) and DEVICE may be set; DEVICE=cpu is a dry run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -32,7 +34,7 @@ if [ "$device" != cpu ]; then
     tests/ops/test_numerics.py tests/ops/test_torch_integration.py --import-mode=importlib
   step sanitizer 90 "$python" benchmarks/sanitize_cuda.py
 fi
-step bench ${BENCH_SECONDS:-300} "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check \
+step bench ${BENCH_SECONDS:-300} "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check --changed \
   --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"
 tail -n 3 "$out/numerics.txt" "$out/sanitizer.txt" 2> /dev/null
 exit $failed

@@ -22,6 +22,10 @@ def command(
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda.")] = "auto",
     json: Annotated[Path | None, typer.Option(help="Put the rows into this file; other operators' rows stay.")] = None,
+    changed: Annotated[
+        bool,
+        typer.Option("--changed", help="Leave out what the file of --json holds, measured here of the same sources."),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw into this directory (matplotlib).")] = None,
     check: Annotated[bool, typer.Option("--check", help="Also compare results with float64, on a GPU.")] = False,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one contender may take at a case.")] = 30.0,
@@ -41,18 +45,24 @@ def command(
         _list(wanted, found)
         return
     from ..hardware.measured import ceilings
+    from ..ops.tools import results, sources
 
     limits = ceilings(found)
     where = _run(limits, found)
+    digests = {op.name: sources.digest(op, found.name) for op in wanted}
+    left_out: frozenset[tuple[str, str]] = frozenset()
+    if changed:
+        if json is None:
+            raise ValueError("--changed compares with a file of results: name it with --json")
+        left_out = sources.still_good(results.read(json), where, digests) if json.is_file() else left_out
+        print(f"{len(left_out)} cases in {json} are of the same sources and stay")
 
     def keep(of_one_case: list[Timing]) -> None:
         if json is not None:
-            from ..ops.tools.results import merge
+            results.merge(json, where, of_one_case, digests)
 
-            merge(json, where, of_one_case)
-
-    rows = _measure(wanted, limits, found, case, check, limit, workers, keep)
-    if not rows:
+    rows = _measure(wanted, limits, found, case, left_out, check, limit, workers, keep)
+    if not rows and not left_out:
         raise ValueError(f"no case's name contains {case!r}; `transect bench ops --list` shows them")
     if plot is not None:
         from ..ops.tools.plots import draw
@@ -95,6 +105,7 @@ def _measure(
     limits: Ceilings,
     found: Device,
     case: str,
+    left_out: frozenset[tuple[str, str]],
     check: bool,
     limit: float,
     workers: int,
@@ -128,6 +139,7 @@ def _measure(
         place,
         check=check,
         matching=case,
+        left_out=left_out,
         limit=limit,
         warm_up_workers=0 if found.kind == "cpu" else workers,
         say=lambda line: console.print(line, style="red", highlight=False, soft_wrap=True),

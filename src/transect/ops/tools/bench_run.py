@@ -71,6 +71,7 @@ def run(
     *,
     check: bool = False,
     matching: str = "",
+    left_out: frozenset[tuple[str, str]] = frozenset(),
     limit: float = CASE_SECONDS,
     warm_up_workers: int = 0,
     say: Callable[[str], None] = lambda line: None,
@@ -78,12 +79,18 @@ def run(
     """Every case of ``ops`` whose name contains ``matching``: rows as they come.
 
     Args:
+        left_out: (operator, case) pairs not to run.
         limit: seconds for one contender in one direction (with making the inputs, for the first).
         warm_up_workers: processes that compile the kernels first, side by side (for a GPU).
         say: told about what goes wrong.
     """
     place = torch.device(device)
-    units = [(op.name, i) for op in ops for i, case in enumerate(cases_on(op, place)) if matching in case.name]
+    units = [
+        (op.name, i)
+        for op in ops
+        for i, case in enumerate(cases_on(op, place))
+        if matching in case.name and (op.name, case.name) not in left_out
+    ]
     names = {op.name: [case.name for case in cases_on(op, place)] for op in ops}
     job: dict[str, Any] = {
         "device": device,
