@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -86,3 +87,27 @@ def test_autograd_takes_the_gradients_over_without_a_copy(monkeypatch: pytest.Mo
     module.linear_cross_entropy_autograd(x.requires_grad_(), weight.requires_grad_(), target).backward()
     assert x.grad is not None and weight.grad is not None
     assert made == [x.grad.data_ptr(), weight.grad.data_ptr()]
+
+
+def test_the_backward_pass_makes_no_tensor_as_large_as_a_gradient() -> None:
+    """Not even the zeros that autograd hands in for outputs that have no gradient of their own."""
+
+    class Sizes(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bytes: list[int] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = function(*args, **(kwargs or {}))
+            before = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in before:
+                self.bytes.append(out.nbytes)
+            return out
+
+    x, weight, target = inputs()
+    loss = module.linear_cross_entropy_autograd(x.requires_grad_(), weight.requires_grad_(), target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "scale_in_place", lambda values, g: None)  # the interpreter copies what a kernel is given
+        with Sizes() as made:
+            torch.autograd.grad(loss, [x, weight])
+    assert max(made.bytes, default=0) < x.nbytes

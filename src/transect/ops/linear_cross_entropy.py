@@ -283,6 +283,7 @@ def scale_in_place(values: Tensor, g: Tensor) -> None:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1], output[2])
+    ctx.set_materialize_grads(False)  # else the backward pass gets zeros as large as both gradients, which have none
     ctx.gradients = output[1:]
     ctx.needs = inputs[4:6]
 
