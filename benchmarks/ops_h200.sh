@@ -4,7 +4,7 @@
 #     benchmarks/ops_h200.sh OUT [OPERATORS]
 #
 # OUT gets ops.json (every case of every operator, each implementation compared with float64, every peer), numerics.txt
-# (all kernels on the small and odd examples, CUDA graphs), sanitizer.txt (compute-sanitizer over the CUDA C++ kernels).
+# (all kernels on the small and odd examples, CUDA graphs), sanitizer.json (compute-sanitizer over the CUDA C++ kernels).
 # OPERATORS, separated by commas, measures only these; the rows of others in OUT/ops.json stay. A case that OUT/ops.json
 # holds already, measured on such a machine of the same sources of its operator, is not measured again: copy
 # benchmarks/results/h200/ops.json to OUT first to bring it up to date, and back after.
@@ -32,7 +32,7 @@ step hardware 60 "$python" -m transect hardware --device "$device"
 if [ "$device" != cpu ]; then
   step numerics 150 "$python" -m pytest -q -p no:cacheprovider -o addopts="" -n "${TEST_WORKERS:-8}" \
     tests/ops/test_numerics.py tests/ops/test_torch_integration.py --import-mode=importlib
-  step sanitizer 90 "$python" benchmarks/sanitize_cuda.py
+  step sanitizer 90 "$python" benchmarks/sanitize_cuda.py "$out/sanitizer.json"
 fi
 step bench ${BENCH_SECONDS:-300} "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check --changed \
   --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"

@@ -1,7 +1,7 @@
 """Runs every CUDA C++ implementation of the registry on its small examples under compute-sanitizer.
 
-python benchmarks/sanitize_cuda.py           memcheck and racecheck; exit 1 where one finds something
-python benchmarks/sanitize_cuda.py --inside  the program that is watched
+python benchmarks/sanitize_cuda.py [OUT.json]  memcheck and racecheck; exit 1 where one finds something
+python benchmarks/sanitize_cuda.py --inside    the program that is watched
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import record
 from transect.ops.registry import Op, all_ops
 
 EXTRA = {
@@ -64,14 +67,36 @@ def main() -> int:
     if sanitizer is None:
         print("compute-sanitizer is not on the PATH: install the CUDA toolkit", file=sys.stderr)
         return 2
-    worst = 0
-    for tool in TOOLS:
-        watched = [sys.executable, __file__, "--inside"]
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *watched]
-        done = subprocess.run(command, capture_output=True, text=True)
-        print(f"{tool}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-1500:]}")
-        worst = max(worst, done.returncode)
-    return 1 if worst else 0
+    watched = [sys.executable, __file__, "--inside"]
+    running = {
+        tool: subprocess.Popen(
+            [sanitizer, "--tool", tool, "--error-exitcode", "9", *watched],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for tool in TOOLS
+    }
+    found = {}
+    for tool, process in running.items():
+        text, _ = process.communicate()
+        print(f"{tool}: exit {process.returncode}\n{text[-3000:]}", flush=True)
+        lines = text.splitlines()
+        found[tool] = {
+            "exit": process.returncode,
+            "summary": next((line.strip("= ") for line in lines if "SUMMARY" in line), ""),
+            "runs": [line for line in lines if line.endswith(" runs")],
+        }
+    if sys.argv[1:]:
+        result = {
+            "command": "python benchmarks/sanitize_cuda.py",
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": record.environment(("torch",)),
+            "device": torch.cuda.get_device_name(),
+            "tools": found,
+        }
+        record.write(Path(sys.argv[1]), result)
+    return 1 if any(process.returncode for process in running.values()) else 0
 
 
 if __name__ == "__main__":

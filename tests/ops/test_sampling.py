@@ -207,3 +207,11 @@ def test_real_vocabularies_on_the_gpu_and_in_a_graph(vocab: int, scale: float) -
         graph.replay()
         on_host = {name: value.cpu() for name, value in made.items()}
         assert out.tolist() == sampling.reference(**on_host).tolist()
+
+
+def test_knobs_change_no_draw() -> None:
+    made = sampling.inputs(3 * torch.randn(8, 700, generator=torch.Generator().manual_seed(4)).to(DEVICE), WIDE[:8])
+    wanted = sampling.sample(**made)
+    few = {"groups": 8, "warps": 2, "block": 256, "choose_warps": 4}
+    many = {"groups": 32, "warps": 8, "block": 1024, "choose_warps": 16}
+    assert all(torch.equal(sampling.sample(**made, config=config), wanted) for config in (few, many))

@@ -154,3 +154,27 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit) as stop:
             main(["tune", *arguments])
         assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_configuration_in_use_is_tried_whatever_the_limit() -> None:
+    def in_use(launcher: str, size: tuple[int, int]) -> dict[str, int]:
+        assert (launcher, size) == ("double", (3, 1000))
+        return {"block": 2, "warps": 4}
+
+    found = search.search(_knobs(), CASE, "cpu", seconds=0, in_use=in_use, timer=_timer)
+    assert [trial.config for trial in found.trials] == [{"block": 4, "warps": 8}, {"block": 2, "warps": 4}]
+    assert found.best.config == {"block": 2, "warps": 4} and found.left == 10
+
+
+def test_an_unknown_gpu_runs_by_the_rule(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A new GPU")
+    place = torch.device("cuda", 7)
+    assert tuning.choose("softmax", 4096, place, tuning.row_rule) == tuning.row_rule(4096)
+    assert "no tuned kernel configurations for A new GPU: rules of thumb are used" in caplog.text
+    tuning.choices.cache_clear()
+    tuning.choose.cache_clear()
+    tuning.save("A new GPU", {"softmax": {"4096": {"rows": 2, "warps": 1}}})
+    assert tuning.choose("softmax", 3000, place, tuning.row_rule) == {"rows": 2, "warps": 1}
+    tuning.choose.cache_clear()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    op: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
+    ops: Annotated[list[str], typer.Argument(metavar="OP...", help="Operators, as `bench ops --list` names them.")],
     shapes: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     launcher: Annotated[str, typer.Option(help="Only launchers whose name contains this.")] = "",
     seconds: Annotated[float, typer.Option(min=1, help="At most this long at each shape.")] = 60.0,
@@ -21,15 +21,19 @@ def command(
     ship: Annotated[bool, typer.Option("--ship", help="Keep it in the source tree instead, for everyone.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write every trial here.")] = None,
 ) -> None:
-    """Try an operator's knobs (tile sizes, warps, stages, ...) on this GPU, show what each is worth, keep the best."""
+    """Try operators' knobs (tile sizes, warps, stages, ...) on this GPU, show what each is worth, keep the best."""
     from ..ops.registry import all_ops, get
 
     all_ops()
-    entry = get(op)
-    chosen = [knobs for knobs in entry.knobs if launcher in knobs.name]
-    if not chosen:
-        have = ", ".join(knobs.name for knobs in entry.knobs)
-        raise ValueError(f"{op} has no knobs to tune" + (f" in a launcher called {launcher!r}: {have}" if have else ""))
+    chosen = []
+    for op in ops:
+        entry = get(op)
+        mine = [(entry, knobs) for knobs in entry.knobs if launcher in knobs.name]
+        if not mine:
+            have = ", ".join(knobs.name for knobs in entry.knobs)
+            where = f" in a launcher called {launcher!r}: {have}" if have else ""
+            raise ValueError(f"{op} has no knobs to tune{where}")
+        chosen += mine
     import torch
 
     from ..ops import tuning
@@ -38,23 +42,31 @@ def command(
     if not torch.cuda.is_available():
         raise ValueError("tuning measures on the GPU, and torch finds none here; the rules of thumb stay in use")
     device = torch.cuda.get_device_name()
+    units = [
+        (entry.name, knobs, case)
+        for entry, knobs in chosen
+        for case in search.cases_of(knobs, entry.cases(), "cuda", shapes)
+    ]
+    if not units:
+        raise ValueError(f"no case of {', '.join(ops)} has {shapes!r} in its name; `transect bench ops --list`")
+    if workers:
+        search_worker.start([(op, knobs.name, case.name) for op, knobs, case in units], workers)
+
+    def in_use(name: str, size: tuning.Size) -> tuning.Config | None:
+        return tuning.choices(device).get(name, {}).get(tuning.bucket_name(size))
+
     found = []
-    for knobs in chosen:
-        for case in search.cases_of(knobs, entry.cases(), "cuda", shapes):
-            if workers:
-                search_worker.start(op, knobs.name, case.name, workers)
-            found.append(search.search(knobs, case, seconds=seconds))
-            _show(found[-1])
-            if keep:
-                finding = {knobs.name: {found[-1].bucket: found[-1].best.config}}
-                path = tuning.save(device, finding, tuning.SHIPPED if ship else None)
-            torch.cuda.empty_cache()
-    if not found:
-        raise ValueError(f"no case of {op} has {shapes!r} in its name; `transect bench ops {op} --list` shows them")
+    for _, knobs, case in units:
+        found.append(search.search(knobs, case, seconds=seconds, in_use=in_use))
+        _show(found[-1])
+        if keep:
+            finding = {knobs.name: {found[-1].bucket: found[-1].best.config}}
+            path = tuning.save(device, finding, tuning.SHIPPED if ship else None)
+        if json is not None:
+            _write(json, device, found)
+        torch.cuda.empty_cache()
     if keep:
         print(f"kept in {path}")
-    if json is not None:
-        _write(json, device, found)
 
 
 def _show(found: Found) -> None:

@@ -40,7 +40,9 @@ from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2
 from .numerics import compute_dtype
 from .numerics import sample as normal
 from .philox import GROUP_STREAM, TOKEN_STREAM, gumbel, noise_of, word_of, words_of
-from .registry import Case, Cost, Implementation, Kernel, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from .tuning import Config
+from .tuning import choose as tuned
 
 GROUP = 128
 CANDIDATES = 8192
@@ -422,6 +424,16 @@ def _choose(  # type: ignore[no-untyped-def]
 # -------------------------------------------------------------------------------------------------------- launchers
 
 
+CHOICES = {"groups": (8, 16, 32), "warps": (2, 4, 8), "block": (1024, 2048, 4096), "choose_warps": (4, 8, 16)}
+"""Groups a program of the two passes over the logits, and its warps; tokens at a time of ``_choose``, and its warps.
+They change no draw."""
+
+
+def rule(size: tuple[int, int]) -> Config:
+    """For any (rows, vocabulary)."""
+    return {"groups": 16, "warps": 4, "block": 512 if INTERPRETED else 2048, "choose_warps": 8}
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -432,6 +444,7 @@ def sample(
     choice: Tensor,
     position: Tensor,
     *,
+    config: Config | None = None,
     out: Tensor | None = None,
     logprobs: Tensor | None = None,
     finite: Tensor | None = None,
@@ -487,20 +500,21 @@ def sample(
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
         early = {"EARLY": True, "launch_pdl": True}
     numbers = (vocab, groups, logits.stride(0))
-    _groups[(-(-groups // 16), rows)](
-        logits, temperature, peaks, masses, raw_masses, *numbers, GROUPS=16, RAW=raw, num_warps=4, **early
-    )
+    knobs = config or tuned("sampling", (rows, vocab), device, rule)
+    passes = {"GROUPS": knobs["groups"], "num_warps": knobs["warps"]}
+    grid = (-(-groups // knobs["groups"]), rows)
+    _groups[grid](logits, temperature, peaks, masses, raw_masses, *numbers, RAW=raw, **passes, **early)
     _settle[(rows,)](
         logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, bars, totals, lses, counts,
         *numbers, WIDTH=width, RAW=raw, num_warps=4, **early,
     )  # fmt: skip
-    _collect[(-(-groups // 16), rows)](
-        logits, temperature, peaks, mode, bars, counts, found_z, found_id, *numbers, GROUPS=16, WIDTH=width,
-        CAPACITY=CANDIDATES, num_warps=4, **early,
+    _collect[grid](
+        logits, temperature, peaks, mode, bars, counts, found_z, found_id, *numbers, WIDTH=width, CAPACITY=CANDIDATES,
+        **passes, **early,
     )  # fmt: skip
     _choose[(rows,)](
         logits, *parameters, peaks, mode, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
-        WIDTH=width, CAPACITY=CANDIDATES, BLOCK=512 if INTERPRETED else 2048, RAW=raw, num_warps=8, **early,
+        WIDTH=width, CAPACITY=CANDIDATES, BLOCK=knobs["block"], RAW=raw, num_warps=knobs["choose_warps"], **early,
     )  # fmt: skip
     return out
 
@@ -649,5 +663,6 @@ register(
         keeps_dtype=(*PARAMETERS,),
         cases=_cases,
         kernels=_kernels,
+        knobs=[Knobs("sampling", CHOICES, rule, sample, dict, lambda inputs: tuple(inputs["logits"].shape))],
     )
 )

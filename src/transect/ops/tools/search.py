@@ -1,6 +1,7 @@
 """Searches a launcher's knobs on the device at one shape, and says what each knob is worth.
 
-The heuristic's configuration is tried first and is what every other is compared with: a candidate is rejected when it
+The heuristic's configuration is tried first and is what every other is compared with, then the one in use, so that what
+is found is never slower than either: a candidate is rejected when it
 does not compile or run, when its result is not the heuristic's up to rounding, or when its result is not the same to
 the bit in repeated runs (a race), unless the launcher says that it need not be.
 """
@@ -92,9 +93,13 @@ def search(
     device: str = "cuda",
     *,
     seconds: float = 60.0,
+    in_use: Callable[[str, Any], Mapping[str, Any] | None] = lambda launcher, size: None,
     timer: Callable[[Calls, int], list[float]] = time_graph,
 ) -> Found:
     """Try configurations at ``case`` until all are tried or ``seconds`` are over.
+
+    Args:
+        in_use: what a launcher is tuned to at a size so far; tried right after the heuristic's, whatever the limit.
 
     Raises:
         ValueError: nothing ran, not even the heuristic's configuration.
@@ -103,6 +108,8 @@ def search(
     sample = case.make(place, 0)
     size = knobs.size(sample)
     default, others = configurations(knobs, size)
+    kept = dict(in_use(knobs.name, size) or default)
+    others.sort(key=lambda config: config != kept)  # stable
     nbytes = max(1, sum(v.nbytes for v in sample.values() if isinstance(v, torch.Tensor)))
     copies = max(2, min(MOST_COPIES, ROTATE_BYTES // nbytes)) if place.type == "cuda" else 1
     prepared = [knobs.prepare(sample), *(knobs.prepare(case.make(place, seed)) for seed in range(1, copies))]
@@ -110,7 +117,8 @@ def search(
     trials: list[Trial] = []
     begun = time.monotonic()
     queue = [default, *others]
-    while queue and (not trials or time.monotonic() - begun < seconds):
+    needed = 1 if kept not in others else 2
+    while queue and (len(trials) < needed or time.monotonic() - begun < seconds):
         config = queue.pop(0)
         try:
             outputs = results(knobs, prepared[0], config)
