@@ -178,3 +178,34 @@ def test_an_unknown_gpu_runs_by_the_rule(
     tuning.save("A new GPU", {"softmax": {"4096": {"rows": 2, "warps": 1}}})
     assert tuning.choose("softmax", 3000, place, tuning.row_rule) == {"rows": 2, "warps": 1}
     tuning.choose.cache_clear()
+
+
+def test_the_command_keeps_the_best_of_every_operator(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU, but with the pretended kernel above and times to match."""
+    from functools import partial
+
+    from transect.cli import main
+    from transect.ops import registry
+
+    for name in ("double", "twice"):
+        op = registry.Op(
+            name, _launch, lambda x: registry.Cost(0, 0, 0), cases=lambda: [CASE], knobs=[_knobs(name=name)]
+        )
+        monkeypatch.setitem(registry._OPS, name, op)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "A new GPU")
+    monkeypatch.setattr(search, "cases_of", lambda knobs, cases, device, shapes: list(cases))
+    monkeypatch.setattr(search, "search", partial(search.search, device="cpu", timer=_timer))
+    trials = cache.parent / "trials.json"
+    with pytest.raises(SystemExit) as stop:
+        main(["tune", "double", "twice", "--json", str(trials)])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert "3.000x the heuristic's speed" in said and "100.0%" in said and "rejected as a race" in said
+    kept = json.loads((cache / "a_new_gpu.json").read_text())
+    assert kept["choices"] == {name: {"4x1024": {"block": 2, "warps": 4}} for name in ("double", "twice")}
+    written = json.loads(trials.read_text())
+    assert [found["launcher"] for found in written["searches"]] == ["double", "twice"]
+    assert written["searches"][0]["worth"] == {"block": 2.0, "warps": 1.5}
