@@ -38,7 +38,8 @@ TINY = ModelConfig(
     not INTERPRETED, reason="Triton's interpreter is chosen before its import, on machines without a GPU"
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_padding_is_never_seen():
+@pytest.mark.parametrize("options", [{}, {"whole_prompts": (2, 0), "prune_last_layer": True}])
+def test_padding_is_never_seen(options):
     """Rows, tokens and draws that belong to nobody, beside caches whose unowned slots hold NaN."""
     torch.set_num_threads(1)
     plain = Decoder(TINY, dtype=torch.float32, ops=resolve_ops("cpu", batch_invariant=True)).requires_grad_(False)
@@ -61,6 +62,7 @@ def test_padding_is_never_seen():
     for cache in padded:
         cache.fill_(math.nan)
         cache[:, -1] = 0
-    runner = GPURunner(model, *padded, max_num_seqs=5, max_num_batched_tokens=20, max_model_len=60, pad_tokens=16)
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 20, "max_model_len": 60}
+    runner = GPURunner(model, *padded, **limits, pad_tokens=16, **options)
     found, _ = run_workload(runner, config, arrivals, lag=1)
     assert_same(expected, found, arrivals)

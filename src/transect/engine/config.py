@@ -29,9 +29,11 @@ class EngineConfig:
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
         cuda_graphs: ``on`` captures the steps that only decode when the engine starts, ``lazy`` each when it first
             comes, ``off`` none.
-        fused_operators, dependent_launch, device_sampling: switches of what makes a GPU fast, to see what each is
-            worth: several operators in one kernel; kernels that start while the one before ends (Hopper); tokens drawn
-            on the GPU.
+        fused_operators, dependent_launch, device_sampling, prompt_attention, prune_last_layer: switches of what makes a
+            GPU fast, to see what each is worth: several operators in one kernel; kernels that start while the one
+            before ends (Hopper); tokens drawn on the GPU; prompts that a step holds from their first token on attend to
+            keys that are not in the cache's pages (not where ``deterministic``); the last layer computed in full only
+            for tokens that something is drawn from.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
         max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
@@ -64,6 +66,8 @@ class EngineConfig:
     fused_operators: bool = True
     dependent_launch: bool = True
     device_sampling: bool = True
+    prompt_attention: bool = True
+    prune_last_layer: bool = True
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int | None = None

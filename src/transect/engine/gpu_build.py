@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,6 +32,11 @@ log = logging.getLogger(__name__)
 
 WARM_WIDTHS = 2
 """Widths of block tables whose graphs are captured at the start (contexts up to 1024 and 2048 tokens)."""
+
+
+WHOLE_PROMPTS = (1536, 96)
+"""Tokens, in all and a row, from which whole prompts have an attention kernel of their own: where the Hopper kernel
+pays (``ops/flash_attention_hopper.py``) with 16 heads and more."""
 
 
 @dataclass(slots=True)
@@ -105,7 +111,11 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     storage = Storage(linear=bits, embed=bits, head=bits, norm=bits, activation=bits, kv=bits)
     _check_weights(config, weight_bytes(model_config, storage), free, total)
     longest = config.max_model_len or model_config.max_position
-    limits = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest}
+    limits: dict[str, Any] = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest}
+    tricks: dict[str, Any] = {
+        "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
+        "prune_last_layer": config.prune_last_layer,
+    }
     work = warm_kernels.Work(
         config=model_config,
         dtype=dtype,
@@ -113,6 +123,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
         deterministic=config.deterministic,
         dependent_launch=config.dependent_launch,
         fused_operators=config.fused_operators,
+        **tricks,
         **limits,
     )
     warming = warm_kernels.start(work, device)
@@ -133,7 +144,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     processes = warming.wait()
     times.done(f"kernels ({processes} processes)" if processes else "kernels from the cache")
     held = torch.cuda.memory_allocated(device)
-    runner = trial_runner(model, config.block_size, dtype, **limits)  # type: ignore[arg-type]
+    runner = trial_runner(model, config.block_size, dtype, **tricks, **limits)
     tables = torch.cuda.memory_allocated(device) - held
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_steps(runner, **limits)
@@ -157,12 +168,15 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     caches = model.new_kv_cache(size.num_blocks + 1, config.block_size, dtype)
     for cache in caches:
         cache[:, -1].zero_()
+    limits["max_model_len"] = size.max_model_len
     runner = GPURunner(
         model,
-        *caches,
-        **{**limits, "max_model_len": size.max_model_len},  # type: ignore[arg-type]
+        caches[0],
+        caches[1],
+        **limits,
         graphs=config.cuda_graphs != "off",
         sample_on_device=config.device_sampling,
+        **tricks,
     )
     times.done("KV cache")
     if config.cuda_graphs == "on":
@@ -185,13 +199,13 @@ def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = 
 
 
 def trial_runner(
-    model: Decoder, block_size: int, dtype: torch.dtype, *, sample_on_device: bool = True, **limits: int
+    model: Decoder, block_size: int, dtype: torch.dtype, *, sample_on_device: bool = True, **settings: Any
 ) -> GPURunner:
-    """A runner without graphs on a cache of two blocks, to try steps with; ``limits`` as for ``GPURunner``."""
+    """A runner without graphs on a cache of two blocks, to try steps with; ``settings`` as for ``GPURunner``."""
     caches = model.new_kv_cache(2, block_size, dtype)
     for cache in caches:
         cache.zero_()
-    return GPURunner(model, *caches, graphs=False, sample_on_device=sample_on_device, **limits)  # type: ignore[arg-type]
+    return GPURunner(model, *caches, graphs=False, sample_on_device=sample_on_device, **settings)
 
 
 def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:

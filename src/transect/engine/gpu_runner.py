@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.context import PagedContext
+from ..models.context import PagedContext, Wanted, WholePrompts
 from ..models.decoder import Decoder
+from ..ops.paged_batch import PagedBatch
 from .adjust_state import AdjustState
 from .batch import PLACEHOLDER, Draw, Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
@@ -139,6 +140,27 @@ class _Plan(NamedTuple):
     alternatives: Sequence[int]
     starts: list[int]
     """Where each row's tokens begin."""
+    rows: Sequence[ScheduledRow] = ()
+    """In the order of ``starts``."""
+    whole: WholePrompts | None = None
+    prune: bool = False
+    """The last layer computes only what the draws need."""
+
+
+class _RaggedShape(NamedTuple):
+    """How a step with prefill chunks is laid out."""
+
+    tokens: int
+    rows: int
+    places: list[int]
+    """The row of the layout that each row takes."""
+    first_whole: int
+    """How many rows come before the whole prompts."""
+    whole_row: int
+    whole_from: int
+    """Row and token of the layout at which the whole prompts begin."""
+    padding: tuple[int, ...]
+    """Tokens of the padding rows between."""
 
 
 class GPURunner:
@@ -150,6 +172,11 @@ class GPURunner:
         max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
         graphs: capture steps that only decode (on CUDA); False launches every kernel of every step.
         sample_on_device: False draws on the host from the step's logits, within ``submit``: there to compare with.
+        whole_prompts: (tokens in all, tokens a row) from which prompts that a step holds from their first token on
+            attend to their keys where the projection left them, not through the cache: another kernel, of other
+            rounding. None: never.
+        prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
+            from (keys and values for all).
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
             kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
     """
@@ -165,6 +192,8 @@ class GPURunner:
         max_model_len: int,
         graphs: bool = True,
         sample_on_device: bool = True,
+        whole_prompts: tuple[int, int] | None = None,
+        prune_last_layer: bool = False,
         pad_tokens: int | None = None,
     ) -> None:
         self._model = model
@@ -179,10 +208,13 @@ class GPURunner:
         self._sampler = device_sampler(self._device)
         self._host_sampler = None if sample_on_device else Sampler()
         self._host_tokens: dict[int, int] = {}
+        self._whole_prompts = whole_prompts
+        self._prune_last_layer = prune_last_layer
         self._pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
-        most = -(-max(max_num_batched_tokens, self._max_draws) // self._pad_tokens) * self._pad_tokens
-        # A step with prefill chunks may have twice the rows (see _plan_ragged).
-        largest = StepLayout(most, 2 * max(FEWEST_ROWS, self._max_draws), self._max_draws, self._max_blocks)
+        # A step with prefill chunks is filled up in two places (see _ragged_shape).
+        rows = max(FEWEST_ROWS, self._max_draws)
+        most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * self._pad_tokens
+        largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = -(-OUTPUT_BYTES * self._max_draws // ALIGNMENT) * ALIGNMENT
         cuda = self._device.type == "cuda"
         self._arena = torch.zeros(self._inputs_at + largest.nbytes, dtype=torch.uint8, device=self._device)
@@ -214,7 +246,7 @@ class GPURunner:
             hidden, sampled = self._run(plan, plan.layout.tensors(inputs))
             prompt_logprobs = {
                 row.seq_id: self._prompt_logprobs(row, hidden[start : start + row.num_tokens])
-                for row, start in zip(batch.rows, plan.starts, strict=False)
+                for row, start in zip(plan.rows, plan.starts, strict=True)
                 if row.prompt_logprobs is not None and row.next_prompt_token_ids
             }
             if self._host_sampler is not None:
@@ -246,7 +278,12 @@ class GPURunner:
         width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         with self._on_stream():
             plan, fields = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
-            self._compute(plan._replace(decode=tokens_each == 1, variant=variant or Variant()), fields)
+            plan = plan._replace(decode=tokens_each == 1, variant=variant or Variant())
+            plan = plan._replace(prune=self._prune_last_layer and not plan.decode)
+            self._compute(plan, fields)
+            least, mean = self._whole_prompts or (0, tokens_each)
+            if tokens_each > mean and rows * tokens_each >= least:
+                self._compute(plan._replace(whole=WholePrompts(0, 0)), fields)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -312,45 +349,90 @@ class GPURunner:
     def _plan_ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
         """Rows of any kind. Tokens, rows and draws are filled up with some that belong to nobody."""
         table, step = self._sequences, self._step
-        count = len(batch.rows)
-        slots = [table.row(row, step) for row in batch.rows]
-        draws = [draw for row in batch.rows for draw in row.draws]
+        shape, rows = self._ragged_shape(batch)
+        slots = [table.row(row, step) for row in rows]
+        draws = [draw for row in rows for draw in row.draws]
         draw_slots = np.array([table.draw(draw, step) for draw in draws], np.int64)
-        ends = np.array([row.end for row in batch.rows], np.int32)
+        ends = np.array([row.end for row in rows], np.int32)
         width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
-        layout = self._ragged_layout(batch.num_tokens, count, len(draws), width)
+        layout = StepLayout(shape.tokens, shape.rows, row_bucket(len(draws)) if draws else 0, width)
         fields = layout.numpy(memory)
-        fields.length[:count], fields.length[count:] = ends, 0
-        fields.table[:count], fields.table[count:] = table.table[slots, :width], self._padding_block
+        places = np.array(shape.places)
+        fields.length[:], fields.table[:] = 0, self._padding_block
+        fields.length[places], fields.table[places] = ends, table.table[slots, :width]
         fields.source[:] = self._token_source(layout)
+        fields.token[:], fields.position[:] = 0, 0
         starts: list[int] = []
         positions: list[int] = []
         last: list[int] = []
+        draw_rows: list[int] = []
         at = 0
-        for row, slot in zip(batch.rows, slots, strict=True):
+        counts = np.zeros(shape.rows, np.int32)
+        for index, (row, slot, place) in enumerate(zip(rows, slots, shape.places, strict=True)):
+            if index == shape.first_whole:
+                at = shape.whole_from
             starts.append(at)
-            tokens = row.token_ids
-            at += len(tokens)
-            if tokens[-1] == PLACEHOLDER:
-                tokens[-1] = 0  # a sequence that failed has no token; its step is void
+            tokens_new = row.token_ids
+            at += len(tokens_new)
+            counts[place] = len(tokens_new)
+            if tokens_new[-1] == PLACEHOLDER:
+                tokens_new[-1] = 0  # a sequence that failed has no token; its step is void
                 if table.drawn_step[slot] == step - 1 and table.drawn_position[slot] == row.end - 1:
                     fields.source[at - 1] = table.drawn_index[slot]
-            fields.token[starts[-1] : at] = tokens
+            fields.token[starts[-1] : at] = tokens_new
             fields.position[starts[-1] : at] = np.arange(row.start, row.end)
             for _ in row.draws:
                 last.append(at - 1)
+                draw_rows.append(place)
                 positions.append(row.end)
-        fields.token[at:], fields.position[at:] = 0, 0
-        fields.start[:count], fields.start[count:] = starts, at
+        if shape.padding:  # tokens between the two kinds of rows, in rows of their own
+            between = slice(shape.first_whole, shape.first_whole + len(shape.padding))
+            counts[between] = fields.length[between] = shape.padding
+        fields.start[0] = 0
+        np.cumsum(counts, out=fields.start[1:])
         fields.last[: len(last)], fields.last[len(last) :] = last, 0
+        fields.draw_row[: len(last)], fields.draw_row[len(last) :] = draw_rows, 0
         variant, alternatives = self._plan_draws(fields, draws, draw_slots, np.array(positions, np.int32))
-        return _Plan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
+        whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
+        prune = self._prune_last_layer and all(row.prompt_logprobs is None for row in rows)
+        plan = _Plan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
+        return plan._replace(rows=rows, whole=whole, prune=prune)
 
-    def _ragged_layout(self, tokens: int, rows: int, draws: int, width: int) -> StepLayout:
-        """For at least as many of each. As many rows as tokens would look like a step that only decodes."""
-        tokens = -(-tokens // self._pad_tokens) * self._pad_tokens
-        rows = max(FEWEST_ROWS, row_bucket(rows))
-        return StepLayout(tokens, 2 * rows if rows == tokens else rows, row_bucket(draws) if draws else 0, width)
+    def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
+        """Where the rows of a step with prefill chunks come to lie, and the rows in that order.
+
+        Prompts that stand in the step from their first token on come last, if they are worth a kernel of their own. As
+        many rows as tokens would look like a step that only decodes.
+        """
+        pad = self._pad_tokens
+        rows: Sequence[ScheduledRow] = batch.rows
+        if self._whole_prompts is not None:
+            whole = [row for row in rows if row.start == 0 and row.num_tokens > 1]
+            tokens = sum(row.num_tokens for row in whole)
+            least, mean = self._whole_prompts
+            filled = -(-len(whole) // FEWEST_ROWS) * FEWEST_ROWS
+            if whole and tokens >= max(least, mean * filled):
+                others = [row for row in rows if row.start or row.num_tokens == 1]
+                before = sum(row.num_tokens for row in others)
+                padding: tuple[int, ...] = ()
+                place = start = 0
+                if before == len(others) > 0:  # they only decode, and go the way of steps that do
+                    place = start = max(FEWEST_ROWS, row_bucket(before))
+                    padding = (1,) * (place - before)
+                elif others:
+                    place = max(FEWEST_ROWS, row_bucket(len(others) + 1))
+                    start = -(-before // pad) * pad
+                    start += pad if start == place else 0
+                    padding = (start - before,) if start > before else ()
+                tokens = start + -(-tokens // pad) * pad
+                count = place + filled + (FEWEST_ROWS if place + filled == tokens else 0)
+                places = [*range(len(others)), *range(place, place + len(whole))]
+                return _RaggedShape(tokens, count, places, len(others), place, start, padding), [*others, *whole]
+        count = max(FEWEST_ROWS, row_bucket(len(rows)))
+        tokens = -(-batch.num_tokens // pad) * pad
+        if count == tokens:
+            count *= 2
+        return _RaggedShape(tokens, count, list(range(len(rows))), len(rows), 0, 0, ()), rows
 
     def _plan_draws(
         self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
@@ -389,8 +471,8 @@ class GPURunner:
         return self.graphs.run((plan.layout, plan.variant, generation), work)
 
     def _compute(self, plan: _Plan, fields: Fields) -> tuple[Tensor, Sampled]:
-        """Hidden states ``[T, D]`` of the step; its draws are left in the arena, and logprobs returned (or, where the
-        host draws, the logits)."""
+        """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
+        arena, and logprobs returned (or, where the host draws, the logits)."""
         tokens_T = self._arena.view(torch.int64).index_select(0, fields.source)
         context = PagedContext(
             self._k_cache,
@@ -400,15 +482,24 @@ class GPURunner:
             fields.length,
             self._model.ops,
             max_query_len=1 if plan.decode else plan.layout.tokens,
+            whole=plan.whole,
+            wanted=self._wanted(fields) if plan.prune else None,
         )
         hidden_TD = self._model(tokens_T, fields.position, context)
         if not plan.layout.draws:
             return hidden_TD, None
-        hidden_RD = hidden_TD if plan.decode else hidden_TD.index_select(0, fields.last)
+        hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
         logits_RV = self._model.head(hidden_RD)
         if self._host_sampler is not None:
             return hidden_TD, logits_RV
         return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, *plan.variant)
+
+    def _wanted(self, fields: Fields) -> Wanted:
+        """What the draws need: the last token of each draw's sequence, which then is ``draw_position`` long."""
+        starts = torch.arange(len(fields.last) + 1, dtype=torch.int32, device=self._device)
+        tables = fields.table.index_select(0, fields.draw_row)
+        rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1)
+        return Wanted(fields.last, rows)
 
     def _draw_on_host(
         self,

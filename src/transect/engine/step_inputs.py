@@ -37,6 +37,8 @@ class Fields(NamedTuple):
     """int32 ``[B]``: tokens of each sequence with this step's."""
     last: Any
     """int32 ``[D]``: the token whose logits are drawn from."""
+    draw_row: Any
+    """int32 ``[D]``: the row whose sequence is drawn for."""
     draw_position: Any
     """int32 ``[D]``: position of the drawn token."""
     choice: Any

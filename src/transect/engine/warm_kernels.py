@@ -52,6 +52,8 @@ class Work:
     deterministic: bool
     dependent_launch: bool
     fused_operators: bool
+    whole_prompts: tuple[int, int] | None = None
+    prune_last_layer: bool = False
     share: int = 0
     """This process takes the sizes number ``share``, ``share + of``, ..."""
     of: int = 1
@@ -134,13 +136,10 @@ def run(work: Work) -> None:
         parameter.zero_()
     if unsuitable(config) is None:
         model.stack = FusedStack(model, max_positions=work.max_model_len, fusions=Fusions.all(work.fused_operators))
-    limits = {
-        "max_num_seqs": work.max_num_seqs,
-        "max_num_batched_tokens": work.max_num_batched_tokens,
-        "max_model_len": work.max_model_len,
-    }
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts", "prune_last_layer")
+    settings = {name: getattr(work, name) for name in names}
     for task in tasks(work)[work.share :: work.of]:
-        runner = trial_runner(model, work.block_size, work.dtype, sample_on_device=task.draws, **limits)
+        runner = trial_runner(model, work.block_size, work.dtype, sample_on_device=task.draws, **settings)
         runner.compile(task.rows, task.tokens_each, task.rows if task.draws or task.tokens_each == 1 else 0)
 
 

@@ -9,6 +9,7 @@ Shapes: T tokens of the step, H query heads, K key heads, d head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,11 +22,39 @@ from ..ops.paged_batch import PagedBatch
 class AttentionContext(Protocol):
     """What ``Attention`` needs to know about the batch."""
 
+    @property
+    def wanted(self) -> Wanted | None:
+        """The tokens whose hidden states are asked for; None: all."""
+        ...
+
     def attend(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """Causal attention of one layer -> ``[T, H, d]``."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Of a step's T tokens the R whose hidden states the model is to return, each the last of its sequence.
+
+    The last layer then computes keys and values for all tokens, and everything else for these.
+    """
+
+    tokens_R: Tensor
+    """int32 or int64: index into the step's tokens."""
+    batch: PagedBatch
+    """Their sequences, a row of one query for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholePrompts:
+    """Where in a batch the sequences begin that stand in it from their first token on: nothing of them is cached."""
+
+    row: int
+    """The first of these rows; all that follow are of this kind."""
+    token: int
+    """Their first token."""
 
 
 class VarlenContext:
@@ -34,6 +63,8 @@ class VarlenContext:
     ``cu_seqlens`` ``[documents + 1]`` int32 on the device of the model, first 0, last T. ``ops`` defaults to the torch
     set for that device; pass ``model.ops`` to run what the model runs.
     """
+
+    wanted = None
 
     def __init__(self, cu_seqlens: Tensor, ops: OpSet | None = None) -> None:
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
@@ -64,6 +95,8 @@ class PagedContext:
     ``block_tables_BN[b]`` int32 its blocks in order, ``seq_lens_B[b]`` int32 its tokens with this step's; its tokens of
     this step, ``query_starts_B1[b]`` to before ``query_starts_B1[b + 1]`` (int32), are its last. ``ops`` as in
     ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
+
+    ``whole``: rows whose keys and values are all in this step attend to those, not to the cache. ``wanted``: see there.
     """
 
     def __init__(
@@ -76,6 +109,8 @@ class PagedContext:
         ops: OpSet | None = None,
         *,
         max_query_len: int | None = None,
+        whole: WholePrompts | None = None,
+        wanted: Wanted | None = None,
     ) -> None:
         if k_cache.ndim != 5 or k_cache.shape != v_cache.shape:
             raise ValueError(
@@ -88,6 +123,18 @@ class PagedContext:
             block_tables_BN, query_starts_B1, seq_lens_B, k_cache.shape[3], max_query_len=max_query_len
         )
         self.ops = ops or resolve_ops(k_cache.device)
+        self.whole = whole
+        self.wanted = wanted
+        if whole is not None:
+            row, token = whole.row, whole.token
+            self._whole_starts = query_starts_B1[row:] - token
+            self._others = PagedBatch(
+                block_tables_BN[:row],
+                query_starts_B1[: row + 1],
+                seq_lens_B[:row],
+                k_cache.shape[3],
+                max_query_len=1 if row == token else token,
+            )
 
     def positions(self) -> Tensor:
         """The position of each token in its sequence, ``[T]`` int64."""
@@ -97,6 +144,19 @@ class PagedContext:
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """See ``AttentionContext.attend``; k and v are written to the cache first."""
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        self.ops.kv_cache_write(k_TKd, v_TKd, k_cache, v_cache, self.batch)
-        return self.ops.paged_attention(q_THd, k_cache, v_cache, self.batch, scale, window)
+        self.ops.kv_cache_write(k_TKd, v_TKd, self.k_cache[layer], self.v_cache[layer], self.batch)
+        return self.attend_written(layer, q_THd, k_TKd, v_TKd, scale, window)
+
+    def attend_written(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """As ``attend``, for k and v that have been written to the cache already."""
+        caches = self.k_cache[layer], self.v_cache[layer]
+        if self.whole is None:
+            return self.ops.paged_attention(q_THd, *caches, self.batch, scale, window)
+        first = self.whole.token
+        prompts = (x[first:] for x in (q_THd, k_TKd, v_TKd))
+        attended = self.ops.attention(*prompts, self._whole_starts, scale, window)
+        if not first:
+            return attended
+        return torch.cat((self.ops.paged_attention(q_THd[:first], *caches, self._others, scale, window), attended))

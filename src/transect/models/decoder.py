@@ -24,7 +24,7 @@ from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
-"""``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm."""
+"""``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""
 
 
 class Layer(nn.Module):
@@ -88,7 +88,8 @@ class Decoder(nn.Module):
         self.stack: Stack = self.run_layers
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """tokens and positions ``[T]`` int64 -> hidden states after the final norm ``[T, D]``."""
+        """tokens and positions ``[T]`` int64 -> hidden states after the final norm ``[T, D]``, or ``[R, D]`` of the R
+        tokens of ``context.wanted``."""
         x_TD = self.embed(tokens_T)
         if self.position_embed is not None:
             x_TD = x_TD + self.position_embed(positions_T)
@@ -104,7 +105,8 @@ class Decoder(nn.Module):
         rotation = None if self.rope is None else self.rope.cos_sin(positions_T)
         for layer in self.layers:
             x_TD = layer(x_TD, rotation, context)
-        return x_TD
+        wanted = context.wanted
+        return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
     def new_kv_cache(self, blocks: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``; not filled.

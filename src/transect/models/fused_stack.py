@@ -6,7 +6,9 @@ What it computes is what ``Decoder.run_layers`` computes, up to the rounding of 
   modules' own ``weight`` are views of it, so nothing is held twice and ``state_dict`` looks as ever;
 * one kernel adds the residual and normalises (``add_rms_norm``), one rotates q and k, normalises their heads where the
   model does, and writes k and v to the cache (``rotary_kv_write``);
-* the gate's SiLU in the epilogue of the gate-up product for many rows, one kernel after it for few.
+* the gate's SiLU in the epilogue of the gate-up product for many rows, one kernel after it for few;
+* where only some tokens' hidden states are wanted (the last of each prompt), the last layer computes keys and values
+  for all tokens, and the rest for those.
 
 Nothing here reads a tensor on the host, and every shape follows from those of the inputs, so a call can be captured in
 a CUDA graph.
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .context import AttentionContext, PagedContext
+from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
 from .linear import Linear
 from .norm import RMSNorm
@@ -81,9 +83,16 @@ class FusedStack:
             return self._run_layers(x_TD, positions_T, context)
         rotation = self._cos[positions_T], self._sin[positions_T]
         branch_TD: Tensor | None = None
+        wanted = context.wanted
         for layer in self._layers:
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
-            branch_TD = layer.o(self._attend(layer, normed_TD, rotation, context).flatten(-2))
+            last = None if layer is not self._layers[-1] else wanted
+            attended_THd = self._attend(layer, normed_TD, rotation, context, last)
+            if last is not None:
+                x_TD = x_TD.index_select(0, last.tokens_R)
+                if not len(x_TD):
+                    return x_TD
+            branch_TD = layer.o(attended_THd.flatten(-2))
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.mlp_norm)
             branch_TD = layer.down(self._gated(layer, normed_TD))
         return x_TD if branch_TD is None else x_TD + branch_TD
@@ -99,8 +108,14 @@ class FusedStack:
         return x_TD, norm(x_TD)
 
     def _attend(
-        self, layer: _FusedLayer, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
+        self,
+        layer: _FusedLayer,
+        x_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context: PagedContext,
+        wanted: Wanted | None,
     ) -> Tensor:
+        """Attention of all tokens ``[T, H, d]``, or of those that are wanted."""
         config, attention = self._config, layer.attention
         if self._fusions.qkv:
             joined = self._ops.linear(x_TD, layer.qkv, layer.qkv_bias)
@@ -112,15 +127,22 @@ class FusedStack:
         q_norm, k_norm = attention.q_norm, attention.k_norm
         if self._fusions.rotary_write:
             head_norm = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+            kept = {} if context.whole is None else {"k_out": k_TKd}
             q_THd = self._ops.rotary_kv_write(
-                q_THd, k_TKd, v_TKd, *rotation, k_cache, v_cache, context.batch, *head_norm
+                q_THd, k_TKd, v_TKd, *rotation, k_cache, v_cache, context.batch, *head_norm, **kept
             )
         else:
             if q_norm is not None and k_norm is not None:
                 q_THd, k_TKd = q_norm(q_THd), k_norm(k_TKd)
             q_THd, k_TKd = self._ops.rotary(q_THd, k_TKd, *rotation)
             self._ops.kv_cache_write(k_TKd, v_TKd, k_cache, v_cache, context.batch)
-        return self._ops.paged_attention(q_THd, k_cache, v_cache, context.batch, config.attention_scale, layer.window)
+        scale, window = config.attention_scale, layer.window
+        if wanted is None:
+            return context.attend_written(layer.index, q_THd, k_TKd, v_TKd, scale, window)
+        q_RHd = q_THd.index_select(0, wanted.tokens_R)
+        if not len(q_RHd):
+            return q_RHd
+        return self._ops.paged_attention(q_RHd, k_cache, v_cache, wanted.batch, scale, window)
 
     def _gated(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor:
         """``silu(gate(x)) * up(x)``."""

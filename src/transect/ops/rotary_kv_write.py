@@ -48,23 +48,30 @@ def reference(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    k_out: Tensor | None = None,
 ) -> Tensor:
-    """The steps one after another, each rounded to the dtype; returns the turned q ``[T, H, d]``."""
+    """The steps one after another, each rounded to the dtype; returns the turned q ``[T, H, d]``.
+
+    ``k_out`` ``[T, K, d]`` gets the turned k too; it may be ``k``.
+    """
     if q_weight is not None:
         q = rms_norm.reference(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm.reference(k, k_weight, eps)
     q, k = rotary.reference(q, k, cos, sin)
     kv_cache_write.reference(k, v, k_cache, v_cache, batch)
+    if k_out is not None:
+        k_out.copy_(k)
     return q
 
 
 @kernel
 def _kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr,
     tables_ptr, starts_ptr, lengths_ptr, n_rows, q_heads, k_heads, n_planes, eps,
-    q_token, q_head, k_token, k_head, v_token, v_head, q_out_token, q_out_head, cos_token, sin_token,
-    cache_block, cache_head, cache_slot, table_stride, q_groups, k_groups, groups,
+    q_token, q_head, k_token, k_head, v_token, v_head, q_out_token, q_out_head, k_out_token, k_out_head,
+    cos_token, sin_token, cache_block, cache_head, cache_slot, table_stride, q_groups, k_groups, groups,
     PAGE: tl.constexpr, SEARCH: tl.constexpr, NORM: tl.constexpr,
     HEADS: tl.constexpr, PLANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -90,6 +97,10 @@ def _kernel(
             inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
             x_ptr = k_ptr + token * k_token + head * k_head + plane
             a, b = turned(x_ptr, k_weight_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, 1.0, NORM)
+            if k_out_ptr is not None:
+                out = k_out_ptr + token * k_out_token + head * k_out_head + plane
+                tl.store(out, a.to(k_out_ptr.dtype.element_ty), mask=inside)
+                tl.store(out + n_planes, b.to(k_out_ptr.dtype.element_ty), mask=inside)
             out = k_cache_ptr + page * cache_block + head * cache_head + offset * cache_slot + plane
             tl.store(out, a.to(k_cache_ptr.dtype.element_ty), mask=inside)
             tl.store(out + n_planes, b.to(k_cache_ptr.dtype.element_ty), mask=inside)
@@ -133,6 +144,7 @@ def triton_rotary_kv_write(
     eps: float = 1e-6,
     *,
     out: Tensor | None = None,
+    k_out: Tensor | None = None,
     pdl: bool = False,
     config: Config | None = None,
 ) -> Tensor:
@@ -140,6 +152,7 @@ def triton_rotary_kv_write(
 
     Slots come from the batch's tensors on the device, as ``kv_cache_write.triton_kv_cache_write`` describes, so the
     launch can be captured in a CUDA graph. ``out``: where the turned q goes (``q`` itself will do), else a new tensor;
+    ``k_out``: where the turned k goes beside the cache (``k`` itself will do; padding stays as it is);
     ``pdl``: begin while the kernel before still runs (dependent launch, Hopper).
 
     Raises:
@@ -160,6 +173,8 @@ def triton_rotary_kv_write(
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     elif out.shape != q.shape or out.stride(-1) != 1:
         raise ValueError(f"rotary_kv_write: out must be {list(q.shape)} with a head's elements side by side")
+    if k_out is not None and (k_out.shape != k.shape or k_out.stride(-1) != 1):
+        raise ValueError(f"rotary_kv_write: k_out must be {list(k.shape)} with a head's elements side by side")
     if not tokens:
         return out
     q, k, v, cos, sin = (side_by_side(x) for x in (q, k, v, cos, sin))
@@ -173,10 +188,11 @@ def triton_rotary_kv_write(
         q_ptr=q, k_ptr=k, v_ptr=v, cos_ptr=cos, sin_ptr=sin,
         q_weight_ptr=q_weight.contiguous() if q_weight is not None else q,
         k_weight_ptr=k_weight.contiguous() if k_weight is not None else k,
-        q_out_ptr=out, k_cache_ptr=k_cache, v_cache_ptr=v_cache,
+        q_out_ptr=out, k_out_ptr=k_out, k_cache_ptr=k_cache, v_cache_ptr=v_cache,
         q_heads=heads, k_heads=kv_heads, n_planes=size // 2, eps=eps,
         q_token=q.stride(0), q_head=q.stride(1), k_token=k.stride(0), k_head=k.stride(1),
         v_token=v.stride(0), v_head=v.stride(1), q_out_token=out.stride(0), q_out_head=out.stride(1),
+        k_out_token=0 if k_out is None else k_out.stride(0), k_out_head=0 if k_out is None else k_out.stride(1),
         cos_token=cos.stride(0), sin_token=sin.stride(0), q_groups=q_groups, k_groups=k_groups, groups=groups, **where,
         NORM=norm, HEADS=held, PLANES=next_power_of_2(size // 2), EARLY=pdl, num_warps=knobs["warps"],
         **({"launch_pdl": True} if pdl else {}),
@@ -315,6 +331,7 @@ def _kernels() -> Sequence[Kernel]:
     numbers = ("n_rows", "q_heads", "k_heads", "n_planes")
     strides = (
         *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "q_out_token", "q_out_head"),
+        *("k_out_token", "k_out_head"),
         *("cos_token", "sin_token", "cache_block", "cache_head", "cache_slot"),
     )
     arguments = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
@@ -322,7 +339,7 @@ def _kernels() -> Sequence[Kernel]:
     arguments |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
     arguments |= dict.fromkeys(("tables_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     arguments |= dict.fromkeys((*numbers, *strides, "table_stride", "q_groups", "k_groups", "groups"), "i32")
-    tile = {"PAGE": BLOCK_SIZE, "HEADS": 16, "PLANES": 64, "EARLY": False}
+    tile = {"PAGE": BLOCK_SIZE, "HEADS": 16, "PLANES": 64, "EARLY": False, "k_out_ptr": None}
     return [
         Kernel(
             f"{name}{', with norm' if norm else ''}",

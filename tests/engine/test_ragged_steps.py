@@ -1,0 +1,109 @@
+"""Steps with prefill chunks: whole prompts apart, a pruned last layer; on the CPU, against ``Runner``."""
+
+import random
+
+import pytest
+import torch
+from runner_fuzz import assert_same, random_arrivals, run_workload
+
+from transect.engine.gpu_runner import GPURunner
+from transect.engine.runner import Runner
+from transect.engine.scheduler_config import SchedulerConfig
+from transect.models.config import ModelConfig
+from transect.models.decoder import Decoder
+from transect.models.fused_stack import FusedStack, join_weights
+from transect.ops.opset import resolve_ops
+
+VOCAB = 61
+CONFIG = ModelConfig(
+    architecture="qwen3",
+    vocab_size=VOCAB,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    ffn_dim=48,
+    max_position=128,
+    qk_norm=True,
+)
+
+
+@pytest.fixture(scope="module", params=["layer by layer", "fused"])
+def model(request):
+    ops = resolve_ops("cpu", batch_invariant=True)
+    decoder = Decoder(CONFIG, dtype=torch.float32, ops=ops).requires_grad_(False)
+    decoder.init_weights(0.3, torch.Generator().manual_seed(0))
+    if request.param == "fused":
+        join_weights(decoder)
+        decoder.stack = FusedStack(decoder, max_positions=128)
+    return decoder
+
+
+def scheduler_config(rng: random.Random) -> SchedulerConfig:
+    seqs = rng.choice([3, 9, 20])
+    return SchedulerConfig(
+        num_blocks=rng.choice([24, 80]),
+        block_size=4,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=rng.choice([seqs, 32, 64]),
+        max_model_len=60,
+        enable_prefix_caching=rng.random() < 0.7,
+        seed=1,
+    )
+
+
+def runner(model, config, kind=GPURunner, **options):
+    caches = model.new_kv_cache(config.num_blocks + (kind is GPURunner), config.block_size, torch.float32)
+    for cache in caches:
+        cache.zero_()
+    if kind is Runner:
+        return Runner(model, *caches)
+    limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    return GPURunner(model, *caches, **limits, **options)
+
+
+class Shapes:
+    """An executor that notes which layouts its steps had."""
+
+    def __init__(self, inner):
+        self.inner, self.seen = inner, set()
+        planned = inner._plan_ragged
+
+        def plan(batch, memory):
+            made = planned(batch, memory)
+            if made.whole is None:
+                self.seen.add("none")
+            else:
+                row, token = made.whole.row, made.whole.token
+                self.seen.add("alone" if row == 0 else "after decodes" if row == token else "after chunks")
+            return made
+
+        inner._plan_ragged = plan
+
+    def submit(self, batch):
+        return self.inner.submit(batch)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_same_tokens_as_the_cpu_runner(model, seed):
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    config = scheduler_config(rng)
+    arrivals = random_arrivals(rng, VOCAB, 14)
+    expected, _ = run_workload(runner(model, config, Runner), config, arrivals, lag=0)
+    options = {"whole_prompts": (2, 0), "prune_last_layer": seed % 2 == 0}
+    found, _ = run_workload(runner(model, config, **options), config, arrivals, lag=1)
+    assert_same(expected, found, arrivals)
+
+
+def test_every_layout_comes_up(model):
+    torch.set_num_threads(1)
+    seen = set()
+    for seed in range(6):
+        rng = random.Random(seed)
+        config = scheduler_config(rng)
+        executor = Shapes(runner(model, config, whole_prompts=(2, 0)))
+        run_workload(executor, config, random_arrivals(rng, VOCAB, 14), lag=1)
+        seen |= executor.seen
+    assert seen == {"none", "alone", "after decodes", "after chunks"}
