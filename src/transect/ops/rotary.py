@@ -117,19 +117,26 @@ def triton_rotary(
     sin: Tensor,
     *,
     opposite: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
     pdl: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch; ``opposite``: by the opposite angle, which is the gradient.
 
-    Any token and head strides, so q and k may be views of one projection; the results are contiguous. ``pdl``: begin
-    while the kernel before still runs (dependent launch, Hopper). ValueError if the shapes do not fit each other.
+    Any token and head strides, so q and k may be views of one projection; the results are contiguous. ``out``: where
+    they go instead, with the heads of a token side by side; it may be ``(q, k)``. ``pdl``: begin while the kernel
+    before still runs (dependent launch, Hopper). ValueError if the shapes do not fit each other.
     """
     require("rotary", q, k, cos, sin)
     check_shapes("rotary", q, k, cos, sin)
     q, k, cos, sin = side_by_side(q), side_by_side(k), side_by_side(cos), side_by_side(sin)
-    q_out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-    k_out = torch.empty(k.shape, device=k.device, dtype=k.dtype)
+    if out is None:
+        q_out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+        k_out = torch.empty(k.shape, device=k.device, dtype=k.dtype)
+    else:
+        q_out, k_out = out
+        if (q_out.shape, k_out.shape) != (q.shape, k.shape) or not all(_heads_together(x) for x in out):
+            raise ValueError("rotary: out must have the shapes of q and k, with the heads of a token side by side")
     tokens, q_heads, size = q.shape
     k_heads = k.shape[1]
     if tokens * (q_heads + k_heads) * size:
@@ -145,6 +152,11 @@ def triton_rotary(
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return q_out, k_out
+
+
+def _heads_together(x: Tensor) -> bool:
+    """Whether the heads ``[H, d]`` of each token of ``x`` are contiguous."""
+    return x.numel() == 0 or x[0].is_contiguous()
 
 
 @torch.library.custom_op("transect::rotary", mutates_args=())

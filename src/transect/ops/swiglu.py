@@ -46,6 +46,10 @@ def by_exp(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-wide.clamp(min=-80))) * up.to(wide.dtype)).to(gate.dtype)
 
 
+MERGED_BLOCK, MERGED_WARPS = 2048, 8
+"""Of the kernels on gate and up side by side."""
+
+
 @kernel
 def _forward_kernel(gate_ptr, up_ptr, y_ptr, n, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,6 +97,74 @@ def triton_backward(grad: Tensor, gate: Tensor, up: Tensor, *, config: Config | 
         grid = (-(-n // knobs["block"]),)
         _backward_kernel[grid](grad, gate, up, dgate, dup, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
     return dgate, dup
+
+
+@kernel
+def _merged_kernel(x_ptr, y_ptr, n_cols, x_row, y_row, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BLOCK columns of a row: gates are in its first ``n_cols`` columns, what they are multiplied with in the next."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    x = x_ptr + row * x_row + col
+    gate = tl.load(x, mask=col < n_cols, other=0.0).to(tl.float32)
+    up = tl.load(x + n_cols, mask=col < n_cols, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
+    tl.store(y_ptr + row * y_row + col, y.to(y_ptr.dtype.element_ty), mask=col < n_cols)
+
+
+@kernel
+def _merged_backward_kernel(g_ptr, x_ptr, n_cols, g_row, x_row, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """In place: the gradients of gate and up over them, and the forward pass's result over the upstream gradient."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < n_cols
+    x = x_ptr + row * x_row + col
+    at = g_ptr + row * g_row + col
+    g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + n_cols, mask=inside, other=0.0).to(tl.float32)
+    e = 1.0 + tl.exp2(-1.4426950408889634 * gate)
+    s = 1.0 / e
+    tl.store(at, (gate / e * up).to(g_ptr.dtype.element_ty), mask=inside)
+    tl.store(x + n_cols, (g * gate * s).to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(x, (g * up * s * (1.0 + gate * (1.0 - s))).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def triton_merged(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x ``[T, 2 F]``, gate beside up, -> ``[T, F]``. ``out``: where to; rows of either may be apart.
+
+    Raises:
+        ValueError: shapes that do not fit, or neighbours of a row that are apart.
+    """
+    rows, width = x.shape[0], x.shape[1] // 2
+    y = x.new_empty((rows, width)) if out is None else out
+    _check_merged(x, y)
+    if y.numel():
+        blocks = -(-width // MERGED_BLOCK)
+        _merged_kernel[(rows * blocks,)](
+            x, y, width, x.stride(0), y.stride(0), blocks, BLOCK=MERGED_BLOCK, num_warps=MERGED_WARPS
+        )
+    return y
+
+
+def triton_merged_backward(grad: Tensor, x: Tensor) -> None:
+    """In place: x ``[T, 2 F]`` becomes its gradient, and ``grad`` ``[T, F]`` what ``triton_merged`` gave. ValueError as
+    there."""
+    _check_merged(x, grad)
+    rows, width = grad.shape
+    if grad.numel():
+        blocks = -(-width // MERGED_BLOCK)
+        _merged_backward_kernel[(rows * blocks,)](
+            grad, x, width, grad.stride(0), x.stride(0), blocks, BLOCK=MERGED_BLOCK, num_warps=MERGED_WARPS
+        )
+
+
+def _check_merged(x: Tensor, y: Tensor) -> None:
+    require("swiglu", x, y)
+    if x.shape != (y.shape[0], 2 * y.shape[1]) or x.stride(1) != 1 or y.stride(1) != 1:
+        raise ValueError(
+            f"swiglu: gate beside up must be [T, 2 F] and the other [T, F], neighbours of a row side by side; got "
+            f"{list(x.shape)} and {list(y.shape)}"
+        )
 
 
 def reference_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

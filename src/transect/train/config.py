@@ -196,6 +196,8 @@ class TrainConfig:
         checkpointing: what of the activations is kept for the backward pass: ``none`` recomputes nothing,
             ``selective`` recomputes the MLP's inner activations, ``full`` whole layers; ``auto`` takes the first of
             these that fits.
+        merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
+            model is of that kind; false: operator by operator.
         seed: of initial weights, the order of the data and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
         eval_every: steps between measurements of the validation loss (0: at the end only).
@@ -212,6 +214,7 @@ class TrainConfig:
     accumulate: int = 1
     precision: Precision = "float32"
     checkpointing: Checkpointing = "auto"
+    merged: bool = True
     seed: int = 0
     save_every: int = 0
     keep: int = 2

@@ -61,9 +61,11 @@ def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], parameters: Map
 
     modules = {name: module for name, module in model.named_modules() if name and not list(module.children())}
     handles = [watch(name) for name in modules]
+    stack, model.stack = model.stack, model.run_layers  # module by module, whatever runs them otherwise
     try:
         value = loss()
     finally:
+        model.stack = stack
         for handle in handles:
             handle.remove()
     if found:

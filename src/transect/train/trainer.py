@@ -27,7 +27,6 @@ import torch
 
 from ..models.load import load_weights
 from ..models.resolve import resolve
-from .activations import stack_with
 from .adapted_product import calling_thread_alone
 from .batches import Batch
 from .checkpoint import Checkpoint, Snapshot, Writer
@@ -35,6 +34,7 @@ from .config import TrainConfig
 from .data import Position
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .memory import fit
+from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
 from .objectives.base import Objective
@@ -100,7 +100,7 @@ class Trainer:
         self.memory = fit(config, source_of(config).config, device_of(config.device))
         self.trainable: Trainable = build(config)
         self.model, self.device = self.trainable.model, self.trainable.device
-        self.model.stack = stack_with(self.model, self.memory.checkpointing)
+        self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged)
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
             config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"

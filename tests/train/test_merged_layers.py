@@ -1,0 +1,97 @@
+"""The hand-written layers against autograd through the model's own, over torch's operators."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from transect.models.config import ModelConfig
+from transect.models.decoder import Decoder
+from transect.ops.jit import INTERPRETED
+from transect.ops.linear_cross_entropy_torch import linear_cross_entropy
+from transect.ops.opset import resolve_ops
+from transect.train.batches import Batch
+from transect.train.loss import batch_loss
+from transect.train.merged_layers import MergedLayers, refusal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = ModelConfig(
+    architecture="llama", vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48,
+    max_position=64,
+)  # fmt: skip
+needs_kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="needs Triton's interpreter (TRITON_INTERPRET=1) or a GPU"
+)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 64, (27,), generator=generator)
+    bounds = torch.tensor([0, 5, 6, 27], dtype=torch.int32)
+    labels = torch.where(torch.rand(27, generator=generator) < 0.2, -100, tokens.roll(-1))
+    positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(21)])
+    made = Batch(tokens, labels, positions, bounds, int((labels >= 0).sum()), 21)
+    return made.to(torch.device(DEVICE))
+
+
+def model_of(config=CONFIG):
+    model = Decoder(config, device=DEVICE, dtype=torch.float32, ops=resolve_ops(DEVICE))
+    model.init_weights(std=0.2, generator=torch.Generator(DEVICE).manual_seed(1))
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.attention_norm.weight.mul_(1.3)
+    return model
+
+
+def gradients(model, steps=1):
+    for _ in range(steps):
+        loss = batch_loss(model, batch(), linear_cross_entropy)
+        loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+@needs_kernels
+@pytest.mark.parametrize("keep", ["none", "selective", "full"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_loss_and_gradients_are_those_of_the_model_s_own_layers(keep: str) -> None:
+    torch.set_num_threads(1)
+    expected_loss, expected = gradients(model_of())
+    model = model_of()
+    model.stack = MergedLayers(model, keep)
+    loss, found = gradients(model)
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_plan_is_the_same_to_the_bit() -> None:
+    torch.set_num_threads(1)
+    results = []
+    for keep in ("none", "selective", "full"):
+        model = model_of()
+        model.stack = MergedLayers(model, keep)
+        results.append(gradients(model, steps=2))
+    for loss, found in results[1:]:
+        assert loss == results[0][0]
+        assert all(torch.equal(found[name], gradient) for name, gradient in results[0][1].items())
+
+
+@needs_kernels
+def test_the_weights_stay_the_model_s() -> None:
+    model, plain = model_of(), model_of()
+    MergedLayers(model, "none")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in plain.state_dict().items())
+    query, key = model.layers[0].attention.q.weight, model.layers[0].attention.k.weight
+    assert key.data_ptr() == query.data_ptr() + query.nbytes
+
+
+def test_other_layers_are_refused() -> None:
+    assert refusal(model_of()) == ""
+    assert "normalised" in refusal(model_of(replace(CONFIG, qk_norm=True)))
+    assert "biases" in refusal(model_of(replace(CONFIG, qkv_bias=True)))
