@@ -6,7 +6,8 @@ import pytest
 import torch
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
-from transect.engine.gpu_runner import GPURunner
+from transect.engine.gpu_graphs import GraphCache
+from transect.engine.gpu_runner import GPURunner, token_bucket
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.config import ModelConfig
@@ -107,3 +108,32 @@ def test_every_layout_comes_up(model):
         run_workload(executor, config, random_arrivals(rng, VOCAB, 14), lag=1)
         seen |= executor.seen
     assert seen == {"none", "alone", "after decodes", "after chunks"}
+
+
+def test_token_buckets():
+    assert [token_bucket(n) for n in (1, 64, 65, 128, 129, 200, 1025, 8192)] == [64, 64, 80, 128, 160, 224, 1280, 8192]
+    for tokens in range(65, 3000):
+        assert tokens <= token_bucket(tokens) <= 1.25 * tokens
+
+
+class Recorded:
+    """In place of a CUDA graph."""
+
+    def __init__(self, work):
+        self.replay = work
+
+
+def test_rare_work_is_captured_when_it_comes_again():
+    class Graphs(GraphCache):
+        def _capture(self, key, work):
+            self._graphs[key] = Recorded(lambda: calls.append(f"replay {key}")), f"result of {key}"
+
+    calls = []
+    graphs = Graphs(None, most_rare=2)
+
+    def run(key):
+        return graphs.run_rare(key, lambda: calls.append(f"eager {key}") or "eager")
+
+    assert [run("a"), run("a"), run("a")] == ["eager", "result of a", "result of a"]
+    assert calls == ["eager a", "replay a", "replay a"]
+    assert [run("b"), run("b"), run("c"), run("c"), run("c")] == ["eager", "result of b", "eager", "eager", "eager"]

@@ -29,6 +29,8 @@ class EngineConfig:
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
         cuda_graphs: ``on`` captures the steps that only decode when the engine starts, ``lazy`` each when it first
             comes, ``off`` none.
+        prefill_graphs: also capture steps with prefill chunks, of few enough tokens that launching their kernels one by
+            one would take longer than computing them.
         fused_operators, dependent_launch, device_sampling, prompt_attention, prune_last_layer: switches of what makes a
             GPU fast, to see what each is worth: several operators in one kernel; kernels that start while the one
             before ends (Hopper); tokens drawn on the GPU; prompts that a step holds from their first token on attend to
@@ -63,6 +65,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
+    prefill_graphs: bool = True
     fused_operators: bool = True
     dependent_launch: bool = True
     device_sampling: bool = True

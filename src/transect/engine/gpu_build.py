@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..models.config import ModelConfig
 from ..models.cost import Storage, kv_bytes_per_token, weight_bytes
 from ..models.decoder import Decoder
 from ..models.fused_stack import Fusions
@@ -37,6 +38,12 @@ WARM_WIDTHS = 2
 WHOLE_PROMPTS = (1536, 96)
 """Tokens, in all and a row, from which whole prompts have an attention kernel of their own: where the Hopper kernel
 pays (``ops/flash_attention_hopper.py``) with 16 heads and more."""
+
+
+LAUNCHES = 9
+"""Kernels of a layer."""
+LAUNCH_SECONDS, MULTIPLIES = 70e-6, 600e12
+"""Seconds in which the host launches a kernel, FLOPs of a product in a second: an H200 and its host."""
 
 
 @dataclass(slots=True)
@@ -115,6 +122,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     tricks: dict[str, Any] = {
         "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
         "prune_last_layer": config.prune_last_layer,
+        "graph_tokens": graph_tokens(model_config) if config.prefill_graphs and config.cuda_graphs != "off" else 0,
     }
     work = warm_kernels.Work(
         config=model_config,
@@ -155,6 +163,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     per_token = kv_bytes_per_token(model_config, storage)
     captured = 0 if config.cuda_graphs == "off" else len(row_buckets(max_seqs))
     graphs = kept_for_graphs(model_config.vocab_size, max_seqs, captured)
+    graphs += int(peak * min(1.0, tricks["graph_tokens"] / max_tokens))
     account = MemoryAccount(
         total=total,
         usable=int(total * config.gpu_memory_utilization),
@@ -190,6 +199,12 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     for line in report:
         log.info("%s", line)
     return GPUParts(runner, size, ", ".join(how), report)
+
+
+def graph_tokens(config: ModelConfig) -> int:
+    """Prompt tokens up to which a step is launched slower, kernel by kernel, than it is computed."""
+    weights = config.n_layers * (config.dim * (2 * config.q_dim + 2 * config.kv_dim) + 3 * config.dim * config.ffn_dim)
+    return int(config.n_layers * LAUNCHES * LAUNCH_SECONDS * MULTIPLIES / (2 * weights))
 
 
 def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = True) -> OpSet:

@@ -20,10 +20,14 @@ class GraphCache:
     """Graphs by key, on one stream."""
 
     stream: torch.cuda.Stream
+    most_rare: int = 64
+    """Of the work that is captured only when it comes a second time, so many are kept."""
     seconds: float = 0.0
     """Spent on capturing so far."""
     _pool: Any = None
     _graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
+    _met: dict[Hashable, bool] = field(default_factory=dict)
+    """Rare work that has run: True where it has a graph."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -40,6 +44,22 @@ class GraphCache:
             held[0].replay()
             return held[1]
         result = work()
+        self._capture(key, work)
+        return result
+
+    def run_rare(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        """As ``run``, for work of many kinds: it is captured when it comes for the second time."""
+        if key not in self._graphs:
+            if key not in self._met or sum(self._met.values()) >= self.most_rare:
+                self._met.setdefault(key, False)
+                return work()
+            self._capture(key, work)
+            self._met[key] = True
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    def _capture(self, key: Hashable, work: Callable[[], Any]) -> None:
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -51,12 +71,3 @@ class GraphCache:
             graph.capture_end()
         self._graphs[key] = graph, captured
         self.seconds += time.perf_counter() - started
-        return result
-
-    def forget(self, unwanted: Callable[[Hashable], bool]) -> None:
-        """Drop the graphs whose keys are unwanted, because addresses that they hold are no longer true."""
-        stale = [key for key in self._graphs if unwanted(key)]
-        if stale:
-            self.stream.synchronize()
-        for key in stale:
-            del self._graphs[key]

@@ -6,8 +6,9 @@ device computes step n: the input tokens of step n + 1 that step n is about to d
 step n leaves them.
 
 Steps that only decode are padded to one of a few sizes (``row_bucket``, ``width_bucket``) and replayed as CUDA graphs;
-the rows added belong to no sequence and write to a block of the cache that no sequence has. Steps with prefill chunks
-are launched kernel by kernel, under the arithmetic of which the launches are hidden.
+the rows added belong to no sequence and write to a block of the cache that no sequence has. Of the steps with prefill
+chunks the small ones are too, when their size comes again; large ones are launched kernel by kernel, under the
+arithmetic of which the launches are hidden.
 
 Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
 step's graph is then another one. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.
@@ -64,6 +65,14 @@ def row_bucket(rows: int) -> int:
 def row_buckets(max_num_seqs: int) -> list[int]:
     """Every number of rows that a decode step of up to ``max_num_seqs`` sequences is padded to, the largest first."""
     return sorted({row_bucket(rows) for rows in range(1, max_num_seqs + 1)}, reverse=True)
+
+
+def token_bucket(tokens: int) -> int:
+    """Tokens that a graph for a step with prefill chunks has: in steps of a quarter to an eighth, 64 at the least."""
+    if tokens <= 64:
+        return 64
+    step = 1 << ((tokens - 1).bit_length() - 3)
+    return -(-tokens // step) * step
 
 
 def width_bucket(blocks: int, block_size: int, most: int) -> int:
@@ -143,6 +152,8 @@ class _Plan(NamedTuple):
     rows: Sequence[ScheduledRow] = ()
     """In the order of ``starts``."""
     whole: WholePrompts | None = None
+    graph: bool = False
+    """Of a kind that comes again, though not one that only decodes."""
     prune: bool = False
     """The last layer computes only what the draws need."""
 
@@ -161,6 +172,7 @@ class _RaggedShape(NamedTuple):
     """Row and token of the layout at which the whole prompts begin."""
     padding: tuple[int, ...]
     """Tokens of the padding rows between."""
+    graph: bool = False
 
 
 class GPURunner:
@@ -175,6 +187,8 @@ class GPURunner:
         whole_prompts: (tokens in all, tokens a row) from which prompts that a step holds from their first token on
             attend to their keys where the projection left them, not through the cache: another kernel, of other
             rounding. None: never.
+        graph_tokens: steps with prefill chunks of up to so many tokens are captured too, when one of their size comes
+            for the second time; their prompts go through the cache.
         prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
             from (keys and values for all).
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
@@ -194,6 +208,7 @@ class GPURunner:
         sample_on_device: bool = True,
         whole_prompts: tuple[int, int] | None = None,
         prune_last_layer: bool = False,
+        graph_tokens: int = 0,
         pad_tokens: int | None = None,
     ) -> None:
         self._model = model
@@ -213,7 +228,11 @@ class GPURunner:
         self._pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
         # A step with prefill chunks is filled up in two places (see _ragged_shape).
         rows = max(FEWEST_ROWS, self._max_draws)
+        self._graph_tokens = graph_tokens
+        self._full_step = token_bucket(max_num_batched_tokens) if graph_tokens >= max_num_batched_tokens else 0
+        """Tokens of the largest step, if it is captured."""
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * self._pad_tokens
+        most = max(most, token_bucket(min(graph_tokens, max_num_batched_tokens)))
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = -(-OUTPUT_BYTES * self._max_draws // ALIGNMENT) * ALIGNMENT
         cuda = self._device.type == "cuda"
@@ -262,12 +281,19 @@ class GPURunner:
     @torch.inference_mode()
     def warm(self, rows: Sequence[int], widths: int) -> None:
         """Run decode steps of these numbers of rows once, on padding alone, for the ``widths`` narrowest block tables:
-        kernels are compiled, and graphs captured."""
+        kernels are compiled, and graphs captured. Where steps full of prompt tokens are captured, those too."""
         for number in range(widths):
             width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
             for count in rows:
                 with self._on_stream():
                     self._run(*self._padding_step(StepLayout(count, count, count, width)))
+                    each = self._full_step // count
+                    if count >= FEWEST_ROWS and 0 < each <= width * self._block_size:
+                        layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
+                        plan, fields = self._padding_step(layout)
+                        plan = plan._replace(decode=False, graph=True, prune=self._prune_last_layer)
+                        self._run(plan, fields)
+                        self._run(plan, fields)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -355,7 +381,10 @@ class GPURunner:
         draw_slots = np.array([table.draw(draw, step) for draw in draws], np.int64)
         ends = np.array([row.end for row in rows], np.int32)
         width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
-        layout = StepLayout(shape.tokens, shape.rows, row_bucket(len(draws)) if draws else 0, width)
+        room = row_bucket(len(draws)) if draws else 0
+        if shape.graph:
+            room = min(max(shape.rows, room), self._max_draws)
+        layout = StepLayout(shape.tokens, shape.rows, room, width)
         fields = layout.numpy(memory)
         places = np.array(shape.places)
         fields.length[:], fields.table[:] = 0, self._padding_block
@@ -396,7 +425,7 @@ class GPURunner:
         whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
         prune = self._prune_last_layer and all(row.prompt_logprobs is None for row in rows)
         plan = _Plan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
-        return plan._replace(rows=rows, whole=whole, prune=prune)
+        return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph)
 
     def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
         """Where the rows of a step with prefill chunks come to lie, and the rows in that order.
@@ -406,7 +435,8 @@ class GPURunner:
         """
         pad = self._pad_tokens
         rows: Sequence[ScheduledRow] = batch.rows
-        if self._whole_prompts is not None:
+        graph = batch.num_tokens <= self._graph_tokens
+        if not graph and self._whole_prompts is not None:
             whole = [row for row in rows if row.start == 0 and row.num_tokens > 1]
             tokens = sum(row.num_tokens for row in whole)
             least, mean = self._whole_prompts
@@ -429,10 +459,10 @@ class GPURunner:
                 places = [*range(len(others)), *range(place, place + len(whole))]
                 return _RaggedShape(tokens, count, places, len(others), place, start, padding), [*others, *whole]
         count = max(FEWEST_ROWS, row_bucket(len(rows)))
-        tokens = -(-batch.num_tokens // pad) * pad
+        tokens = token_bucket(batch.num_tokens) if graph else -(-batch.num_tokens // pad) * pad
         if count == tokens:
             count *= 2
-        return _RaggedShape(tokens, count, list(range(len(rows))), len(rows), 0, 0, ()), rows
+        return _RaggedShape(tokens, count, list(range(len(rows))), len(rows), 0, 0, (), graph), rows
 
     def _plan_draws(
         self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
@@ -465,10 +495,13 @@ class GPURunner:
 
     def _run(self, plan: _Plan, fields: Fields) -> tuple[Tensor, Sampled]:
         work: Callable[[], tuple[Tensor, Sampled]] = partial(self._compute, plan, fields)
-        if self.graphs is None or not plan.decode:
+        if self.graphs is None or not (plan.decode or plan.graph):
             return work()
         generation = self._adjust.generation if plan.variant.adjust else 0
-        return self.graphs.run((plan.layout, plan.variant, generation), work)
+        key = plan.layout, plan.variant, generation
+        if plan.decode:
+            return self.graphs.run(key, work)
+        return self.graphs.run_rare((*key, plan.prune), work)
 
     def _compute(self, plan: _Plan, fields: Fields) -> tuple[Tensor, Sampled]:
         """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
