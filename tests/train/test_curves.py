@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from transect.train.curves import draw, smoothed
+from transect.train.curves import _bits_per_nat, draw, smoothed
 
 
 def write_run(folder, losses):
@@ -28,6 +28,18 @@ def test_draws_several_runs(tmp_path, by: str) -> None:
         "a: 3 steps, loss 1.0000, validation 1.2500, 20 tokens/s",
         "b: 2 steps, loss 1.5000, validation 1.2500, 20 tokens/s",
     ]
+
+
+def test_losses_can_be_bits_per_byte_beside_a_level(tmp_path) -> None:
+    run = write_run(tmp_path / "a", [3.0, 2.0])
+    with pytest.raises(ValueError, match="no validation in bits per byte"):
+        draw([run], tmp_path / "x.svg", bits=True)
+    with (run / "log.jsonl").open("a") as file:
+        line = {"kind": "evaluation", "step": 2, "loss": 2.0, "bits_per_byte": 1.0}  # half a bit per byte for a nat
+        file.write(json.dumps(line) + "\n")
+    assert _bits_per_nat(run, [line]) == 0.5
+    draw([run], tmp_path / "x.svg", bits=True, levels={"elsewhere": 1.25})
+    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
 
 
 def test_a_directory_without_a_log_is_named(tmp_path) -> None:

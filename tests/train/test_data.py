@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from copy import copy
 
 import numpy as np
 import pytest
@@ -95,8 +96,36 @@ def test_packing_fills_micro_batches() -> None:
     assert filled > 0.98
 
 
-def test_a_loader_goes_on_from_any_position() -> None:
-    loader = Loader(stream_of([37] * 30), DataConfig(seq_len=32, micro_batch=64), seed=3)
+@pytest.mark.parametrize("lengths", [[37] * 30, [5, 300, 1, 2, 90], [128]])
+def test_validation_sees_every_token_once_and_in_order(lengths) -> None:
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    stream = TokenStream(tokens, np.cumsum(lengths).astype(np.uint64))
+    loader = Loader(stream, DataConfig(seq_len=32, micro_batch=64), seed=3)
+    next(loader)
+    before = copy(loader.position)
+    batches = list(loader.one_epoch())
+    assert torch.equal(torch.cat([batch.tokens_T for batch in batches]), torch.arange(sum(lengths)))
+    labels = torch.cat([batch.labels_T for batch in batches])
+    last = np.cumsum(lengths) - 1  # of each document: nothing follows it
+    expected = torch.arange(1, sum(lengths) + 1)
+    expected[torch.from_numpy(last)] = IGNORE
+    assert torch.equal(labels, expected)
+    assert loader.position == before
+
+
+def test_batches_made_ahead_are_the_same_from_any_position() -> None:
+    stream, config = stream_of([37] * 30), DataConfig(seq_len=32, micro_batch=64)
+    plain, ahead = Loader(stream, config, seed=3), Loader(stream, config, seed=3, ahead=True)
+    for _ in range(40):  # into later epochs
+        assert torch.equal(next(ahead).tokens_T, next(plain).tokens_T)
+        assert ahead.position == plain.position
+    plain.position, ahead.position = Position(1, 4), Position(1, 4)
+    assert torch.equal(next(ahead).tokens_T, next(plain).tokens_T)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loader_goes_on_from_any_position(ahead: bool) -> None:
+    loader = Loader(stream_of([37] * 30), DataConfig(seq_len=32, micro_batch=64), seed=3, ahead=ahead)
     first = [next(loader) for _ in range(5)]
     at = Position(loader.position.epoch, loader.position.index)
     rest = [next(loader).tokens_T for _ in range(40)]  # into later epochs

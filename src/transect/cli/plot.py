@@ -13,10 +13,22 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf.")] = Path("curves.png"),
     window: Annotated[int, typer.Option(help="Steps to average the loss over.", min=1)] = 1,
     by: Annotated[str, typer.Option(help="What to draw over: step, tokens or time.")] = "step",
+    bits: Annotated[bool, typer.Option("--bits", help="Bits per byte in place of nats per token.")] = False,
+    level: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE: a line to compare with; may be repeated.")
+    ] = None,
 ) -> None:
     """Draw losses and speeds of runs."""
     from ..train.curves import draw
 
-    for line in draw(runs, output, window=window, by=by):
+    for line in draw(runs, output, window=window, by=by, bits=bits, levels=dict(map(_level, level or ()))):
         print(line)
     print(f"drawn in {output}")
+
+
+def _level(text: str) -> tuple[str, float]:
+    name, _, value = text.rpartition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"--level is NAME=VALUE with a number, such as nanoGPT=2.12, not {text!r}") from None

@@ -13,6 +13,7 @@ Shapes: T tokens of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,9 +132,15 @@ class WindowPlan:
             spans.extend(self._spans(self.offset + int(window) * self.seq_len))
         return pack(self.stream, spans)
 
+    def in_order(self) -> Iterator[Batch]:
+        """All windows from the first token to the last, unshuffled; the last window and micro-batch may be shorter."""
+        starts = range(0, len(self.stream.tokens), self.seq_len)
+        for at in range(0, len(starts), self.per_batch):
+            yield pack(self.stream, [span for first in starts[at : at + self.per_batch] for span in self._spans(first)])
+
     def _spans(self, first: int) -> list[tuple[int, int, bool]]:
         """The documents, or parts of them, in one window."""
-        last = first + self.seq_len
+        last = min(first + self.seq_len, len(self.stream.tokens))
         ends = self.stream.ends
         document = int(np.searchsorted(ends, first, side="right"))
         spans = []

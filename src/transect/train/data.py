@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,11 +193,16 @@ class Loader:
 
     ``position`` can be read at any time and set to what was read: batches go on as if nothing had happened.
 
+    Args:
+        ahead: make the next micro-batch in a thread while this one is in use, for a device that would wait for it.
+
     Raises:
         ValueError: the stream is too short for the sizes in ``config``.
     """
 
-    def __init__(self, stream: TokenStream, config: DataConfig, seed: int) -> None:
+    def __init__(self, stream: TokenStream, config: DataConfig, seed: int, *, ahead: bool = False) -> None:
+        self._thread = ThreadPoolExecutor(1, "loader") if ahead else None
+        self._ahead: tuple[Position, Future[Batch]] | None = None
         self.stream = stream
         self.config = config
         self.seed = seed
@@ -219,16 +226,23 @@ class Loader:
         if self.position.index >= len(plan):
             self.position = Position(self.position.epoch + 1, 0)
             plan = self._plan(self.position.epoch)
-        batch = plan.batch(self.position.index)
+        if self._ahead is not None and self._ahead[0] == self.position:
+            batch = self._ahead[1].result()
+        else:
+            batch = plan.batch(self.position.index)
         self.position = Position(self.position.epoch, self.position.index + 1)
+        if self._thread is not None and self.position.index < len(plan):
+            self._ahead = copy(self.position), self._thread.submit(plan.batch, self.position.index)
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def one_epoch(self) -> Iterator[Batch]:
-        """Every micro-batch of epoch 0; ``position`` stays."""
+        """Every token once, for validation: text in its order, the last micro-batch shorter. ``position`` stays."""
         plan = self._plan(0)
+        if isinstance(plan, WindowPlan):
+            return plan.in_order()
         return (plan.batch(index) for index in range(len(plan)))
 
     def _plan(self, epoch: int) -> Plan:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
-from ..batches import Batch
+from ..batches import IGNORE, Batch
 from ..config import TrainConfig
 from ..data import Loader, Position, load_stream
 from ..loss import batch_loss, evaluate, token_loss
@@ -22,8 +23,10 @@ class NextToken:
         self._loss = token_loss(trainable.device)
         vocab_size = trainable.source.config.vocab_size
         tools = vocab_size, trainable.tokenizer, trainable.template
-        self.loader = Loader(load_stream(config.data.train, *tools), config.data, config.seed)
+        ahead = trainable.device.type != "cpu"
+        self.loader = Loader(load_stream(config.data.train, *tools), config.data, config.seed, ahead=ahead)
         self.validation: Loader | None = None
+        self._validation_bytes: int | None = None
         if config.data.validation:
             self.validation = Loader(load_stream(config.data.validation, *tools), config.data, config.seed)
 
@@ -48,11 +51,25 @@ class NextToken:
         if self.validation is None:
             return None
         loss, labels = evaluate(self._trainable.model, self.validation.one_epoch(), self._loss)
-        tokenizer, size = self._trainable.tokenizer, 0
-        if tokenizer is not None:
-            for batch in self.validation.one_epoch():
-                size += sum(len(tokenizer.token_bytes(token)) for token in batch.labels_T.tolist() if token >= 0)
-        return loss, labels, size
+        if self._validation_bytes is None:
+            self._validation_bytes = self._count_bytes(self.validation)
+        return loss, labels, self._validation_bytes
+
+    def _count_bytes(self, loader: Loader) -> int:
+        """Bytes of text that the labels of an epoch spell, the same in every one; special tokens spell none. 0 without
+        a tokenizer."""
+        tokenizer = self._trainable.tokenizer
+        if tokenizer is None:
+            return 0
+        counts = np.zeros(self._trainable.source.config.vocab_size, dtype=np.int64)
+        for batch in loader.one_epoch():
+            labels = batch.labels_T.numpy()
+            counts += np.bincount(labels[labels != IGNORE], minlength=len(counts))
+        return sum(
+            int(counts[token]) * len(tokenizer.token_bytes(token))
+            for token in np.flatnonzero(counts).tolist()
+            if token not in tokenizer.special_ids
+        )
 
     def fingerprint(self) -> str:
         return self.loader.fingerprint()
