@@ -47,6 +47,7 @@ def triton_add_rms_norm(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch. ``out``: where norm and sum go; ``(x, residual)`` updates the stream in place.
+    The rows of a norm that is a matrix may be apart.
 
     ``pdl``: begin while the kernel before still runs (dependent launch, Hopper). ValueError if x and residual differ
     in shape or dtype, or past ``norms.MAX_WIDTH``.
@@ -56,12 +57,19 @@ def triton_add_rms_norm(
 
 
 def triton_backward(
-    grad: Tensor, grad_sum: Tensor, total: Tensor, weight: Tensor, eps: float, *, config: Config | None = None
+    grad: Tensor,
+    grad_sum: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dL/dx, dL/dw) from dL/dy, dL/ds and the sum s."""
+    """(dL/dx, dL/dw) from dL/dy, dL/ds and the sum s. ``out``: where dL/dx goes; the rows of a matrix may be apart."""
     function = rms_norm.backward_kernel
     name = "add_rms_norm.backward"
-    dx, dw = launch_backward(name, function, grad, total, grad_sum, weight, eps, vectors=1, config=config)
+    dx, dw = launch_backward(name, function, grad, total, grad_sum, weight, eps, vectors=1, out=out, config=config)
     return dx, dw
 
 

@@ -43,7 +43,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @kernel
 def forward_kernel(
-    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, eps,
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, y_stride, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
@@ -63,12 +63,13 @@ def forward_kernel(
     x = tl.where(inside, x - mean[:, None], 0.0)
     r = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / n_cols + eps)
     y = x * r[:, None] * w + b
-    tl.store(y_ptr + row * n_cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row * y_stride + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel
 def backward_kernel(
-    g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, eps,
+    g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, dx_stride,
+    eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw and dL/db in registers.
@@ -95,7 +96,7 @@ def backward_kernel(
         dx = r * (gw - mean_gw - x * (r * dot / n_cols))
         if ADD:
             dx += tl.load(up_ptr + row * up_stride + col, mask=used, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * n_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
+        tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)
     tl.store(db_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, db, mask=used)
 

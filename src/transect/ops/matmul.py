@@ -369,15 +369,15 @@ def matmul(
 ) -> Tensor:
     """As ``reference``, on the GPU: the persistent kernel where a device has bulk copies and the strides allow it.
 
-    ``out``: contiguous, where the result is to be written; it may be the residual.
+    ``out``: where the result is to be written, rows of neighbouring elements; it may be the residual.
     """
     _check(x, weight, bias, gate, residual, activation)
     require("matmul", *(t for t in (x, weight, bias, gate, residual) if t is not None))
     m, k = x.shape
     n = weight.shape[0]
     out = x.new_empty((m, n)) if out is None else out
-    if out.shape != (m, n) or not out.is_contiguous():
-        raise ValueError(f"matmul: out must be contiguous [{m}, {n}], not {list(out.shape)}")
+    if out.shape != (m, n) or out.stride(1) != 1 or (m > 1 and out.stride(0) < n):
+        raise ValueError(f"matmul: out must be [{m}, {n}] with whole rows, not {list(out.shape)} {out.stride()}")
     if out.numel() == 0:
         return out
     tiles = tiles or choose(x, weight, gate is not None, residual is not None)

@@ -23,6 +23,16 @@ STAGED_BYTES = 96 * 1024
 """Shared memory that the rows on their way to one program may take."""
 
 
+def _row_stride(x: Tensor) -> int:
+    """Elements from one row to the next, of a contiguous tensor or a matrix."""
+    return x.stride(0) if x.dim() == 2 else x.shape[-1]
+
+
+def _whole_rows(x: Tensor) -> bool:
+    """Whether ``x`` is contiguous, or a matrix whose rows are."""
+    return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
+
+
 def _check_width(name: str, width: int) -> None:
     if width > MAX_WIDTH:
         raise ValueError(f"{name}: a row of {width} elements is past {MAX_WIDTH}; use the reference")
@@ -43,7 +53,7 @@ def launch_forward(
     """(norm, sum) of x, or of x + residual; without a residual the sum is x itself.
 
     ``vectors`` are the weight and, for LayerNorm, the bias. ``out`` takes the two results, which may be x and the
-    residual themselves.
+    residual themselves; the rows of the first may be apart (of a matrix ``[rows, D]``).
 
     Raises:
         ValueError: dtypes without a kernel, a row past ``MAX_WIDTH``, a residual or ``out`` unlike x.
@@ -63,15 +73,19 @@ def launch_forward(
         total = x if residual is None else torch.empty(x.shape, device=x.device, dtype=x.dtype)
     else:
         y, total = out
-        if not all(t.shape == x.shape and t.dtype == x.dtype and t.is_contiguous() for t in out):
-            raise ValueError(f"{name}: out must be two contiguous tensors of {x.dtype}, {list(x.shape)} each")
+        fits = all(t.shape == x.shape and t.dtype == x.dtype for t in out)
+        if not fits or not _whole_rows(y) or not (residual is None or total.is_contiguous()):
+            raise ValueError(
+                f"{name}: out must be two contiguous tensors of {x.dtype}, {list(x.shape)} each; only the rows of the "
+                "first may be apart"
+            )
     if not flat.numel():
         return y, total
     knobs = config or choose(name, width, x.device, row_rule)
     other = flat if residual is None else rows_of(residual)
     function[(-(-rows // knobs["rows"]),)](
         flat, other, *(vector.contiguous() for vector in vectors), y, total,
-        rows, width, flat.stride(0), other.stride(0), eps, ADD=residual is not None, ROWS=knobs["rows"],
+        rows, width, flat.stride(0), other.stride(0), _row_stride(y), eps, ADD=residual is not None, ROWS=knobs["rows"],
         BLOCK=next_power_of_2(width), EARLY=pdl, num_warps=knobs["warps"], **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y, total
@@ -113,9 +127,11 @@ def launch_backward(
     eps: float,
     *,
     vectors: int,
+    out: Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, ...]:
-    """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx.
+    """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx. ``out``: where
+    dL/dx goes, like a matrix x; its rows may be apart.
 
     A fixed number of programs each keep their share of dL/dw in registers; a second launch adds the shares in order.
     """
@@ -124,7 +140,9 @@ def launch_backward(
     g, flat = rows_of(grad), rows_of(x)
     rows, width = flat.shape
     _check_width(name, width)
-    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype) if out is None else out
+    if dx.shape != x.shape or dx.dtype != x.dtype or not _whole_rows(dx):
+        raise ValueError(f"{name}: out must be of {x.dtype} and like x, {list(x.shape)}, with whole rows")
     if not flat.numel():
         return dx, *(torch.zeros_like(weight) for _ in range(vectors))
     made = [torch.empty(weight.shape, device=x.device, dtype=weight.dtype) for _ in range(vectors)]
@@ -135,7 +153,8 @@ def launch_backward(
     programs = min(rows, multiprocessors(x.device) * knobs["waves"])
     shares = torch.empty(vectors, programs, width, device=x.device, dtype=torch.float32)
     function[(programs,)](
-        g, flat, up, weight.contiguous(), dx, *shares, rows, width, g.stride(0), flat.stride(0), up.stride(0), eps,
+        g, flat, up, weight.contiguous(), dx, *shares, rows, width, g.stride(0), flat.stride(0), up.stride(0),
+        _row_stride(dx), eps,
         ADD=grad_sum is not None, BLOCK=block, STAGES=max(1, min(knobs["stages"], STAGED_BYTES // staged)),
         num_warps=knobs["warps"],
     )  # fmt: skip
@@ -175,11 +194,14 @@ def kernels(forward: Any, backward: Any, *, vectors: int, add: bool) -> Sequence
     """The two kernels of a norm at 4096 elements a row, and what adds the shares up."""
     parameters = ("w_ptr", "b_ptr")[:vectors]
     tensors = ("x_ptr", "residual_ptr", *parameters, "y_ptr", "sum_ptr")
-    ahead = {**dict.fromkeys(tensors, "*bf16"), **dict.fromkeys(("n_rows", "n_cols", "x_stride", "r_stride"), "i32")}
+    ahead = {
+        **dict.fromkeys(tensors, "*bf16"),
+        **dict.fromkeys(("n_rows", "n_cols", "x_stride", "r_stride", "y_stride"), "i32"),
+    }
     back = dict.fromkeys(("g_ptr", "x_ptr", "up_ptr", "w_ptr", "dx_ptr"), "*bf16")
     back |= dict.fromkeys(("dw_ptr", "db_ptr")[:vectors], "*fp32")
-    back |= dict.fromkeys(("n_rows", "n_cols", "g_stride", "x_stride", "up_stride"), "i32")
-    sizes = ("n_cols", "x_stride", "r_stride", "g_stride", "up_stride")
+    back |= dict.fromkeys(("n_rows", "n_cols", "g_stride", "x_stride", "up_stride", "dx_stride"), "i32")
+    sizes = ("n_cols", "x_stride", "r_stride", "y_stride", "g_stride", "up_stride", "dx_stride")
     shares = {"shares_ptr": "*fp32", "first_ptr": "*bf16", "second_ptr": "*bf16", "n_shares": "i32", "n_cols": "i32"}
     one_row = {"ADD": add, "ROWS": 1, "BLOCK": 4096, "EARLY": False}
     staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3}

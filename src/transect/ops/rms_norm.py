@@ -42,7 +42,7 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @kernel
 def forward_kernel(
-    x_ptr, residual_ptr, w_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, eps,
+    x_ptr, residual_ptr, w_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, y_stride, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
@@ -59,12 +59,13 @@ def forward_kernel(
     w = tl.load(w_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     r = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / n_cols + eps)
     y = x * r[:, None] * w
-    tl.store(y_ptr + row * n_cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row * y_stride + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel
 def backward_kernel(
-    g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, eps,
+    g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, dx_stride,
+    eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw in registers.
@@ -87,19 +88,27 @@ def backward_kernel(
         dx = r * (gw - x * (r * dot / n_cols))
         if ADD:
             dx += tl.load(up_ptr + row * up_stride + col, mask=used, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * n_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
+        tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)
 
 
 def triton_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False, config: Config | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    pdl: bool = False,
+    config: Config | None = None,
 ) -> Tensor:
     """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
 
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper). ValueError past
-    ``norms.MAX_WIDTH``.
+    ``out``: where the result goes; the rows of a matrix may be apart. ``pdl``: begin while the kernel before still
+    runs (dependent launch, Hopper). ValueError past ``norms.MAX_WIDTH``.
     """
-    return launch_forward("rms_norm", forward_kernel, x, None, (weight,), eps, pdl=pdl, config=config)[0]
+    places = None if out is None else (out, x)
+    made = launch_forward("rms_norm", forward_kernel, x, None, (weight,), eps, out=places, pdl=pdl, config=config)
+    return made[0]
 
 
 def triton_backward(
