@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy says where a masked lane overflows
 ]
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DRAWS = 120 if INTERPRETED else 20_000
-MANY = 40 if INTERPRETED else 300
+DRAWS = 60 if INTERPRETED else 20_000
+MANY = 25 if INTERPRETED else 300
 torch.set_num_threads(1)
 
 WIDE = (
@@ -78,7 +78,7 @@ def test_draws_are_those_of_the_engine(vocab: int, scale: float) -> None:
 
 
 def test_ties_are_kept_or_taken_by_id() -> None:
-    logits = normal(2 * len(WIDE), 600, seed=5).round()
+    logits = normal(len(WIDE), 400, seed=5).round()
     logits[3] = 0.0
     made = sampling.inputs(logits, WIDE)
     assert on_device(made) == on_cpu(made)
@@ -89,7 +89,7 @@ def test_ties_are_kept_or_taken_by_id() -> None:
 
 
 def test_masked_tokens_never_come() -> None:
-    logits = normal(2 * len(WIDE), 1000, seed=6)
+    logits = normal(len(WIDE), 1000, seed=6)
     logits[:, 1::2] = -math.inf
     logits[::2, 300:] = -math.inf
     logits[3] = -math.inf
@@ -102,10 +102,10 @@ def test_masked_tokens_never_come() -> None:
 
 def test_flat_rows_are_settled_on_all_tokens() -> None:
     """More tokens above the bar than are collected, or top-p out of the reach of those that are."""
-    settings = ((1.0, 0, 0.9, 0.0), (1.0, 9000, 0.5, 0.0), (1.0, 9500, 1.0, 1e-9), (1.0, 0, 1.0, 1e-6))
-    flat = sampling.inputs(normal(4, 12_000, seed=7, scale=0.5), settings)
+    settings = ((1.0, 0, 0.9, 0.0), (1.0, 8300, 0.5, 0.0), (1.0, 8400, 1.0, 1e-9), (1.0, 0, 1.0, 1e-6))
+    flat = sampling.inputs(normal(4, 8500, seed=7, scale=0.5), settings)
     assert on_device(flat) == on_cpu(flat)
-    peaked = normal(4, 12_000, seed=8, scale=0.5)
+    peaked = normal(2, 8500, seed=8, scale=0.5)
     peaked[:, 77] = 12.0
     made = sampling.inputs(peaked, ((1.0, 0, 0.97, 0.0), (1.0, 0, 0.999, 0.0)))
     assert on_device(made) == on_cpu(made)

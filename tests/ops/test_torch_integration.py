@@ -33,13 +33,6 @@ def usable(implementation: Implementation) -> Callable[..., Any]:
 def example_of(op: Op, made: Implementation, which: int = 0) -> dict[str, Any]:
     """A non-empty example that the implementation takes, on the device, in a dtype that it takes."""
     dtype = getattr(torch, "float32" if "float32" in made.dtypes else made.dtypes[0])
-    found = []
-    for example in op.examples():
-        filled = all(v.numel() for v in example.values() if isinstance(v, torch.Tensor))
-        if filled and not (made.refuses and made.refuses(**example)):
-            found.append(example)
-    if len(found) <= which:
-        pytest.skip("takes none of the examples")
 
     def place(key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -47,7 +40,15 @@ def example_of(op: Op, made: Implementation, which: int = 0) -> dict[str, Any]:
             return value.detach().clone().requires_grad_(key in op.differentiable)
         return value.to(DEVICE) if hasattr(value, "to") else value
 
-    return {key: place(key, value) for key, value in found[which].items()}
+    found = []
+    for example in op.examples():
+        placed = {key: place(key, value) for key, value in example.items()}
+        filled = all(v.numel() for v in example.values() if isinstance(v, torch.Tensor))
+        if filled and not (made.refuses and made.refuses(**placed)):
+            found.append(placed)
+    if len(found) <= which:
+        pytest.skip("takes none of the examples")
+    return found[which]
 
 
 def random_like(outputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -63,7 +63,7 @@ def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
 
 def _examples() -> Sequence[dict[str, Any]]:
     return [
-        {"x": sample(1, 576), "weight": sample(192, 576, seed=1), "bias": None},
+        {"x": sample(1, 288), "weight": sample(96, 288, seed=1), "bias": None},
         {"x": sample(17, 33), "weight": sample(5, 33, seed=1), "bias": sample(5, seed=2)},
         {"x": sample(3, 1), "weight": sample(7, 1, seed=1), "bias": sample(7, seed=2)},
     ]

@@ -4,7 +4,7 @@ The yardstick is torch: ``error / allowed`` where ``allowed`` is ``Op.error_rati
 errors: the one that torch's own operator (the peer called ``torch``, else the reference) makes in the same dtype on
 the same inputs, and the one made by rounding the float64 answer to that dtype. An error is ``|out - exact| /
 |exact|`` in the 2-norm. Results of few elements (sums) are drawn many times, and their errors pooled: a single one
-may be right by luck.
+may be right by luck. Whole numbers are right or wrong, and drawn once.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def check(
     layouts: Sequence[str] = LAYOUTS,
     draws: int = DRAWS,
 ) -> Iterator[Finding]:
-    """Compare on every example that the implementation takes; the first two in all ``layouts`` (elements apart, rows
-    padded), the others in the first. Results of few elements are drawn ``draws`` times.
+    """Compare on every example that the implementation takes in this dtype; the first two in all ``layouts`` (elements
+    apart, rows padded), the others in the first. Results of few elements are drawn ``draws`` times.
 
     Raises:
         Unavailable: the implementation cannot run here.
@@ -71,9 +71,9 @@ def check(
     if implementation.autograd is not None:
         forms.append(("operator ", implementation.autograd(), True))
     for index, example in enumerate(op.examples() if examples is None else examples):
-        if implementation.refuses and implementation.refuses(**example):
-            continue
         for layout in layouts if index < 2 else layouts[:1]:
+            if implementation.refuses and implementation.refuses(**_first(op, example, dtype, device, layout)):
+                continue
             for prefix, call, with_gradient in forms:
                 if prefix and layout == "padded":
                     continue
@@ -92,6 +92,12 @@ def check(
                     )
 
 
+def _first(op: Op, example: Mapping[str, Any], dtype: torch.dtype, device: str, layout: str) -> dict[str, Any]:
+    """What an implementation is given at an example's first draw."""
+    inputs = {key: prepared(op, key, value, dtype, device, 0) for key, value in example.items()}
+    return {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
+
+
 @dataclass(slots=True)
 class _Pool:
     """Squared errors added over draws."""
@@ -101,7 +107,13 @@ class _Pool:
     theirs: float = 0.0
     rounded: float = 0.0
     elements: int = 0
+    whole: bool = False
     same_special: bool = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether further draws would say nothing new."""
+        return self.elements >= FEW or self.elements == 0 or self.whole
 
     def add(self, exact: Tensor, ours: Tensor, theirs: Tensor) -> None:
         rounded = exact.to(ours.dtype)
@@ -118,6 +130,7 @@ class _Pool:
         self.theirs += float((other - exact).where(usable, nothing).square().sum())
         self.rounded += float((rounded.double() - exact).where(usable, nothing).square().sum())
         self.elements = max(self.elements, exact.numel())
+        self.whole = not ours.is_floating_point()
 
     def verdict(self, op: Op, dtype: torch.dtype) -> tuple[float, float, float, bool]:
         scale = self.exact**0.5 or 1.0
@@ -142,6 +155,8 @@ def _compare(
     pools: dict[str, _Pool] = {}
     peer = op.peers.get("torch", op.reference)
     for draw in range(draws):
+        if draw:  # without gradients, once no gradient needs another draw
+            with_gradient = any(not pool.settled for name, pool in pools.items() if name.startswith("gradient"))
         inputs = {key: prepared(op, key, value, dtype, device, draw) for key, value in example.items()}
         exact_inputs = {key: v.double() if _floating(v) else v for key, v in inputs.items()}
         laid = {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
@@ -150,7 +165,7 @@ def _compare(
         theirs, _ = _run(op, peer, inputs, with_gradient, draw, dtype, weights)
         for quantity, value in exact.items():
             pools.setdefault(quantity, _Pool()).add(value, ours[quantity], theirs[quantity])
-        if all(pool.elements >= FEW or pool.elements == 0 for pool in pools.values()):
+        if all(pool.settled for pool in pools.values()):
             break
     return pools
 

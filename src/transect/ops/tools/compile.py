@@ -62,8 +62,8 @@ class Compiled:
         return machine_code.occupancy(self.target, self.warps, self.registers, self.shared_bytes)
 
 
-def compile_kernel(kernel: Kernel, target: str) -> Compiled:
-    """Compile one kernel for ``sm_80``, ``sm_90`` or ``gfx942``.
+def compile_kernel(kernel: Kernel, target: str, *, sass: bool = True) -> Compiled:
+    """Compile one kernel for ``sm_80``, ``sm_90`` or ``gfx942``; ``sass``: also disassemble it, a third of the time.
 
     Raises:
         Unavailable: Triton is missing, or its interpreter is on.
@@ -88,9 +88,9 @@ def compile_kernel(kernel: Kernel, target: str) -> Compiled:
     registers = spilled = None
     if "cubin" in made.asm:
         registers, spilled = _resources(made.asm["cubin"])
-        sass = disassemble(made.asm["cubin"])
-        if sass:
-            stages["sass"] = sass
+        code = disassemble(made.asm["cubin"]) if sass else ""
+        if code:
+            stages["sass"] = code
     elif "amdgcn" in stages:
         registers = _number(r"\.vgpr_count:\s+(\d+)", stages["amdgcn"])
         spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", stages["amdgcn"])
