@@ -170,8 +170,10 @@ class _RaggedShape(NamedTuple):
     whole_row: int
     whole_from: int
     """Row and token of the layout at which the whole prompts begin."""
-    padding: tuple[int, ...]
-    """Tokens of the padding rows between."""
+    padding: list[tuple[int, int]]
+    """Rows that belong to nobody, and their tokens: with whole prompts every token has a row, so that what is computed
+    of it is finite. (A tile of values that reaches past the end of a prompt is multiplied with zeros, and 0 * NaN is
+    NaN.)"""
     graph: bool = False
 
 
@@ -414,9 +416,8 @@ class GPURunner:
                 last.append(at - 1)
                 draw_rows.append(place)
                 positions.append(row.end)
-        if shape.padding:  # tokens between the two kinds of rows, in rows of their own
-            between = slice(shape.first_whole, shape.first_whole + len(shape.padding))
-            counts[between] = fields.length[between] = shape.padding
+        for place, tokens in shape.padding:
+            counts[place] = fields.length[place] = tokens
         fields.start[0] = 0
         np.cumsum(counts, out=fields.start[1:])
         fields.last[: len(last)], fields.last[len(last) :] = last, 0
@@ -440,21 +441,24 @@ class GPURunner:
             whole = [row for row in rows if row.start == 0 and row.num_tokens > 1]
             tokens = sum(row.num_tokens for row in whole)
             least, mean = self._whole_prompts
-            filled = -(-len(whole) // FEWEST_ROWS) * FEWEST_ROWS
+            tail = -tokens % pad
+            filled = -(-(len(whole) + bool(tail)) // FEWEST_ROWS) * FEWEST_ROWS
             if whole and tokens >= max(least, mean * filled):
                 others = [row for row in rows if row.start or row.num_tokens == 1]
                 before = sum(row.num_tokens for row in others)
-                padding: tuple[int, ...] = ()
+                padding: list[tuple[int, int]] = []
                 place = start = 0
                 if before == len(others) > 0:  # they only decode, and go the way of steps that do
                     place = start = max(FEWEST_ROWS, row_bucket(before))
-                    padding = (1,) * (place - before)
+                    padding = [(row, 1) for row in range(before, place)]
                 elif others:
                     place = max(FEWEST_ROWS, row_bucket(len(others) + 1))
                     start = -(-before // pad) * pad
                     start += pad if start == place else 0
-                    padding = (start - before,) if start > before else ()
-                tokens = start + -(-tokens // pad) * pad
+                    padding = [(len(others), start - before)]
+                if tail:
+                    padding.append((place + len(whole), tail))
+                tokens += start + tail
                 count = place + filled + (FEWEST_ROWS if place + filled == tokens else 0)
                 places = [*range(len(others)), *range(place, place + len(whole))]
                 return _RaggedShape(tokens, count, places, len(others), place, start, padding), [*others, *whole]
@@ -462,7 +466,7 @@ class GPURunner:
         tokens = token_bucket(batch.num_tokens) if graph else -(-batch.num_tokens // pad) * pad
         if count == tokens:
             count *= 2
-        return _RaggedShape(tokens, count, list(range(len(rows))), len(rows), 0, 0, (), graph), rows
+        return _RaggedShape(tokens, count, list(range(len(rows))), len(rows), 0, 0, [], graph), rows
 
     def _plan_draws(
         self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray

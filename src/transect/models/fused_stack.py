@@ -81,7 +81,7 @@ class FusedStack:
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
             return self._run_layers(x_TD, positions_T, context)
-        rotation = self._cos[positions_T], self._sin[positions_T]
+        rotation = self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
         branch_TD: Tensor | None = None
         wanted = context.wanted
         for layer in self._layers:
