@@ -3,8 +3,9 @@
 #
 #     benchmarks/ops_h200.sh OUT [OPERATORS]
 #
-# OUT gets ops.json (every case of every operator, each implementation compared with float64, every peer), numerics.txt
-# (all kernels on the small and odd examples, CUDA graphs), sanitizer.json (compute-sanitizer over the CUDA C++ kernels).
+# OUT gets ops.json (every case of every operator, each implementation compared with float64, every peer), numerics.json
+# (all kernels against float64 on the small and odd examples), graphs.txt (all of them under torch.compile and in CUDA
+# graphs), sanitizer.json (compute-sanitizer over the CUDA C++ kernels), and what each step printed.
 # OPERATORS, separated by commas, measures only these; the rows of others in OUT/ops.json stay. A case that OUT/ops.json
 # holds already, measured on such a machine of the same sources of its operator, is not measured again: copy
 # benchmarks/results/h200/ops.json to OUT first to bring it up to date, and back after.
@@ -28,13 +29,14 @@ step() {  # name, seconds, command...
 }
 
 step hardware 60 "$python" -m transect hardware --device "$device"
-# Numerics first: what is wrong need not be timed. One process: it shares the GPU with nobody.
+# Numerics first: what is wrong need not be timed.
 if [ "$device" != cpu ]; then
-  step numerics 150 "$python" -m pytest -q -p no:cacheprovider -o addopts="" -n "${TEST_WORKERS:-8}" \
-    tests/ops/test_numerics.py tests/ops/test_torch_integration.py --import-mode=importlib
+  step numerics 150 "$python" benchmarks/numerics.py "$out/numerics.json" --workers "${TEST_WORKERS:-8}"
+  step graphs 150 "$python" -m pytest -q -p no:cacheprovider -o addopts="" -n "${TEST_WORKERS:-8}" \
+    tests/ops/test_torch_integration.py --import-mode=importlib
   step sanitizer 90 "$python" benchmarks/sanitize_cuda.py "$out/sanitizer.json"
 fi
 step bench ${BENCH_SECONDS:-300} "$python" -m transect bench ops --ops "${2:-}" --device "$device" --check --changed \
   --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"
-tail -n 3 "$out/numerics.txt" "$out/sanitizer.txt" 2> /dev/null
+tail -n 3 "$out/graphs.txt" "$out/sanitizer.txt" 2> /dev/null
 exit $failed

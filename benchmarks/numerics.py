@@ -1,0 +1,111 @@
+"""Every kernel of the registry against float64 on its small and odd examples, as a ratio to the error of torch's own.
+
+python benchmarks/numerics.py OUT.json [--workers 8]    exit 1 where one is further off than its operator allows
+
+The inputs, the comparison and what is allowed are those of ``tests/ops/test_numerics.py``: outputs and gradients for
+random upstream gradients, three layouts in memory, each dtype that an implementation has. A row keeps the worst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import record
+from transect.ops.registry import Unavailable, all_ops, get
+from transect.ops.tools import accuracy
+
+RESULT = record.RESULTS / "h200" / "numerics.json"
+
+
+def implementations(device: str) -> list[tuple[str, str, str]]:
+    """(operator, implementation, dtype) of every kernel for a kind of device."""
+    backends = ("triton", "cuda") if device == "cuda" else ("cpu",)
+    return [
+        (op.name, name, dtype)
+        for op in all_ops()
+        for name, made in op.implementations.items()
+        if made.backend in backends
+        for dtype in made.dtypes
+    ]
+
+
+def measure(which: tuple[str, str, str], device: str) -> dict[str, Any]:
+    """The worst of one implementation in one dtype. ``ratio``: its error over what torch's operator, or rounding the
+    right answer, makes; allowed is ``Op.error_ratio``."""
+    all_ops()
+    name, label, dtype = which
+    op = get(name)
+    row: dict[str, Any] = {"op": name, "implementation": label, "dtype": dtype, "allowed_ratio": op.error_ratio}
+    try:
+        findings = list(accuracy.check(op, op.implementations[label], getattr(torch, dtype), device))
+    except Unavailable as error:
+        return row | {"compared": 0, "reason": str(error)}
+    row["compared"] = len(findings)
+    if not findings:
+        return row | {"reason": "it takes none of the examples"}
+
+    def ratio(finding: accuracy.Finding) -> float:
+        if not finding.same_special:
+            return float("inf")
+        return op.error_ratio * finding.error / finding.allowed if finding.allowed else finding.error
+
+    worst = max(findings, key=ratio)
+    return row | {
+        "ratio": ratio(worst),
+        "error": worst.error,
+        "torch_error": worst.torch_error,
+        "of": f"{worst.quantity}, example {worst.example}, {worst.layout}",
+        "passed": all(finding.passed for finding in findings),
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each implementation, a column for each dtype, and why more than twice torch's error is allowed."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    lines = [f"| operator | implementation | {' | '.join(dtypes)} | why above 2 |", "|---|---|" + "---:|" * len(dtypes)]
+    lines[1] += "---|"
+    for name, label in dict.fromkeys((row["op"], row["implementation"]) for row in rows):
+        own = {row["dtype"]: row for row in rows if (row["op"], row["implementation"]) == (name, label)}
+        cells = [f"{own[d]['ratio']:.2f}" if "ratio" in own.get(d, {}) else "" for d in dtypes]
+        above = any(row.get("ratio", 0.0) > 2 for row in own.values())
+        lines.append(f"| {name} | {label} | {' | '.join(cells)} | {get(name).error_note if above else ''} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--ops", default="", help="only these, separated by commas")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    only = set(filter(None, options.ops.split(",")))
+    todo = [which for which in implementations(device) if not only or which[0] in only]
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        rows = list(pool.map(measure, todo, [device] * len(todo)))
+    result = {
+        "command": "python benchmarks/numerics.py",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": record.environment(("torch", "triton")),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "the processor",
+        "rows": rows,
+    }
+    record.write(options.out, result)
+    print(table(rows))
+    failed = [row for row in rows if not row.get("passed", True)]
+    for row in failed:
+        print(f"too far off: {row}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
