@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
-from importlib import metadata
 from typing import Any
 
-from ..hardware.cpu import processor_name
+from ..hardware import environment as machine
 
 
 def environment() -> dict[str, Any]:
-    """Command line (without API keys), processor, cores, Python, and versions of Transect and torch."""
+    """Command line (without API keys), and what ``hardware.environment`` says, with versions of Transect and torch."""
     return {
         "command": " ".join(["transect", *_without_keys(sys.argv[1:])]),
-        "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in ("transect", "torch")},
+        **machine.environment(("transect", "torch")),
     }
 
 
