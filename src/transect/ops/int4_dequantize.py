@@ -39,7 +39,7 @@ def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 @kernel
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, out_ptr, n_bytes, row_bytes, G: tl.constexpr, BLOCK: tl.constexpr
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, n_bytes, row_bytes, out_row, G: tl.constexpr, BLOCK: tl.constexpr
 ):
     """BLOCK bytes a program: each gives two weights that lie G apart."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def _dequantize_kernel(
     row = at // row_bytes
     column = at - row * row_bytes
     pair = column // G
-    low = row * (2 * row_bytes) + pair * (2 * G) + column - pair * G
+    low = row * out_row + pair * (2 * G) + column - pair * G
     group = row * (2 * row_bytes // G) + 2 * pair
     code = tl.load(codes_ptr + at, mask=inside, other=0)
     for half in tl.static_range(2):
@@ -57,8 +57,9 @@ def _dequantize_kernel(
         tl.store(out_ptr + low + half * G, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """``reference`` in Triton; copies strided inputs. ValueError if the shapes do not fit each other."""
+def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``reference`` in Triton; copies strided inputs. ``out``: where to; its rows may be apart. ValueError if the shapes
+    do not fit each other."""
     require("int4_dequantize", scale, zero)
     n, half = codes.shape
     if scale.shape != zero.shape or scale.shape[0] != n or scale.dtype != zero.dtype or (2 * half) % scale.shape[1]:
@@ -67,11 +68,13 @@ def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
             f"{list(scale.shape)} {scale.dtype} and {list(zero.shape)} {zero.dtype}"
         )
     codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
-    out = torch.empty(n, 2 * half, dtype=scale.dtype, device=codes.device)
+    out = torch.empty(n, 2 * half, dtype=scale.dtype, device=codes.device) if out is None else out
+    if out.shape != (n, 2 * half) or out.dtype != scale.dtype or out.stride(1) != 1:
+        raise ValueError(f"int4_dequantize: out must be [{n}, {2 * half}] of {scale.dtype}, with whole rows")
     if codes.numel():
         grid = (-(-codes.numel() // BLOCK),)
         group = 2 * half // scale.shape[1]
-        _dequantize_kernel[grid](codes, scale, zero, out, codes.numel(), half, G=group, BLOCK=BLOCK)
+        _dequantize_kernel[grid](codes, scale, zero, out, codes.numel(), half, out.stride(0), G=group, BLOCK=BLOCK)
     return out
 
 
@@ -106,11 +109,15 @@ def _cases() -> Sequence[Case]:
 def _kernels() -> Sequence[Kernel]:
     arguments = {
         "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*bf16", "out_ptr": "*bf16", "n_bytes": "i32",
-        "row_bytes": "i32",
+        "row_bytes": "i32", "out_row": "i32",
     }  # fmt: skip
     return [
         Kernel(
-            "dequantize", _dequantize_kernel, arguments, {"G": 64, "BLOCK": BLOCK}, divisible=("n_bytes", "row_bytes")
+            "dequantize",
+            _dequantize_kernel,
+            arguments,
+            {"G": 64, "BLOCK": BLOCK},
+            divisible=("n_bytes", "row_bytes", "out_row"),
         )
     ]
 

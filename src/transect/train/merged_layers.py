@@ -15,10 +15,10 @@ What that spares against a node for each operator: additions (they are part of t
 products), the norms' and SwiGLU's results, which are cheap to compute again, and the host's time for a few hundred
 nodes. Kept for the backward pass, by plan:
 
-    none: s, q, k, v, o, t, g, u          selective: not g, u (one product more)          full: s alone
+    none: s, n, q, k, v, o, t, m, g, u    selective: s, q, k, v, o, t (one product more)    full: s alone
 
-The merged weights are one matrix in memory, of which the model's parameters are views: state, optimizer and checkpoints
-see what they always saw.
+The products and their gradients are ``merged_products.py``. The merged weights are one matrix in memory, of which the
+model's parameters are views: state, optimizer and checkpoints see what they always saw.
 
 Shapes: T tokens, D model dim, F ffn dim.
 """
@@ -38,136 +38,205 @@ from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer, Stack
 from ..models.linear import Linear
 from ..models.norm import RMSNorm
-from ..ops import add_rms_norm, flash_attention, flash_attention_backward, matmul, rms_norm, rotary, swiglu
-from .activations import Kept, stack_with
+from ..ops import add_rms_norm, flash_attention, flash_attention_backward, rms_norm, rotary, swiglu
+from .activations import Kept as Plan
+from .activations import stack_with
+from .lora import LoRALinear
+from .merged_products import Product, Scratch, product
+from .qlora import Int4Linear
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """What all layers of a forward pass share: cos and sin ``[T, d/2]``, where documents begin."""
+    """What all layers of a pass share: cos and sin ``[T, d/2]``, where documents begin.
+
+    ``passed``: the matrix in which the gradient that goes down to the next layer lies, with columns to spare.
+    """
 
     cos: Tensor
     sin: Tensor
     cu_seqlens: Tensor
+    passed: Tensor | None = None
+
+    def room(self, below: Product, like: Tensor) -> Tensor:
+        """A place ``[T, D]`` for the gradient that goes down to ``below``."""
+        self.passed = below.room(like.shape[0], like.shape[1])
+        return self.passed[:, : like.shape[1]]
+
+    def with_room(self, g_TD: Tensor, needs: Product) -> Tensor:
+        """g with the spare columns that ``needs`` wants: where it lies already, or copied."""
+        if not needs.spare:
+            return g_TD.contiguous()
+        passed, self.passed = self.passed, None
+        if passed is not None and passed.data_ptr() == g_TD.data_ptr() and passed.stride() == g_TD.stride():
+            return passed
+        g = needs.room(*g_TD.shape)
+        g[:, : g_TD.shape[1]].copy_(g_TD)
+        return g
 
 
-class Product:
-    """Matrices with one input as a single one, ``weight [outputs, inputs]``; their parameters become views of it."""
+@dataclass(slots=True)
+class Kept:
+    """What a layer keeps for its backward pass; names as above, ``sums`` the softmax's, ``low`` what the adapters of
+    each product keep. None: to be computed again."""
 
-    def __init__(self, matrices: Sequence[Linear]) -> None:
-        self.parameters = [matrix.weight for matrix in matrices]
-        self.sizes = [weight.shape[0] for weight in self.parameters]
-        self.weight = torch.cat([weight.detach() for weight in self.parameters])
-        for weight, part in zip(self.parameters, self.weight.split(self.sizes), strict=True):
-            weight.data = part
-        self.trained = any(weight.requires_grad for weight in self.parameters)
+    s: Tensor
+    n: Tensor | None = None
+    qkv: Tensor | None = None
+    o: Tensor | None = None
+    sums: Tensor | None = None
+    t: Tensor | None = None
+    m: Tensor | None = None
+    gate_up: Tensor | None = None
+    low: tuple[Tensor | None, ...] = (None, None, None, None)
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        return matmul.matmul(x_TI, self.weight)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.s, self.n, self.qkv, self.o, self.sums, self.t, self.m, self.gate_up, *self.low)
 
-    def gradient(self, g_TO: Tensor) -> Tensor:
-        """Of the input."""
-        return matmul.matmul(g_TO, self.weight.T)
-
-    def gradients(self, g_TO: Tensor, x_TI: Tensor) -> list[Tensor | None]:
-        """Of the parameters."""
-        if not self.trained:
-            return [None] * len(self.parameters)
-        return list(matmul.matmul(g_TO.T, x_TI.T).split(self.sizes))
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> Kept:
+        made = cls(*tensors[:8])
+        made.low = tuple(tensors[8:])
+        return made
 
 
 class MergedLayer:
-    """One layer of a model. ``keep``: which activations are kept."""
+    """One layer of a model. ``plan``: which activations are kept."""
 
-    def __init__(self, layer: Layer, keep: Kept) -> None:
+    def __init__(self, layer: Layer, plan: Plan, scratch: Scratch) -> None:
         attention, mlp = layer.attention, layer.mlp
         assert mlp.gate is not None
-        self.keep = keep
+        self.plan = plan
         self.head_dim, self.scale, self.window = attention.head_dim, attention.scale, attention.window
-        self.q_dim, self.kv_dim = attention.q.out_features, attention.k.out_features
-        self.ffn_dim = mlp.up.out_features
-        self.qkv = Product([attention.q, attention.k, attention.v])
-        self.o = Product([attention.o])
-        self.gate_up = Product([mlp.gate, mlp.up])
-        self.down = Product([mlp.down])
+        self.qkv = product([attention.q, attention.k, attention.v], scratch)
+        self.o = product([attention.o], scratch)
+        self.gate_up = product([mlp.gate, mlp.up], scratch)
+        self.down = product([mlp.down], scratch)
         self.first, self.second = layer.attention_norm, layer.mlp_norm
+        self.products = (self.qkv, self.o, self.gate_up, self.down)
         self.parameters = [
-            self.first.weight, *self.qkv.parameters, *self.o.parameters,
-            self.second.weight, *self.gate_up.parameters, *self.down.parameters,
-        ]  # fmt: skip
+            self.first.weight,
+            self.second.weight,
+            *(p for made in self.products for p in made.parameters),
+        ]
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor) -> list[Tensor]:
         """q, k and v ``[T, heads, d]``, views of the merged projection."""
-        q, k, v = qkv.split([self.q_dim, self.kv_dim, self.kv_dim], dim=1)
-        return tuple(x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))  # type: ignore[return-value]
+        parts = qkv[:, : self.qkv.outputs].split(self.qkv.sizes, dim=1)
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
-    def _attend(self, n_TD: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """n ``[T, D]`` -> rotated q, k and v in one matrix, the attended values ``[T, H d]``, the softmax's sums."""
-        qkv = self.qkv(n_TD)
+    def _attend(self, n: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """n -> rotated q, k and v in one matrix, the attended values ``[T, H d]``, the softmax's sums, ``low``."""
+        qkv, low = self.qkv.forward(n)
         q, k, v = self._heads(qkv)
         rotary.triton_rotary(q, k, step.cos, step.sin, out=(q, k))
         o_THd, sums = flash_attention.forward(q, k, v, step.cu_seqlens, self.scale, True, self.window)
-        return qkv, o_THd.flatten(1), sums
+        return qkv, o_THd.flatten(1), sums, low
 
-    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        """What is kept, then t and d of the next layer."""
-        first, second = self.first, self.second
+    def _normed(self, norm: Any, into: Product, x_TD: Tensor, d_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of x + d, with room for the product that it goes into, and x + d."""
+        n = into.room(x_TD.shape[0], into.inputs)
+        place = n[:, : into.inputs]
         if d_TD is None:
-            s_TD, n_TD = x_TD, rms_norm.triton_rms_norm(x_TD, first.weight, first.eps)
-        else:
-            n_TD, s_TD = add_rms_norm.triton_add_rms_norm(d_TD, x_TD, first.weight, first.eps)
-        qkv, o, sums = self._attend(n_TD, step)
-        m_TD, t_TD = add_rms_norm.triton_add_rms_norm(self.o(o), s_TD, second.weight, second.eps)
-        gate_up = self.gate_up(m_TD)
-        d_TD = self.down(swiglu.triton_merged(gate_up))
-        if self.keep == "full":
-            return (s_TD,), t_TD, d_TD
-        inner = (gate_up,) if self.keep == "none" else ()
-        return (s_TD, qkv, o, sums, t_TD, *inner), t_TD, d_TD
+            rms_norm.triton_rms_norm(x_TD, norm.weight, norm.eps, out=place)
+            return n, x_TD
+        out = place, torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        add_rms_norm.triton_add_rms_norm(d_TD, x_TD, norm.weight, norm.eps, out=out)
+        return n, out[1]
 
-    def _again(self, kept: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
-        """s, q k v, o, sums, t, m, gate and up, from what was kept."""
-        s, *rest = kept
-        if not rest:
-            qkv, o, sums = self._attend(rms_norm.triton_rms_norm(s, self.first.weight, self.first.eps), step)
-            m, t = add_rms_norm.triton_add_rms_norm(self.o(o), s, self.second.weight, self.second.eps)
-            return s, qkv, o, sums, t, m, self.gate_up(m)
-        qkv, o, sums, t, *inner = rest
-        m = rms_norm.triton_rms_norm(t, self.second.weight, self.second.eps)
-        return s, qkv, o, sums, t, m, inner[0] if inner else self.gate_up(m)
+    def _project(self, o_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The attended values through their projection."""
+        if self.o.spare:
+            x = self.o.room(o_TO.shape[0], self.o.inputs)
+            x[:, : self.o.inputs].copy_(o_TO)
+            o_TO = x
+        d, low = self.o.forward(o_TO)
+        return d[:, : self.o.outputs], low
+
+    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[Kept, Tensor, Tensor]:
+        """What is kept, then t and d of the next layer."""
+        n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
+        qkv, o, sums, low_qkv = self._attend(n, step)
+        d, low_o = self._project(o)
+        m, t = self._normed(self.second, self.gate_up, s, d)
+        del d
+        gate_up, low_gate_up = self.gate_up.forward(m)
+        h = self.down.room(t.shape[0], self.down.inputs)
+        swiglu.triton_merged(gate_up[:, : self.gate_up.outputs], out=h[:, : self.down.inputs])
+        out, low_down = self.down.forward(h)
+        if self.plan == "full":
+            kept = Kept(s, low=(None, None, None, low_down))
+        elif self.plan == "selective":
+            kept = Kept(s, None, qkv, o, sums, t, low=(low_qkv, low_o, None, low_down))
+        else:
+            kept = Kept(s, n, qkv, o, sums, t, m, gate_up, (low_qkv, low_o, low_gate_up, low_down))
+        return kept, t, out[:, : self.down.outputs]
+
+    def _complete(self, kept: Kept, step: Step) -> None:
+        """Compute again what was not kept."""
+        low = list(kept.low)
+        if kept.n is None:
+            kept.n, _ = self._normed(self.first, self.qkv, kept.s)
+        if kept.qkv is None:
+            kept.qkv, kept.o, kept.sums, low[0] = self._attend(kept.n, step)
+            d, low[1] = self._project(kept.o)
+            kept.m, kept.t = self._normed(self.second, self.gate_up, kept.s, d)
+        assert kept.t is not None
+        if kept.m is None:
+            kept.m, _ = self._normed(self.second, self.gate_up, kept.t)
+        if kept.gate_up is None:
+            kept.gate_up, low[2] = self.gate_up.forward(kept.m)
+        kept.low = tuple(low)
 
     def backward(
-        self, kept: tuple[Tensor, ...], step: Step, dt_TD: Tensor, dd_TD: Tensor
-    ) -> tuple[Tensor, list[Tensor | None]]:
+        self, kept: Kept, step: Step, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradient of x and d, which is one, and those of ``parameters``."""
-        s, qkv, o, sums, t, m, gate_up = self._again(kept, step)
-        h = self.down.gradient(dd_TD)
-        swiglu.triton_merged_backward(h, gate_up)
-        down = self.down.gradients(dd_TD, h)
-        del h
+        self._complete(kept, step)
+        s, n, qkv, o, sums, t, m, gate_up = kept.s, *kept.tensors()[1:8]
+        assert n is not None and qkv is not None and o is not None and sums is not None
+        assert t is not None and m is not None and gate_up is not None
+        kept.m = kept.gate_up = None
+        g = step.with_room(dd_TD, self.down)
+        self.down.prepare(g)
+        h = self.down.gradient(g)
+        swiglu.triton_merged_backward(h, gate_up[:, : self.gate_up.outputs])
+        down = self.down.gradients(g, h, kept.low[3])
+        del g, h
+        self.gate_up.prepare(gate_up)
         dm = self.gate_up.gradient(gate_up)
-        inner = self.gate_up.gradients(gate_up, m)
+        inner = self.gate_up.gradients(gate_up, m[:, : self.gate_up.inputs], kept.low[2])
         del gate_up, m
-        dt_TD, second = add_rms_norm.triton_backward(dm, dt_TD, t, self.second.weight, self.second.eps)
+        g = self.o.room(t.shape[0], self.o.outputs)
+        dt_TD, second = self._through(self.second, dm, dt_TD, t, g[:, : self.o.outputs])
         del dm
-        do_THd = self.o.gradient(dt_TD).unflatten(-1, (-1, self.head_dim))
-        out = self.o.gradients(dt_TD, o)
+        self.o.prepare(g)
+        do_THd = self.o.gradient(g).unflatten(-1, (-1, self.head_dim))
+        out = self.o.gradients(g, o, kept.low[1])
         q, k, v = self._heads(qkv)
         dq, dk, dv = flash_attention_backward.backward(
             do_THd, q, k, v, o.view(do_THd.shape), sums, step.cu_seqlens, self.scale, True, self.window
         )
-        del do_THd
-        q, k, v = self._heads(qkv)  # its place is taken by its gradient
-        rotary.triton_rotary(dq, dk, step.cos, step.sin, opposite=True, out=(q, k))
+        del do_THd, o
+        rotary.triton_rotary(dq, dk, step.cos, step.sin, opposite=True, out=(q, k))  # over q, k and v: their gradient
         v.copy_(dv)
         del dq, dk, dv
+        self.qkv.prepare(qkv)
+        into = self.qkv.gradients(qkv, n[:, : self.qkv.inputs], kept.low[0])
+        if not need_x:
+            return None, [None, second, *into, *out, *inner, *down]
         dn = self.qkv.gradient(qkv)
-        n = rms_norm.triton_rms_norm(s, self.first.weight, self.first.eps)
-        into = self.qkv.gradients(qkv, n)
-        dx, first = add_rms_norm.triton_backward(dn, dt_TD, s, self.first.weight, self.first.eps)
-        return dx, [first, *into, *out, second, *inner, *down]
+        dx, first = self._through(self.first, dn, dt_TD, s, step.room(self.down, s))
+        return dx, [first, second, *into, *out, *inner, *down]
+
+    def _through(
+        self, norm: Any, dn_TD: Tensor, dt_TD: Tensor, t_TD: Tensor, place: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of a norm's input, with that of the residual stream added, into ``place``, and its weight's."""
+        dt_TD, weight = add_rms_norm.triton_backward(dn_TD, dt_TD, t_TD, norm.weight, norm.eps, out=place)
+        return dt_TD, weight if norm.weight.requires_grad else None
 
 
 class _Node(torch.autograd.Function):
@@ -175,17 +244,18 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, layer: MergedLayer, step: Step, x: Tensor, d: Tensor | None, *_: Tensor
     ) -> tuple[Tensor, Tensor]:
-        kept, t, d = layer.forward(x, d, step)
+        kept, t, out = layer.forward(x, d, step)
         ctx.layer, ctx.step = layer, step
-        ctx.save_for_backward(*kept)
-        return t, d
+        ctx.save_for_backward(*kept.tensors())
+        return t, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dt: Tensor, dd: Tensor) -> tuple[Any, ...]:
-        kept = ctx.saved_tensors
-        dx, gradients = ctx.layer.backward(kept, ctx.step, dt.contiguous(), dd.contiguous())
-        return None, None, dx, dx if ctx.needs_input_grad[3] else None, *gradients
+        kept = Kept.of(ctx.saved_tensors)
+        need_x, need_d = ctx.needs_input_grad[2:4]
+        dx, gradients = ctx.layer.backward(kept, ctx.step, dt, dd, need_x)
+        return None, None, dx, dx if need_d else None, *gradients
 
 
 def refusal(model: Decoder) -> str:
@@ -198,9 +268,10 @@ def refusal(model: Decoder) -> str:
             return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
         if layer.attention.q_norm is not None:
             return "its queries and keys are normalised"
-        if not all(isinstance(module, Linear) for module in linear):
-            return "its matrices are adapted or quantized"
-        if any(module.bias is not None for module in linear):
+        bases: list[Any] = [module.base if isinstance(module, LoRALinear) else module for module in linear]
+        if not all(isinstance(base, Linear | Int4Linear) for base in bases):
+            return "its matrices are of a kind that is not known"
+        if any(base.bias is not None for base in bases):
             return "its matrices have biases"
     return ""
 
@@ -210,12 +281,13 @@ class MergedLayers:
 
     Args:
         model: on its device; ``refusal(model)`` must be empty.
-        keep: the activations that are kept.
+        plan: which activations are kept.
     """
 
-    def __init__(self, model: Decoder, keep: Kept) -> None:
+    def __init__(self, model: Decoder, plan: Plan) -> None:
         self.model = model
-        self.layers = [MergedLayer(layer, keep) for layer in model.layers if isinstance(layer, Layer)]
+        scratch = Scratch()
+        self.layers = [MergedLayer(layer, plan, scratch) for layer in model.layers if isinstance(layer, Layer)]
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, VarlenContext):
@@ -224,15 +296,17 @@ class MergedLayers:
         step = Step(*self.model.rope.cos_sin(positions_T), context.cu_seqlens)
         d_TD: Tensor | None = None
         for layer in self.layers:
+            for made in layer.products:
+                made.refresh()
             x_TD, d_TD = _Node.apply(layer, step, x_TD, d_TD, *layer.parameters)
         return x_TD if d_TD is None else x_TD + d_TD
 
 
-def stack_of(model: Decoder, keep: Kept, merged: bool) -> Stack:
+def stack_of(model: Decoder, plan: Plan, merged: bool) -> Stack:
     """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged."""
     if merged and model.norm.weight.is_cuda:
         reason = refusal(model)
         if not reason:
-            return MergedLayers(model, keep)
+            return MergedLayers(model, plan)
         log.info("the layers run operator by operator: %s", reason)
-    return stack_with(model, keep)
+    return stack_with(model, plan)

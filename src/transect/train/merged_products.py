@@ -1,0 +1,214 @@
+r"""Matrices that share an input as one product, forward and backward; with low-rank adapters inside the same product.
+
+Plain, for matrices W1, W2, ... over each other in W:
+
+    y = x W^T         dx = g W         dW = g^T x
+
+With adapters (``lora.py``), W frozen, A the A's over each other and B the B's block by block along the diagonal:
+
+    z = s x A^T       y = [x z] [W B]^T          dz = s g B       dx = [g dz] [W; A]       dA = dz^T x       dB = g^T z
+
+Written so, the adapters are a few more columns of one matrix
+
+    E = [ W  B ]   [N + R, K + R]     R: the ranks of all adapters together, rounded up
+        [ A  0 ]
+
+and the large products, forward and backward, do the adapters' additions on the way: y and dx are not read and written
+again for them. For that x and g lie in matrices with R columns to spare, where z and dz are put beside them.
+
+A frozen base in 4 bits (``qlora.py``) has no W to keep: E is made anew for each product, in memory that all share.
+
+Shapes: T tokens, I inputs, O outputs of all matrices, R spare columns (0 without adapters).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.linear import Linear
+from ..ops import matmul
+from ..ops.int4_dequantize import triton_dequantize
+from ..ops.jit import multiprocessors
+from .lora import LoRALinear
+from .qlora import Int4Linear
+
+ROUND = 16
+"""Spare columns are a multiple of this, which keeps rows at addresses that bulk copies can take."""
+
+Matrix = Linear | Int4Linear | LoRALinear
+
+
+class Scratch:
+    """Memory for the matrices of 4-bit products, one at a time: grows to the largest."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def matrix(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """``[rows, columns]``, not filled; what was given before is no longer valid."""
+        if self._memory is None or self._memory.numel() < rows * columns:
+            self._memory = None
+            self._memory = torch.empty(rows * columns, dtype=like.dtype, device=like.device)
+        return self._memory[: rows * columns].view(rows, columns)
+
+
+def product(matrices: Sequence[Any], scratch: Scratch) -> Product:
+    """The product for these matrices."""
+    if any(isinstance(m, LoRALinear | Int4Linear) for m in matrices):
+        return AdaptedProduct(matrices, scratch)
+    return Product(matrices)
+
+
+class Product:
+    """Plain matrices; their parameters become views of one."""
+
+    spare = 0
+
+    def __init__(self, matrices: Sequence[Linear]) -> None:
+        self.parameters: list[nn.Parameter] = [matrix.weight for matrix in matrices]
+        self.sizes = [matrix.out_features for matrix in matrices]
+        self.inputs, self.outputs = matrices[0].in_features, sum(self.sizes)
+        self.weight = torch.cat([weight.detach() for weight in self.parameters])
+        for weight, part in zip(self.parameters, self.weight.split(self.sizes), strict=True):
+            weight.data = part
+        self.trained = any(weight.requires_grad for weight in self.parameters)
+
+    def refresh(self) -> None:
+        """Take note of adapters that have changed; before a forward pass."""
+
+    def room(self, rows: int, columns: int) -> Tensor:
+        """``[rows, columns + R]``, not filled."""
+        return self.weight.new_empty((rows, columns + self.spare))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x ``[T, I + R]`` -> y ``[T, O + R]``, and z ``[T, R]`` to keep for ``gradients``."""
+        return matmul.matmul(x, self.weight), None
+
+    def prepare(self, g: Tensor) -> None:
+        """Fill the spare columns of g ``[T, O + R]``; before the two methods below."""
+
+    def gradient(self, g: Tensor) -> Tensor:
+        """g ``[T, O + R]`` -> dx ``[T, I]``."""
+        return matmul.matmul(g, self.weight.T)
+
+    def gradients(self, g: Tensor, x: Tensor, z: Tensor | None) -> list[Tensor | None]:
+        """Of the parameters, from g ``[T, O + R]``, x ``[T, I]`` and what ``forward`` gave to keep."""
+        if not self.trained:
+            return [None] * len(self.parameters)
+        return list(weight_gradient(g, x).split(self.sizes))
+
+
+def weight_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """g ``[T, O]``, x ``[T, I]`` -> g^T x ``[O, I]``.
+
+    By cuBLAS, which splits T, where tiles of 128 x 256 would leave the last round of multiprocessors mostly idle (H200,
+    3072 x 2048 from 8192 tokens: 192 tiles on 132 multiprocessors, 166 us against 136).
+    """
+    rounds = -(-g.shape[1] // 128) * -(-x.shape[1] // 256) / multiprocessors(g.device)
+    if g.is_cuda and rounds / math.ceil(rounds) < 0.8:
+        return g.T @ x
+    return matmul.matmul(g.T, x.T)
+
+
+class AdaptedProduct(Product):
+    """Frozen matrices, in 16 or 4 bits, some or all with adapters of one scale."""
+
+    def __init__(self, matrices: Sequence[Matrix], scratch: Scratch) -> None:
+        self.bases: list[Any] = [m.base if isinstance(m, LoRALinear) else m for m in matrices]
+        self.sizes = [base.out_features for base in self.bases]
+        self.inputs, self.outputs = self.bases[0].in_features, sum(self.sizes)
+        self.trained = False
+        self.scratch = scratch
+        self.scale = next((m.scale for m in matrices if isinstance(m, LoRALinear)), 1.0)
+        self.adapters: list[tuple[slice, slice]] = []  # rows of y, and spare columns, of each
+        self.parameters = []
+        at = 0
+        for matrix, size, start in zip(matrices, self.sizes, itertools.accumulate([0, *self.sizes[:-1]]), strict=True):
+            if isinstance(matrix, LoRALinear):
+                rank = matrix.a.shape[0]
+                self.adapters.append((slice(start, start + size), slice(at, at + rank)))
+                self.parameters += [matrix.a, matrix.b]
+                at += rank
+        self.ranks, self.spare = at, -(-at // ROUND) * ROUND
+        self.example = next(t for t in itertools.chain(self.bases[0].buffers(), self.bases[0].parameters())
+                            if t.is_floating_point())  # fmt: skip
+        self.whole: Tensor | None = None
+        if all(isinstance(base, Linear) for base in self.bases):
+            self.whole = self._allocate()
+            self._fill(self.whole)
+            parts = self.whole[: self.outputs, : self.inputs].split(self.sizes)
+            for base, part in zip(self.bases, parts, strict=True):
+                base.weight.data = part
+
+    def _allocate(self) -> Tensor:
+        return self.example.new_empty((self.outputs + self.spare, self.inputs + self.spare))
+
+    def _fill(self, whole: Tensor) -> None:
+        """W into its place in E."""
+        for base, part in zip(self.bases, whole[: self.outputs, : self.inputs].split(self.sizes), strict=True):
+            if isinstance(base, Int4Linear):
+                triton_dequantize(base.codes, base.scale, base.zero, out=part)
+            else:
+                part.copy_(base.weight.detach())
+        whole[:, self.inputs :].zero_()
+        whole[self.outputs :].zero_()
+
+    def _adapt(self, whole: Tensor) -> None:
+        """A and B into their places in E."""
+        n, k = self.outputs, self.inputs
+        for index, (rows, columns) in enumerate(self.adapters):
+            a, b = self.parameters[2 * index], self.parameters[2 * index + 1]
+            whole[n + columns.start : n + columns.stop, :k].copy_(a.detach())
+            whole[rows, k + columns.start : k + columns.stop].copy_(b.detach())
+
+    def _matrix(self) -> Tensor:
+        """E."""
+        if self.whole is not None:
+            return self.whole
+        whole = self.scratch.matrix(self.outputs + self.spare, self.inputs + self.spare, self.example)
+        self._fill(whole)
+        self._adapt(whole)
+        return whole
+
+    def refresh(self) -> None:
+        if self.whole is not None:
+            self._adapt(self.whole)
+
+    def room(self, rows: int, columns: int) -> Tensor:
+        return self.example.new_empty((rows, columns + self.spare))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        whole = self._matrix()
+        z = None
+        if self.spare:
+            x_TI = x[:, : self.inputs]
+            z = x.new_empty((x.shape[0], self.spare))
+            torch.addmm(z, x_TI, whole[self.outputs :, : self.inputs].T, beta=0, alpha=self.scale, out=z)
+            x[:, self.inputs :].copy_(z)
+        y = self.room(x.shape[0], self.outputs)
+        matmul.matmul(x, whole[: self.outputs], out=y[:, : self.outputs])
+        return y, z
+
+    def prepare(self, g: Tensor) -> None:
+        for index, (rows, columns) in enumerate(self.adapters):
+            dz = g[:, self.outputs + columns.start : self.outputs + columns.stop]
+            torch.addmm(dz, g[:, rows], self.parameters[2 * index + 1].detach(), beta=0, alpha=self.scale, out=dz)
+        g[:, self.outputs + self.ranks :].zero_()
+
+    def gradient(self, g: Tensor) -> Tensor:
+        return matmul.matmul(g, self._matrix()[:, : self.inputs].T)
+
+    def gradients(self, g: Tensor, x: Tensor, z: Tensor | None) -> list[Tensor | None]:
+        if z is None:
+            return []
+        da = g[:, self.outputs :].T @ x
+        made: list[Tensor | None] = []
+        for rows, columns in self.adapters:
+            made += [da[columns], g[:, rows].T @ z[:, columns]]
+        return made
