@@ -1,10 +1,12 @@
 """The engine on one GPU: decode, prefill, throughput, start-up, and what each trick is worth, beside the floor.
 
-    python benchmarks/engine_gpu.py [SECTION ...] [--models llama-3.1-8b,qwen3-0.6b] [--out DIRECTORY] [--runs 3]
+    python benchmarks/engine_gpu.py [SECTION ...] [--models llama-3.1-8b,qwen3-0.6b,qwen3-8b] [--out DIRECTORY]
+    python benchmarks/engine_gpu.py --merge DIRECTORY      sections measured elsewhere take the place of those kept here
 
-Sections: decode, prefill, throughput, ablation, host, startup. Random weights of true shapes. Decode: prompts of 512
-tokens, 256 steps, so 640 tokens of context on average; the time of a step is wall time as seen by the caller of
-``LLM.step``. Floors as in ``transect.bench.floors``, with the rates below.
+Sections: startup, decode, prefill, trace, throughput, deterministic, ablation. Random weights of true shapes. Decode:
+prompts of 512 tokens, 256 steps, so 640 tokens of context on average; the time of a step is wall time as seen by the
+caller of ``LLM.step``. Floors as in ``transect.bench.floors``, with the rates below. A section is kept as soon as it is
+measured, with its commit, and one that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +32,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
+from engine_ablation import ablation
+from engine_trace import traced_steps
+from transect.bench.energy import EnergyMeter, Nvml
 from transect.bench.floors import Rates, batch_floor, step_floor
 from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
 from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")
 PROMPT, STEPS = 512, 255
-BATCHES = {"llama-3.1-8b": (1, 8, 32, 64, 128, 256), "qwen3-0.6b": (1, 64)}
-DEFAULT_MODELS = "llama-3.1-8b,qwen3-0.6b"
+BATCHES = {"llama-3.1-8b": (1, 8, 32, 64, 128, 256), "qwen3-0.6b": (1, 64), "qwen3-8b": (1, 64, 256)}
+TRACES = ((1, False), (64, False), (256, False), (256, True))
+SECTIONS = ("startup", "decode", "prefill", "trace", "throughput", "deterministic", "ablation")
+ONLY = {"qwen3-8b": ("throughput",)}
+"""Sections that a model takes part in unless they are asked for by name."""
+DEFAULT_MODELS = "llama-3.1-8b,qwen3-0.6b,qwen3-8b"
 
 
 def engine(model: str, **settings: Any) -> LLM:
@@ -60,7 +72,7 @@ def release() -> None:
 def decode(llm: LLM, model: str, batch: int, runs: int) -> dict[str, Any]:
     """Seconds of a step, and of an output token of one sequence."""
     spare = -(-batch * PROMPT // 8192) + 2
-    found = [decode_steps(llm, prompts(batch, seed), STEPS, spare) for seed in range(runs + 1)][1:]
+    found = [decode_steps(llm, prompts(batch, seed), STEPS, spare) for seed in range(runs)]
     floor = step_floor(PRESETS[model], [Row(1, length) for length in found[0].middle], RATES)
     times = record.summary([each.per_token for each in found])
     share = floor.seconds / times["median"]
@@ -72,7 +84,7 @@ def decode(llm: LLM, model: str, batch: int, runs: int) -> dict[str, Any]:
 
 def prefill(llm: LLM, model: str, runs: int) -> dict[str, Any]:
     """256 prompts of 512 tokens, one token drawn for each."""
-    times = record.summary([prefill_seconds(llm, prompts(256, seed)) for seed in range(runs + 1)][1:])
+    times = record.summary([prefill_seconds(llm, prompts(256, seed)) for seed in range(runs)])
     floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * 256, RATES).seconds
     print(
         f"  prefill {model} 256 x {PROMPT}: {times['median']:.3f} s, floor {floor:.3f}, {floor / times['median']:.1%}"
@@ -81,19 +93,31 @@ def prefill(llm: LLM, model: str, runs: int) -> dict[str, Any]:
 
 
 def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
-    """The protocol of nano-vllm and mini-sglang."""
+    """The protocol of nano-vllm and mini-sglang, with the energy that it takes where NVML tells."""
     work = throughput_protocol()
     out = sum(each.output_tokens for each in work)
-    times, steps = [], 0
+    into = sum(len(each.prompt) for each in work)
+    try:
+        meter = EnergyMeter(Nvml())
+    except ValueError as error:
+        print(f"  {error}")
+        meter = None
+    times, energies, steps = [], [], 0
     for _ in range(runs):
-        seconds, steps = run_all(llm, work)
+        with meter or nullcontext():
+            seconds, steps = run_all(llm, work)
         times.append(seconds)
+        if meter is not None and meter.result is not None:
+            energies.append(meter.result.per_token(into, out))
     found = record.summary(times)
     lengths = [(len(each.prompt), each.output_tokens) for each in work]
     floor = sum(part.seconds for part in batch_floor(PRESETS[model], lengths, RATES))
     rate = out / found["median"]
+    energy = energies[len(energies) // 2] if energies else None
+    joules = "" if energy is None else f", {energy['joules_per_output_token']:.3f} J a token, {energy['watts']:.0f} W"
     print(
-        f"  throughput {model}: {rate:.0f} tok/s, floor {out / floor:.0f}, {floor / found['median']:.1%}, {steps} steps"
+        f"  throughput {model}: {rate:.0f} tok/s, floor {out / floor:.0f}, {floor / found['median']:.1%}, {steps} "
+        f"steps{joules}"
     )
     return {
         "seconds": found,
@@ -102,139 +126,22 @@ def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
         "floor_tokens_per_s": out / floor,
         "of_floor": floor / found["median"],
         "steps": steps,
+        "energy": energy,
     }
 
 
-class _TimedExecutor:
-    """Notes how long the host is busy in ``submit``, and how long it waits for results."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.submits, self.waits = inner, 0.0, 0.0
-
-    def submit(self, batch: Any) -> Any:
-        start = time.perf_counter()
-        handle = self.inner.submit(batch)
-        self.submits += time.perf_counter() - start
-        return _TimedHandle(self, handle)
-
-
-class _TimedHandle:
-    def __init__(self, owner: _TimedExecutor, handle: Any) -> None:
-        self.owner, self.handle = owner, handle
-
-    def result(self) -> Any:
-        start = time.perf_counter()
-        ready = getattr(self.handle, "ready", None)
-        if ready is not None:
-            ready.synchronize()
-        self.owner.waits += time.perf_counter() - start
-        return self.handle.result()
-
-
-def host(llm: LLM, batch: int, mixed: bool) -> dict[str, Any]:
-    """Host time of a decode step by part, and how much of the time the GPU does nothing (from the profiler's trace)."""
-    timed = _TimedExecutor(llm._core.executor)
-    llm._core.executor = timed
-    settings: list[dict[str, Any]] = [{}]
-    if mixed:
-        settings = [
-            {"temperature": 0.7, "top_p": 0.9},
-            {"temperature": 1.0, "seed": 3, "top_k": 50},
-            {"temperature": 0.0, "logprobs": 5},
-            {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1},
-        ]
-    for index, prompt in enumerate(prompts(batch, 1)):
-        params = {"temperature": 0.6, **settings[index % len(settings)]}
-        llm.submit(prompt, SamplingParams(max_tokens=400, ignore_eos=True, **params))
-    for _ in range(40):
-        llm.step()
-    torch.cuda.synchronize()
-    steps = 100
-    timed.submits = timed.waits = 0.0
-    start = time.perf_counter()
-    for _ in range(steps):
-        llm.step()
-    wall = (time.perf_counter() - start) / steps
-    submit, wait = timed.submits / steps, timed.waits / steps
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        for _ in range(20):
-            llm.step()
-        torch.cuda.synchronize()
-    busy, span, launches, kernels = _busy(trace, 20)
-    while llm.has_work:
-        llm.step()
-    llm._core.executor = timed.inner
-    result = {
-        "batch": batch,
-        "mixed_options": mixed,
-        "step_s": wall,
-        "host_s": wall - wait,
-        "submit_s": submit,
-        "wait_s": wait,
-        "idle_share": 1 - busy / span,
-        "host_calls_in_20_steps": launches,
-        "microseconds_a_step": kernels,
-    }
-    kind = " mixed" if mixed else ""
-    print(
-        f"  host, batch {batch}{kind}: step {wall * 1e3:.3f} ms, host {1e3 * (wall - wait):.3f} ms "
-        f"(submit {submit * 1e3:.3f}), GPU idle {1 - busy / span:.1%}; calls {launches}"
-    )
-    for name, microseconds in list(kernels.items())[:24]:
-        print(f"      {microseconds:9.1f} us  {name}")
-    return result
-
-
-def _busy(trace: Any, steps: int) -> tuple[float, float, dict[str, int], dict[str, float]]:
-    """(microseconds in which a kernel or copy ran, from the first to the last, CUDA calls of the host, microseconds of
-    a step by kernel)."""
-    spans: list[tuple[int, int]] = []
-    calls: dict[str, int] = {}
-    kernels: dict[str, float] = {}
-    for event in trace.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-            name = event.name()[:80]
-            kernels[name] = kernels.get(name, 0.0) + event.duration_ns() / 1e3 / steps
-        elif event.name().startswith("cu"):
-            calls[event.name()] = calls.get(event.name(), 0) + 1
-    spans.sort()
-    busy, end = 0, spans[0][0]
-    for begin, finish in spans:
-        if finish > end:
-            busy += finish - max(begin, end)
-            end = finish
-    ordered = dict(sorted(kernels.items(), key=lambda pair: -pair[1]))
-    return busy / 1e3, (end - spans[0][0]) / 1e3, calls, ordered
-
-
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "everything on": {},
-    "CUDA graphs off": {"cuda_graphs": "off"},
-    "async scheduling off": {"async_scheduling": False},
-    "fused operators off": {"fused_operators": False},
-    "dependent launch off": {"dependent_launch": False},
-    "device sampling off": {"device_sampling": False},
-    "deterministic": {"deterministic": True},
-}
-
-
-def ablation(model: str, runs: int) -> dict[str, Any]:
-    """Decode at a small and a large batch, and the throughput protocol, with each thing off in turn."""
-    found = {}
-    for name, settings in ABLATIONS.items():
-        print(f" {name}")
-        try:
-            llm = engine(model, **settings)
-            found[name] = {
-                "decode": [decode(llm, model, batch, runs) for batch in (1, 64)],
-                "throughput": throughput(llm, model, 1),
-            }
-            del llm
-        except Exception:
-            traceback.print_exc()
+def deterministic(model: str, runs: int) -> dict[str, Any]:
+    """The throughput protocol with and without batch-invariant mode, one after the other."""
+    rates = {}
+    for name, mode in (("fast", False), ("deterministic", True)):
+        llm = engine(model, deterministic=mode)
+        run_all(llm, throughput_protocol(32, 100, 300))
+        rates[name] = throughput(llm, model, runs)
+        del llm
         release()
-    return found
+    cost = 1 - rates["deterministic"]["tokens_per_s"] / rates["fast"]["tokens_per_s"]
+    print(f"  deterministic {model}: costs {cost:.1%} of the throughput")
+    return {**rates, "cost": cost}
 
 
 STARTUP = """
@@ -251,136 +158,118 @@ print("STARTUP", imported - start, built - imported, time.time() - built)
 """
 
 
-def startup(model: str, times: int = 2) -> list[dict[str, float]]:
-    """Process start to first token; the first run compiles the kernels that are not in Triton's cache."""
+def startup(model: str) -> list[dict[str, Any]]:
+    """Process start to first token, twice: with empty caches, so that every kernel is compiled, and again."""
     found = []
-    for _ in range(times):
-        start = time.time()
-        command = [sys.executable, "-c", STARTUP, model]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        total = time.time() - start
-        print("   ", "\n    ".join(line for line in done.stderr.splitlines() if "transect:" in line))
-        line = next((line for line in done.stdout.splitlines() if line.startswith("STARTUP")), None)
-        if line is None:
-            print(done.stderr[-3000:])
-            continue
-        imported, built, first = map(float, line.split()[1:])
-        found.append({"total_s": total, "import_s": imported, "build_s": built, "first_token_s": first})
-        print(f"  startup {model}: {total:.1f} s (import {imported:.1f}, build {built:.1f}, first token {first:.2f})")
+    with tempfile.TemporaryDirectory() as empty:
+        places = {"TRITON_CACHE_DIR": f"{empty}/triton", "TRANSECT_CACHE": f"{empty}/transect"}
+        for caches in ("empty", "filled"):
+            start = time.time()
+            command = [sys.executable, "-c", STARTUP, model]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | places)
+            total = time.time() - start
+            line = next((line for line in done.stdout.splitlines() if line.startswith("STARTUP")), None)
+            if line is None:
+                raise RuntimeError(done.stderr[-3000:])
+            imported, built, first = map(float, line.split()[1:])
+            named = next((line for line in done.stderr.splitlines() if "start-up: " in line), "start-up: ")
+            parts = dict(re.findall(r"([^,]+?) ([\d.]+) s(?:,|$)", named.split("start-up: ")[1]))
+            found.append(
+                {
+                    "caches": caches,
+                    "total_s": total,
+                    "parts_s": {
+                        "interpreter and exit": total - imported - built - first,
+                        "import": imported,
+                        **{name.strip(): float(seconds) for name, seconds in parts.items()},
+                        "first token": first,
+                    },
+                }
+            )
+            shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found[-1]["parts_s"].items())
+            print(f"  startup {model}, caches {caches}: {total:.1f} s ({shown})", flush=True)
     return found
 
 
-def table(files: dict[str, dict[str, Any]]) -> str:
-    """Figures of each model as Markdown, a column for each run."""
-    commits = list(dict.fromkeys(run["commit"] for known in files.values() for run in known["runs"]))
-    lines = [f"| model | work | floor | {' | '.join(commits)} |", "|---|---|---|" + "---|" * len(commits)]
-    for model, known in files.items():
-        cells: dict[str, dict[str, str]] = {}
-        floors: dict[str, str] = {}
-        for run in known["runs"]:
-            for name, row in run["results"].items():
-                shown = _cell(name, row)
-                if shown is not None:
-                    work, floors[shown[0]], cell = shown[0], shown[1], shown[2]
-                    cells.setdefault(work, {})[run["commit"]] = cell
-        for work, row in cells.items():
-            lines.append(f"| {model} | {work} | {floors[work]} | {' | '.join(row.get(c, '') for c in commits)} |")
-    return "\n".join(lines) + "\n"
+class Kept:
+    """The results of one model in a file, section by section."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.environment = {**record.environment(("torch", "triton")), "rates": RATES.device}
+        self.commit = self.environment.pop("commit")
+        if torch.cuda.is_available():
+            self.environment["gpu"] = torch.cuda.get_device_name()
+
+    def put(self, section: str, result: Any) -> None:
+        """In place of an earlier result of this section."""
+        kept = json.loads(self.path.read_text()) if self.path.exists() else {"environment": {}, "sections": {}}
+        kept["environment"] = self.environment
+        kept["sections"][section] = {"commit": self.commit, "result": result}
+        record.write(self.path, kept)
+
+    def attempt(self, section: str, work: Callable[[], Any]) -> None:
+        """Measure and keep; a failure is printed, and the next section begins."""
+        try:
+            self.put(section, work())
+        except Exception:
+            traceback.print_exc()
+        sys.stdout.flush()
 
 
-def newest(files: dict[str, dict[str, Any]]) -> str:
-    """One column as Markdown: of each figure the last that was measured, with the commits below."""
-    lines = ["| model | work | the least | measured (of the least) |", "|---|---|---|---|"]
-    commits: dict[str, None] = {}
-    for model, known in files.items():
-        rows: dict[str, str] = {}
-        for run in known["runs"]:
-            shown = [cell for name, row in run["results"].items() if (cell := _cell(name, row)) is not None]
-            rows |= {work: f"| {model} | {work} | {floor} | {cell} |" for work, floor, cell in shown}
-            commits |= dict.fromkeys([run["commit"]] if shown else [])
-        lines.extend(rows.values())
-    environment = next(iter(files.values()))["environment"]
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
-    origin = f"`python benchmarks/engine_gpu.py` on one {environment['gpu']}, {packages}, commit {list(commits)[-1]}."
-    return "\n".join(lines) + f"\n\n{origin}\n"
+def measure(model: str, sections: set[str], kept: Kept, runs: int) -> None:
+    """The sections of one model."""
+    if "startup" in sections:
+        kept.attempt("startup", lambda: startup(model))
+    if {"decode", "prefill", "trace", "throughput"} & sections:
+        llm = engine(model)
+        largest = max(BATCHES[model])
+        decode_steps(llm, prompts(largest, 99), 8, -(-largest * PROMPT // 8192) + 2)  # warm
+        if "decode" in sections:
+            for batch in BATCHES[model]:
+                kept.attempt(f"decode {batch}", lambda batch=batch: decode(llm, model, batch, runs))
+        if "prefill" in sections:
+            kept.attempt("prefill", lambda: prefill(llm, model, runs))
+        if "trace" in sections:
+            for batch, mixed in TRACES:
+                name = f"trace {batch}{' mixed' if mixed else ''}"
+                kept.attempt(name, lambda b=batch, m=mixed: traced_steps(llm, prompts(b, 1), m))
+        if "throughput" in sections:
+            kept.attempt("throughput", lambda: throughput(llm, model, runs))
+        del llm
+        release()
+    if "deterministic" in sections:
+        kept.attempt("deterministic", lambda: deterministic(model, 1))
+    if "ablation" in sections:
+        build = lambda **settings: engine(model, **settings)  # noqa: E731
+        ablation(build, prompts(256, 1), release, lambda found: kept.put("ablation", found))
 
 
-def _cell(name: str, row: Any) -> tuple[str, str, str] | None:
-    """(work, floor, measured and its share of the floor) of one result; None for what is shown elsewhere."""
-    if name.startswith("decode"):
-        measured, floor = row["step_s"]["median"] * 1e3, row["floor_s"] * 1e3
-        return f"decode, batch {row['batch']}", f"{floor:.2f} ms", f"{measured:.2f} ms ({row['of_floor']:.0%})"
-    if name == "prefill":
-        measured = row["seconds"]["median"]
-        return f"prefill, 256 x {PROMPT}", f"{row['floor_s']:.2f} s", f"{measured:.2f} s ({row['of_floor']:.0%})"
-    if name == "throughput":
-        floor, rate = row["floor_tokens_per_s"], row["tokens_per_s"]
-        return "throughput", f"{floor:,.0f} tok/s", f"{rate:,.0f} tok/s ({row['of_floor']:.0%})"
-    if name == "startup" and row:
-        return "start to first token, then again", "", " s, ".join(f"{each['total_s']:.1f}" for each in row) + " s"
-    return None
-
-
-def host_table(files: dict[str, dict[str, Any]]) -> str:
-    """Host time of a step, and the share of time in which the GPU does nothing, as Markdown."""
-    lines = ["| model | batch | sampling options | step | host | GPU idle |", "|---|---|---|---|---|---|"]
-    for model, known in files.items():
-        for run in known["runs"]:
-            for row in (value for name, value in run["results"].items() if name.startswith("host")):
-                lines.append(
-                    f"| {model} | {row['batch']} | {'all mixed' if row['mixed_options'] else 'temperature'} | "
-                    f"{row['step_s'] * 1e3:.2f} ms | {row['host_s'] * 1e3:.2f} ms | {row['idle_share']:.1%} |"
-                )
-    return "\n".join(lines) + "\n"
+def merge(directory: Path, out: Path) -> None:
+    """Sections of every ``engine_*.json`` in ``directory`` into the files of the same names in ``out``."""
+    for path in sorted(directory.glob("engine_*.json")):
+        new, target = json.loads(path.read_text()), out / path.name
+        known = json.loads(target.read_text()) if target.exists() else {"sections": {}}
+        record.write(target, {**new, "sections": {**known.get("sections", {}), **new["sections"]}})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["decode", "prefill", "throughput"])
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--models", default=DEFAULT_MODELS)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--merge", type=Path)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    environment = {**record.environment(("torch", "triton")), "rates": RATES.device}
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}")
+    if options.merge is not None:
+        merge(options.merge, options.out)
+        return
     for model in options.models.split(","):
-        results: dict[str, Any] = {}
-
-        def attempt(name: str, work: Callable[[], Any], results: dict[str, Any] = results) -> None:
-            try:
-                results[name] = work()
-            except Exception:
-                traceback.print_exc()
-
-        print(model)
-        if "startup" in options.sections:
-            attempt("startup", lambda model=model: startup(model))
-        if "ablation" in options.sections:
-            attempt("ablation", lambda model=model: ablation(model, 1))
-        if {"decode", "prefill", "throughput", "host"} & set(options.sections):
-            llm = engine(model)
-            if "decode" in options.sections:
-                for batch in BATCHES.get(model, (1, 64, 256)):
-                    attempt(f"decode {batch}", lambda llm=llm, m=model, b=batch: decode(llm, m, b, options.runs))
-            if "prefill" in options.sections:
-                attempt("prefill", lambda llm=llm, m=model: prefill(llm, m, options.runs))
-            if "host" in options.sections:
-                for batch, mixed in ((1, False), (64, False), (256, False), (256, True)):
-                    attempt(f"host {batch} {mixed}", lambda llm=llm, b=batch, x=mixed: host(llm, b, x))
-            if "throughput" in options.sections:
-                attempt("throughput", lambda llm=llm, m=model: throughput(llm, m, options.runs))
-            del llm
-            release()
-        path = options.out / f"engine_{model}.json"
-        known = json.loads(path.read_text()) if path.exists() else {"runs": []}
-        commit = environment.pop("commit", None) or record.commit()
-        run = next((run for run in known["runs"] if run["commit"] == commit), None)
-        if run is None:
-            run = {"commit": commit, "note": "", "results": {}}
-            known["runs"].append(run)
-        run["results"].update(results)
-        known["environment"] = environment | {"gpu": torch.cuda.get_device_name()}
-        path.write_text(json.dumps(known, indent=1) + "\n")
+        print(model, flush=True)
+        sections = set(options.sections or ONLY.get(model, SECTIONS))
+        measure(model, sections, Kept(options.out / f"engine_{model}.json"), options.runs)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import batching
 import cpu_lora
 import cpu_vs_llamacpp
+import engine_tables
 import http_vs_offline
 import ops_tables
 import record
@@ -91,17 +92,9 @@ def http() -> str:
     return http_vs_offline.table(result) + "\n" + _origin(result, result["ratio"]["runs"])
 
 
-def gpu_engine(host: bool = False, newest: bool = False) -> str:
-    """The engine on one GPU: its figures in every run or the newest, or the host's share of a step."""
-    import engine_gpu  # loads torch
-
-    files = sorted((record.RESULTS / "h200").glob("engine_*.json"))
-    if not files:
-        raise FileNotFoundError("benchmarks/results/h200/engine_*.json: run benchmarks/engine_gpu.py on the GPU")
-    results = {path.stem.removeprefix("engine_"): json.loads(path.read_text()) for path in files}
-    if newest:
-        return engine_gpu.newest(results)
-    return engine_gpu.host_table(results) if host else engine_gpu.table(results)
+def gpu_engine(table: Callable[[dict[str, dict[str, Any]]], str]) -> Callable[[], str]:
+    """One of the tables of the engine on one GPU."""
+    return lambda: table(engine_tables.load())
 
 
 def decoder_layer() -> str:
@@ -186,9 +179,15 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "lora-parts": lora_parts,
     "request-walk": walk,
     "http": http,
-    "engine-gpu": gpu_engine,
-    "engine-gpu-newest": lambda: gpu_engine(newest=True),
-    "engine-gpu-host": lambda: gpu_engine(host=True),
+    "engine-gpu": gpu_engine(engine_tables.main_table),
+    "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
+    "engine-gpu-startup": gpu_engine(engine_tables.startup_table),
+    "engine-gpu-host": gpu_engine(engine_tables.host_table),
+    "engine-gpu-parts": gpu_engine(engine_tables.parts_table),
+    "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
+    "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
+    "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "decoder-layer": decoder_layer,
     "memory-bound": memory_bound,
     "ladder": ladder,

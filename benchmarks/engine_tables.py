@@ -1,0 +1,225 @@
+"""The recorded figures of the GPU engine as Markdown: of each section the one that is kept. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import record
+
+PROMPT = 512
+PARTS = {
+    "products with weights": r"small_rows|^_rows|_vector|_persistent|gemm|matmul|wgmma",
+    "attention": r"^_paged|^_combine",
+    "norms": r"^forward_kernel",
+    "rotation, write to the cache": r"^_kernel$",
+    "gate": r"^_halves",
+    "draws": r"^_groups|^_settle|^_collect|^_choose|^_adjust",
+    "copies": r"[Mm]emcpy",
+}
+"""Regular expressions of kernels' names, by part of a step; the first that is found counts."""
+HOST = ("schedule", "submit", "read", "commit")
+OTHER, IDLE = "other kernels", "nothing runs"
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """The files of ``engine_gpu.py`` by model.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted((record.RESULTS / "h200").glob("engine_*.json"))
+    read = {path.stem.removeprefix("engine_"): json.loads(path.read_text()) for path in files}
+    kept = {name: known for name, known in read.items() if "sections" in known}
+    if not kept:
+        raise FileNotFoundError("benchmarks/results/h200/engine_*.json: run benchmarks/engine_gpu.py on the GPU")
+    return kept
+
+
+def _sections(known: dict[str, Any], begin: str) -> list[dict[str, Any]]:
+    return [section["result"] for name, section in known["sections"].items() if name.split()[0] == begin]
+
+
+def _rows(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
+
+
+def origin(files: dict[str, dict[str, Any]], sections: Iterable[str], runs: str = "") -> str:
+    """Where the figures come from, in one sentence."""
+    wanted = set(sections)
+    kept = [
+        section for known in files.values() for name, section in known["sections"].items() if name.split()[0] in wanted
+    ]
+    commits = ", ".join(dict.fromkeys(section["commit"] for section in kept))
+    environment = next(iter(files.values()))["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    command = f"python benchmarks/engine_gpu.py {' '.join(sections)}"
+    return f"\n`{command}` on one {environment['gpu']}, {packages}, commit {commits}{runs}.\n"
+
+
+def _decode_sections(known: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(_sections(known, "decode"), key=lambda row: row["batch"])
+
+
+def main_table(files: dict[str, dict[str, Any]]) -> str:
+    """Decode, prefill and throughput beside the floor."""
+    rows = []
+    for model, known in files.items():
+        for row in _decode_sections(known):
+            step, floor = row["step_s"], row["floor_s"]
+            rows.append(
+                (
+                    model,
+                    f"decode, batch {row['batch']}",
+                    f"{floor * 1e3:.2f} ms",
+                    f"{step['median'] * 1e3:.2f} ms",
+                    f"{step['min'] * 1e3:.2f} - {step['max'] * 1e3:.2f}",
+                    f"{row['of_floor']:.0%}",
+                )
+            )
+        for row in _sections(known, "prefill"):
+            found = row["seconds"]
+            spread = f"{found['min']:.2f} - {found['max']:.2f}"
+            cells = (f"{row['floor_s']:.2f} s", f"{found['median']:.2f} s", spread, f"{row['of_floor']:.0%}")
+            rows.append((model, f"prefill, 256 x {PROMPT}", *cells))
+        for row in _sections(known, "throughput"):
+            low, high = (row["output_tokens"] / row["seconds"][end] for end in ("max", "min"))
+            cells = (f"{row['floor_tokens_per_s']:,.0f} tok/s", f"{row['tokens_per_s']:,.0f} tok/s")
+            rows.append((model, "throughput", *cells, f"{low:,.0f} - {high:,.0f}", f"{row['of_floor']:.0%}"))
+    head = ("model", "work", "floor", "median", "runs from - to", "of floor")
+    return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput"))
+
+
+def energy_table(files: dict[str, dict[str, Any]]) -> str:
+    """Joules of the throughput protocol."""
+    rows = []
+    for model, known in files.items():
+        for row in _sections(known, "throughput"):
+            if row.get("energy"):
+                used = row["energy"]
+                rows.append((model, f"{used['joules_per_output_token']:.3f}", f"{used['watts']:.0f}"))
+    return _rows(("model", "joules an output token", "watts"), rows) + origin(files, ("throughput",))
+
+
+def startup_table(files: dict[str, dict[str, Any]]) -> str:
+    """Process start to first token, in parts."""
+    lines = []
+    for model, known in files.items():
+        for runs in _sections(known, "startup"):
+            for run in runs:
+                parts = ", ".join(
+                    f"{name} {seconds:.1f}" for name, seconds in run["parts_s"].items() if seconds >= 0.05
+                )
+                lines.append((model, run["caches"], f"{run['total_s']:.1f} s", parts))
+    return _rows(("model", "kernel caches", "start to first token", "of that, s"), lines) + origin(files, ("startup",))
+
+
+def host_table(files: dict[str, dict[str, Any]]) -> str:
+    """Host time of a step, and the share of time in which the GPU does nothing."""
+    rows = []
+    for model, known in files.items():
+        for row in sorted(_sections(known, "trace"), key=lambda row: (row["mixed_options"], row["batch"])):
+            options = "all mixed" if row["mixed_options"] else "temperature"
+            host = (f"{row['parts_s'][name] * 1e3:.2f}" for name in HOST)
+            times = (f"{row['step_s'] * 1e3:.2f}", *host, f"{row['host_s'] * 1e3:.2f}", f"{row['idle_share']:.1%}")
+            rows.append((model, str(row["batch"]), options, *times))
+    head = ("model", "batch", "sampling options", "step, ms", *HOST, "host in all", "GPU idle")
+    return _rows(head, rows) + origin(files, ("trace",))
+
+
+def parts_of(row: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of a traced step by part; they add up to the step."""
+    parts = dict.fromkeys([*PARTS, OTHER, IDLE], 0.0)
+    for name, microseconds in row["microseconds_a_step"].items():
+        part = next((part for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
+        parts[part] += microseconds
+    parts[IDLE] = row["idle_share"] * row["span_us"]
+    return parts
+
+
+def parts_table(files: dict[str, dict[str, Any]]) -> str:
+    """Where the time of a decode step goes."""
+    columns = {
+        f"{model}, {row['batch']}": parts_of(row)
+        for model, known in files.items()
+        for row in sorted(_sections(known, "trace"), key=lambda row: row["batch"])
+        if not row["mixed_options"]
+    }
+    rows = []
+    for part in (*PARTS, OTHER, IDLE):
+        cells = (f"{parts[part] / 1e3:.2f} ({parts[part] / sum(parts.values()):.0%})" for parts in columns.values())
+        rows.append((part, *cells))
+    rows.append(("**step**", *(f"{sum(parts.values()) / 1e3:.2f}" for parts in columns.values())))
+    return _rows(("part, ms", *columns), rows) + origin(files, ("trace",))
+
+
+def ablation_table(files: dict[str, dict[str, Any]]) -> str:
+    """The short work with one thing off in turn; in brackets, the time (or rate) over that with everything on."""
+    rows = []
+    for model, known in files.items():
+        for found in _sections(known, "ablation"):
+            base = found["everything on"]
+            for name, row in found.items():
+                cells = [_ratio(row["prefill_s"], base["prefill_s"], 1, "s")]
+                cells += [
+                    _ratio(seconds, base["decode_s"][batch], 1e3, "ms") for batch, seconds in row["decode_s"].items()
+                ]
+                known_rate = "tokens_per_s" in row
+                cells.append(_ratio(row["tokens_per_s"], base["tokens_per_s"], 1, "tok/s") if known_rate else "")
+                rows.append((model, name, *cells))
+    head = ("model", "", "prefill, 256 x 512", "decode, 256", "decode, 64", "decode, 1", "throughput, short")
+    return _rows(head, rows) + origin(files, ("ablation",))
+
+
+def _ratio(value: float, base: float, scale: float, unit: str) -> str:
+    shown = f"{value:,.0f}" if unit == "tok/s" else f"{value * scale:.2f}"
+    return f"{shown} {unit}" + ("" if value == base else f" ({value / base:.2f}x)")
+
+
+def deterministic_table(files: dict[str, dict[str, Any]]) -> str:
+    """What batch-invariant mode costs on the throughput protocol."""
+    rows = []
+    for model, known in files.items():
+        for found in _sections(known, "deterministic"):
+            rates = (f"{found[mode]['tokens_per_s']:,.0f} tok/s" for mode in ("fast", "deterministic"))
+            rows.append((model, *rates, f"{found['cost']:.1%}"))
+    head = ("model", "as usual", "`--deterministic`", "cost")
+    return _rows(head, rows) + origin(files, ("deterministic",))
+
+
+def http_table(result: dict[str, Any]) -> str:
+    """Over HTTP and without it, on one GPU."""
+    rows = []
+    for name, work in result["work"].items():
+        shape = f"{work['model']}, {work['at_once']} at a time, {work['prompt']} in, {work['output']} out"
+        for way, title in (("offline", "engine alone"), ("http", "`bench serve`")):
+            rate, gaps = work[way]["output_tokens_per_second"], work[way]["itl"]
+            share = f"{work['ratio']:.1%}" if way == "http" else ""
+            cells = (f"{rate:,.0f}", share, *(f"{gaps[point] * 1e3:.2f} ms" for point in ("p50", "p99")))
+            rows.append((name, shape, title, *cells))
+    head = ("case", "work", "way", "output tok/s", "of engine alone", "gap between tokens, p50", "p99")
+    machine = result["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return _rows(head, rows) + (
+        f"\n`{result['command']}` on one {result['gpu']} and {machine['cores']} cores, {packages}, commit "
+        f"{machine['commit']}.\n"
+    )
+
+
+def peers_table(result: dict[str, Any]) -> str:
+    """Batch 1 of the 8B shape beside transformers."""
+    rows = []
+    for name, found in result["ways"].items():
+        times = found["token_s"]
+        spread = f"{times['min'] * 1e3:.2f} - {times['max'] * 1e3:.2f}"
+        rows.append((name, f"{times['median'] * 1e3:.2f}", spread, f"{1 / times['median']:.1f}"))
+    machine = result["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return _rows(("way", "ms a token", "from - to", "tok/s"), rows) + (
+        f"\n`{result['command']}` on one {result['gpu']}, {packages}, commit {machine['commit']}, medians of "
+        f"{min(found['token_s']['runs'] for found in result['ways'].values())} tokens or more.\n"
+    )
