@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
 from engine_ablation import ablation
-from engine_trace import traced_steps
+from engine_trace import TIMED, WARM, traced_steps
 from transect.bench.energy import EnergyMeter, Nvml
 from transect.bench.floors import Rates, batch_floor, step_floor
 from transect.bench.offline import decode_steps, prefill_seconds, run_all
@@ -128,6 +128,13 @@ def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
         "steps": steps,
         "energy": energy,
     }
+
+
+def trace(llm: LLM, model: str, batch: int, mixed: bool) -> dict[str, Any]:
+    """Where the time of a decode step goes, beside the floor of a step half-way."""
+    middle = PROMPT + WARM + TIMED // 2
+    floor = step_floor(PRESETS[model], [Row(1, middle)] * batch, RATES).seconds
+    return {**traced_steps(llm, prompts(batch, 1), mixed), "floor_s": floor}
 
 
 def deterministic(model: str, runs: int) -> dict[str, Any]:
@@ -233,7 +240,7 @@ def measure(model: str, sections: set[str], kept: Kept, runs: int) -> None:
         if "trace" in sections:
             for batch, mixed in TRACES:
                 name = f"trace {batch}{' mixed' if mixed else ''}"
-                kept.attempt(name, lambda b=batch, m=mixed: traced_steps(llm, prompts(b, 1), m))
+                kept.attempt(name, lambda b=batch, m=mixed: trace(llm, model, b, m))
         if "throughput" in sections:
             kept.attempt("throughput", lambda: throughput(llm, model, runs))
         del llm

@@ -20,7 +20,12 @@ PARTS = {
     "copies": r"[Mm]emcpy",
 }
 """Regular expressions of kernels' names, by part of a step; the first that is found counts."""
-HOST = ("schedule", "submit", "read", "commit")
+STAGES = {
+    "schedule": ("`engine/scheduler.py`", "who runs, how many tokens, which KV blocks"),
+    "submit": ("`engine/gpu_runner.py`", "the inputs filled, copied, and the graph launched"),
+    "read": ("`engine/gpu_runner.py`", "the tokens of the step before, taken apart"),
+    "commit": ("`engine/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
+}
 OTHER, IDLE = "other kernels", "nothing runs"
 
 
@@ -124,10 +129,10 @@ def host_table(files: dict[str, dict[str, Any]]) -> str:
     for model, known in files.items():
         for row in sorted(_sections(known, "trace"), key=lambda row: (row["mixed_options"], row["batch"])):
             options = "all mixed" if row["mixed_options"] else "temperature"
-            host = (f"{row['parts_s'][name] * 1e3:.2f}" for name in HOST)
+            host = (f"{row['parts_s'][name] * 1e3:.2f}" for name in STAGES)
             times = (f"{row['step_s'] * 1e3:.2f}", *host, f"{row['host_s'] * 1e3:.2f}", f"{row['idle_share']:.1%}")
             rows.append((model, str(row["batch"]), options, *times))
-    head = ("model", "batch", "sampling options", "step, ms", *HOST, "host in all", "GPU idle")
+    head = ("model", "batch", "sampling options", "step, ms", *STAGES, "host in all", "GPU idle")
     return _rows(head, rows) + origin(files, ("trace",))
 
 
@@ -155,6 +160,30 @@ def parts_table(files: dict[str, dict[str, Any]]) -> str:
         rows.append((part, *cells))
     rows.append(("**step**", *(f"{sum(parts.values()) / 1e3:.2f}" for parts in columns.values())))
     return _rows(("part, ms", *columns), rows) + origin(files, ("trace",))
+
+
+def walk_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -> str:
+    """One model's decode step by stage: what Python does, and what the device does at the same time."""
+    traces = {
+        f"decode step of {row['batch']}": row
+        for row in sorted(_sections(files[model], "trace"), key=lambda row: row["batch"])
+        if not row["mixed_options"]
+    }
+    rows = []
+    for name, (where, what) in STAGES.items():
+        rows.append((what, where, *(_milliseconds(row["parts_s"][name]) for row in traces.values())))
+    host = (_milliseconds(row["host_s"]) for row in traces.values())
+    rows.append(("**the host in all**", "", *host))
+    parts = [parts_of(row) for row in traces.values()]
+    for part in (*PARTS, OTHER, IDLE):
+        rows.append((part, "the device", *(_milliseconds(found[part] * 1e-6) for found in parts)))
+    rows.append(("**the step**", "", *(_milliseconds(row["step_s"]) for row in traces.values())))
+    rows.append(("**its floor**", "", *(_milliseconds(row["floor_s"]) for row in traces.values())))
+    return _rows(("stage", "where", *traces), rows) + origin({model: files[model]}, ("trace",))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def ablation_table(files: dict[str, dict[str, Any]]) -> str:

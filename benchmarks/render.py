@@ -182,6 +182,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu": gpu_engine(engine_tables.main_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
     "engine-gpu-startup": gpu_engine(engine_tables.startup_table),
+    "engine-gpu-walk": gpu_engine(engine_tables.walk_table),
     "engine-gpu-host": gpu_engine(engine_tables.host_table),
     "engine-gpu-parts": gpu_engine(engine_tables.parts_table),
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
