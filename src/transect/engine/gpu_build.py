@@ -131,7 +131,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
         deterministic=config.deterministic,
         dependent_launch=config.dependent_launch,
         fused_operators=config.fused_operators,
-        **tricks,
+        whole_prompts=tricks["whole_prompts"],
         **limits,
     )
     warming = warm_kernels.start(work, device)

@@ -307,7 +307,6 @@ class GPURunner:
         with self._on_stream():
             plan, fields = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
             plan = plan._replace(decode=tokens_each == 1, variant=variant or Variant())
-            plan = plan._replace(prune=self._prune_last_layer and not plan.decode)
             self._compute(plan, fields)
             least, mean = self._whole_prompts or (0, tokens_each)
             if tokens_each > mean and rows * tokens_each >= least:

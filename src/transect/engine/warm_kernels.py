@@ -32,7 +32,7 @@ from .gpu_runner import FEWEST_ROWS, row_buckets
 
 log = logging.getLogger(__name__)
 
-MOST_PROCESSES = 8
+MOST_PROCESSES = 14
 CUDA_SOURCES = ("small_matmul",)
 """What nvcc compiles; in seconds, so it begins before the processes ask for it."""
 CONTEXT_BYTES = 3 * 2**29
@@ -53,7 +53,6 @@ class Work:
     dependent_launch: bool
     fused_operators: bool
     whole_prompts: tuple[int, int] | None = None
-    prune_last_layer: bool = False
     share: int = 0
     """This process takes the sizes number ``share``, ``share + of``, ..."""
     of: int = 1
@@ -81,7 +80,7 @@ def start(work: Work, device: torch.device) -> Warming:
     stamp = _stamp(work, device)
     free, _ = torch.cuda.mem_get_info(device)
     each = CONTEXT_BYTES + work.config.vocab_size * work.config.dim * work.dtype.itemsize
-    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2, free // (4 * each))
+    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 2, free // (4 * each))
     if count < 2 or (stamp is not None and stamp.exists()):
         return Warming([])
     for name in CUDA_SOURCES:
@@ -136,7 +135,7 @@ def run(work: Work) -> None:
         parameter.zero_()
     if unsuitable(config) is None:
         model.stack = FusedStack(model, max_positions=work.max_model_len, fusions=Fusions.all(work.fused_operators))
-    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts", "prune_last_layer")
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts")
     settings = {name: getattr(work, name) for name in names}
     for task in tasks(work)[work.share :: work.of]:
         runner = trial_runner(model, work.block_size, work.dtype, sample_on_device=task.draws, **settings)
@@ -163,6 +162,9 @@ def tasks(work: Work) -> list[Task]:
         for each in {max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16}:
             if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
                 found.append(Task(rows, each, False))
+    beside = Task(ragged[0] + FEWEST_ROWS, 16, False)  # as many sequences as may decode, and whole prompts
+    if work.whole_prompts is not None and beside.rows * beside.tokens_each <= work.max_num_batched_tokens:
+        found.append(beside)
     return found
 
 
