@@ -43,7 +43,8 @@ def load() -> dict[str, dict[str, Any]]:
     return kept
 
 
-def _sections(known: dict[str, Any], begin: str) -> list[dict[str, Any]]:
+def sections(known: dict[str, Any], begin: str) -> list[dict[str, Any]]:
+    """Results whose names begin with this word."""
     return [section["result"] for name, section in known["sections"].items() if name.split()[0] == begin]
 
 
@@ -66,15 +67,15 @@ def origin(files: dict[str, dict[str, Any]], sections: Iterable[str], runs: str 
     return f"\n`{command}` on one {environment['gpu']}, {packages}, commit {commits}{runs}.\n"
 
 
-def _decode_sections(known: dict[str, Any]) -> list[dict[str, Any]]:
-    return sorted(_sections(known, "decode"), key=lambda row: row["batch"])
+def _decodesections(known: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(sections(known, "decode"), key=lambda row: row["batch"])
 
 
 def main_table(files: dict[str, dict[str, Any]]) -> str:
     """Decode, prefill and throughput beside the floor."""
     rows = []
     for model, known in files.items():
-        for row in _decode_sections(known):
+        for row in _decodesections(known):
             step, floor = row["step_s"], row["floor_s"]
             rows.append(
                 (
@@ -86,12 +87,12 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
                     f"{row['of_floor']:.0%}",
                 )
             )
-        for row in _sections(known, "prefill"):
+        for row in sections(known, "prefill"):
             found = row["seconds"]
             spread = f"{found['min']:.2f} - {found['max']:.2f}"
             cells = (f"{row['floor_s']:.2f} s", f"{found['median']:.2f} s", spread, f"{row['of_floor']:.0%}")
             rows.append((model, f"prefill, 256 x {PROMPT}", *cells))
-        for row in _sections(known, "throughput"):
+        for row in sections(known, "throughput"):
             low, high = (row["output_tokens"] / row["seconds"][end] for end in ("max", "min"))
             cells = (f"{row['floor_tokens_per_s']:,.0f} tok/s", f"{row['tokens_per_s']:,.0f} tok/s")
             rows.append((model, "throughput", *cells, f"{low:,.0f} - {high:,.0f}", f"{row['of_floor']:.0%}"))
@@ -103,7 +104,7 @@ def energy_table(files: dict[str, dict[str, Any]]) -> str:
     """Joules of the throughput protocol."""
     rows = []
     for model, known in files.items():
-        for row in _sections(known, "throughput"):
+        for row in sections(known, "throughput"):
             if row.get("energy"):
                 used = row["energy"]
                 rows.append((model, f"{used['joules_per_output_token']:.3f}", f"{used['watts']:.0f}"))
@@ -114,7 +115,7 @@ def startup_table(files: dict[str, dict[str, Any]]) -> str:
     """Process start to first token, in parts."""
     lines = []
     for model, known in files.items():
-        for runs in _sections(known, "startup"):
+        for runs in sections(known, "startup"):
             for run in runs:
                 parts = ", ".join(
                     f"{name} {seconds:.1f}" for name, seconds in run["parts_s"].items() if seconds >= 0.05
@@ -127,7 +128,7 @@ def host_table(files: dict[str, dict[str, Any]]) -> str:
     """Host time of a step, and the share of time in which the GPU does nothing."""
     rows = []
     for model, known in files.items():
-        for row in sorted(_sections(known, "trace"), key=lambda row: (row["mixed_options"], row["batch"])):
+        for row in sorted(sections(known, "trace"), key=lambda row: (row["mixed_options"], row["batch"])):
             options = "all mixed" if row["mixed_options"] else "temperature"
             host = (f"{row['parts_s'][name] * 1e3:.2f}" for name in STAGES)
             times = (f"{row['step_s'] * 1e3:.2f}", *host, f"{row['host_s'] * 1e3:.2f}", f"{row['idle_share']:.1%}")
@@ -151,7 +152,7 @@ def parts_table(files: dict[str, dict[str, Any]]) -> str:
     columns = {
         f"{model}, {row['batch']}": parts_of(row)
         for model, known in files.items()
-        for row in sorted(_sections(known, "trace"), key=lambda row: row["batch"])
+        for row in sorted(sections(known, "trace"), key=lambda row: row["batch"])
         if not row["mixed_options"]
     }
     rows = []
@@ -166,7 +167,7 @@ def walk_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") ->
     """One model's decode step by stage: what Python does, and what the device does at the same time."""
     traces = {
         f"decode step of {row['batch']}": row
-        for row in sorted(_sections(files[model], "trace"), key=lambda row: row["batch"])
+        for row in sorted(sections(files[model], "trace"), key=lambda row: row["batch"])
         if not row["mixed_options"]
     }
     rows = []
@@ -190,7 +191,7 @@ def ablation_table(files: dict[str, dict[str, Any]]) -> str:
     """The short work with one thing off in turn; in brackets, the time (or rate) over that with everything on."""
     rows = []
     for model, known in files.items():
-        for found in _sections(known, "ablation"):
+        for found in sections(known, "ablation"):
             base = found["everything on"]
             for name, row in found.items():
                 cells = [_ratio(row["prefill_s"], base["prefill_s"], 1, "s")]
@@ -213,7 +214,7 @@ def deterministic_table(files: dict[str, dict[str, Any]]) -> str:
     """What batch-invariant mode costs on the throughput protocol."""
     rows = []
     for model, known in files.items():
-        for found in _sections(known, "deterministic"):
+        for found in sections(known, "deterministic"):
             rates = (f"{found[mode]['tokens_per_s']:,.0f} tok/s" for mode in ("fast", "deterministic"))
             rows.append((model, *rates, f"{found['cost']:.1%}"))
     head = ("model", "as usual", "`--deterministic`", "cost")
