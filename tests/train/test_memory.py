@@ -22,7 +22,7 @@ LLAMA_8B = PRESETS["llama-3.1-8b"]
 
 def test_auto_takes_the_first_plan_that_fits(tmp_path):
     config = tiny_run(tmp_path, task="lora", precision="bfloat16", data={"micro_batch": 8192, "seq_len": 1024})
-    base = memory.plan_of(config, CPU)
+    base = memory.plan_of(config, LLAMA_8B, CPU)
     for kept in ("none", "selective", "full"):
         budget = training(LLAMA_8B, replace(base, checkpointing=kept)).needed
         fitted = memory.fit(config, LLAMA_8B, CPU, free=budget)
@@ -42,7 +42,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(tmp_path, mon
 
 def test_a_plan_that_was_set_is_kept_or_refused(tmp_path):
     config = tiny_run(tmp_path, precision="bfloat16", checkpointing="none", data={"micro_batch": 8192, "seq_len": 1024})
-    needed = training(LLAMA_8B, memory.plan_of(config, CPU)).needed
+    needed = training(LLAMA_8B, memory.plan_of(config, LLAMA_8B, CPU)).needed
     assert memory.fit(config, LLAMA_8B, CPU, free=needed).checkpointing == "none"
     with pytest.raises(ValueError, match='set checkpointing = "selective"'):
         memory.fit(config, LLAMA_8B, CPU, free=needed - 1)

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
+from transect.models.memory.merged import merged_kept
 from transect.ops.jit import INTERPRETED
 from transect.ops.linear_cross_entropy_torch import linear_cross_entropy
 from transect.ops.opset import resolve_ops
@@ -16,7 +17,7 @@ from transect.train.batches import Batch
 from transect.train.config import LoRAConfig
 from transect.train.lora import attach
 from transect.train.loss import batch_loss
-from transect.train.merged_layers import MergedLayers, refusal
+from transect.train.merged_layers import MergedLayers, Step, cannot_merge
 from transect.train.qlora import quantize_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,6 +111,25 @@ def test_the_weights_stay_the_model_s() -> None:
 
 
 def test_other_layers_are_refused() -> None:
-    assert refusal(model_of()) == ""
-    assert "normalised" in refusal(model_of(replace(CONFIG, qk_norm=True)))
-    assert "biases" in refusal(model_of(replace(CONFIG, qkv_bias=True)))
+    assert cannot_merge(CONFIG) == ""
+    assert "normalised" in cannot_merge(replace(CONFIG, qk_norm=True))
+    assert "biases" in cannot_merge(replace(CONFIG, qkv_bias=True))
+    assert "SwiGLU" in cannot_merge(replace(CONFIG, activation="gelu", gated_mlp=False))
+
+
+@needs_kernels
+@pytest.mark.parametrize("task", ["finetune", "lora", "some", "qlora"])
+@pytest.mark.parametrize("plan", ["none", "selective", "full"])
+def test_a_layer_keeps_what_the_memory_account_says(task: str, plan: str) -> None:
+    torch.set_num_threads(1)
+    stack = MergedLayers(model_of(task=task), plan)
+    tokens = 40
+    x = torch.randn(tokens, CONFIG.dim, device=DEVICE)
+    cos, sin = torch.ones(2, tokens, CONFIG.head_dim // 2, device=DEVICE)
+    step = Step(cos, sin, torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE))
+    with torch.no_grad():
+        kept, _, _ = stack.layers[0].forward(x, x.clone(), step)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.tensors() if t is not None}
+    targets = ("q", "v", "up", "down") if task == "some" else LoRAConfig().targets
+    account = merged_kept(CONFIG, targets, 0 if task == "finetune" else 4, 4)
+    assert sum(held.values()) == tokens * account.under(plan)

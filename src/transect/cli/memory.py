@@ -95,7 +95,7 @@ def _train(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     from ..train.memory import plan_of
 
     config = TrainConfig.from_dict({"model": source.name, **settings})
-    plan = plan_of(config, torch.device(kind))
+    plan = plan_of(config, source.config, torch.device(kind))
     if config.checkpointing == "auto":
         found = first_that_fits(source.config, plan, budget)
         plan = found[0] if found else replace(plan, checkpointing="full")
@@ -118,7 +118,7 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     from dataclasses import asdict
 
     from ..engine.config import EngineConfig
-    from ..engine.gpu_runner import row_buckets
+    from ..engine.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
     from ..models.cost import Storage, weight_bytes
     from ..models.memory.serving import ServingPlan, serving

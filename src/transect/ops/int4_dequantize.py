@@ -58,8 +58,8 @@ def _dequantize_kernel(
 
 
 def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``reference`` in Triton; copies strided inputs. ``out``: where to; its rows may be apart. ValueError if the shapes
-    do not fit each other."""
+    """``reference`` in Triton; copies strided inputs. ``out``: where to; its rows may be apart. ValueError if the
+    shapes do not fit each other."""
     require("int4_dequantize", scale, zero)
     n, half = codes.shape
     if scale.shape != zero.shape or scale.shape[0] != n or scale.dtype != zero.dtype or (2 * half) % scale.shape[1]:

@@ -15,6 +15,7 @@ from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate, gib
 from ..models.memory.training import TrainingPlan, training
 from .config import TrainConfig
+from .merged_layers import cannot_merge
 from .rollout import BLOCK_SIZE, MOST_RUNNING
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Fitted:
     why: str
 
 
-def plan_of(config: TrainConfig, device: torch.device) -> TrainingPlan:
+def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> TrainingPlan:
     """The memory plan of a configuration; ``auto`` checkpointing counts as none."""
     rollouts = 0
     if config.objective == "grpo":
@@ -50,6 +51,7 @@ def plan_of(config: TrainConfig, device: torch.device) -> TrainingPlan:
         group=config.lora.group,
         rollouts=rollouts,
         backend="cpu" if device.type == "cpu" else "gpu",
+        merged=config.merged and device.type == "cuda" and not cannot_merge(model),
     )
 
 
@@ -73,7 +75,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
     Raises:
         ValueError: the run does not fit; the message names the smallest change with which it does.
     """
-    plan = plan_of(config, device)
+    plan = plan_of(config, model, device)
     free = free_bytes(device) if free is None else free
     if free is None:
         chosen = f"checkpointing {plan.checkpointing}: this system does not say how much memory is free"

@@ -34,16 +34,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer, Stack
-from ..models.linear import Linear
-from ..models.norm import RMSNorm
 from ..ops import add_rms_norm, flash_attention, flash_attention_backward, rms_norm, rotary, swiglu
 from .activations import Kept as Plan
 from .activations import stack_with
-from .lora import LoRALinear
 from .merged_products import Product, Scratch, product
-from .qlora import Int4Linear
 
 log = logging.getLogger(__name__)
 
@@ -258,21 +255,14 @@ class _Node(torch.autograd.Function):
         return None, None, dx, dx if need_d else None, *gradients
 
 
-def refusal(model: Decoder) -> str:
-    """Why the layers of a model cannot be merged, in a sentence; empty if they can."""
-    for layer in model.layers:
-        assert isinstance(layer, Layer)
-        matrices = [*layer.attention.children(), *layer.mlp.children()]
-        linear = [module for module in matrices if not isinstance(module, RMSNorm)]
-        if not isinstance(layer.attention_norm, RMSNorm) or layer.mlp.gate is None or model.rope is None:
-            return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
-        if layer.attention.q_norm is not None:
-            return "its queries and keys are normalised"
-        bases: list[Any] = [module.base if isinstance(module, LoRALinear) else module for module in linear]
-        if not all(isinstance(base, Linear | Int4Linear) for base in bases):
-            return "its matrices are of a kind that is not known"
-        if any(base.bias is not None for base in bases):
-            return "its matrices have biases"
+def cannot_merge(config: ModelConfig) -> str:
+    """Why the layers of such a model cannot be merged, in a sentence; empty if they can."""
+    if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
+        return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
+    if config.qk_norm:
+        return "its queries and keys are normalised"
+    if config.qkv_bias or config.o_bias or config.mlp_bias:
+        return "its matrices have biases"
     return ""
 
 
@@ -280,7 +270,7 @@ class MergedLayers:
     """A ``Decoder.stack`` over ``MergedLayer``, for packed documents; other contexts go through the model's own layers.
 
     Args:
-        model: on its device; ``refusal(model)`` must be empty.
+        model: on its device; ``cannot_merge(model.config)`` must be empty.
         plan: which activations are kept.
     """
 
@@ -305,7 +295,7 @@ class MergedLayers:
 def stack_of(model: Decoder, plan: Plan, merged: bool) -> Stack:
     """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged."""
     if merged and model.norm.weight.is_cuda:
-        reason = refusal(model)
+        reason = cannot_merge(model.config)
         if not reason:
             return MergedLayers(model, plan)
         log.info("the layers run operator by operator: %s", reason)

@@ -20,6 +20,7 @@ from typing import Literal
 from ..config import ModelConfig
 from ..shapes import linear_shapes, weight_shapes
 from .kept import Backend, Kept, LayerKept, Reads, layer_kept, outside_layers
+from .merged import MergedKept, matrix_numbers, merged_kept
 from .terms import Estimate, Phase, Term, gib
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
@@ -46,6 +47,7 @@ class TrainingPlan:
         accumulate: micro-batches to a step: with more than one, gradients are there during the next forward pass.
         rollouts: tokens that the paged cache of ``grpo`` holds while it draws answers.
         backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
+        merged: on a GPU, each layer is one node (``merged.py``).
     """
 
     task: Task = "finetune"
@@ -61,6 +63,7 @@ class TrainingPlan:
     group: int = 64
     rollouts: int = 0
     backend: Backend = "gpu"
+    merged: bool = False
 
     @property
     def element(self) -> int:
@@ -132,9 +135,15 @@ class _Account:
         self.trained = trained_shapes(config, plan)
         self.reads = plan.reads(config)
         self.terms: list[Term] = []
-        rest = layer_kept(config, self.reads, self.e, plan.backend)
-        start = layer_kept(config, self.reads, self.e, plan.backend, first=True)
-        self.layers = [start, *[rest] * (config.n_layers - 1)]
+        self.layers: list[LayerKept | MergedKept]
+        if plan.merged:
+            rank = plan.rank if plan.adapted else 0
+            self.layers = [merged_kept(config, plan.targets, rank, self.e)] * config.n_layers
+            self.beside, self.largest = matrix_numbers(config, plan.targets, rank)
+        else:
+            rest = layer_kept(config, self.reads, self.e, plan.backend)
+            start = layer_kept(config, self.reads, self.e, plan.backend, first=True)
+            self.layers = [start, *[rest] * (config.n_layers - 1)]
         self.outside = outside_layers(config, self.reads, self.e, plan.backend)
         self.table = self.e * config.vocab_size * config.dim
 
@@ -203,6 +212,8 @@ class _Account:
         else:
             packed, why = e * _count(shapes), f"{frozen}{_count(shapes)} numbers of {e} bytes"
         adapters = e * _count(self.trained) if plan.adapted else 0
+        if adapters and plan.merged and plan.task != "qlora":
+            adapters += e * self.beside * config.n_layers  # they have a second place, beside the weights
         if adapters:
             why += f"; adapters {gib(adapters)}"
         held["weights"] = self.term("weights", packed + adapters, why)
@@ -212,9 +223,13 @@ class _Account:
         held["optimizer state"] = self.term("optimizer state", state, f"{plan.optimizer}: {_STATE[plan.optimizer]}")
         batch = 24 * plan.micro_batch * plan.accumulate
         held["batch"] = self.term("batch", batch, "tokens, labels and positions of all micro-batches")
-        if plan.backend == "gpu" and (plan.adapted or plan.objective != "next_token" or plan.optimizer == "muon"):
-            space = 2 * CUBLAS_WORKSPACE
-            held["workspace"] = self.term("workspace", space, "cuBLAS, for the thread of each direction")
+        others = plan.adapted or plan.merged or plan.objective != "next_token" or plan.optimizer == "muon"
+        if plan.backend == "gpu" and others:
+            space, why = 2 * CUBLAS_WORKSPACE, "cuBLAS, for the thread of each direction"
+            if plan.merged and plan.task == "qlora":
+                space += e * self.largest
+                why += "; one 4-bit product made dense"
+            held["workspace"] = self.term("workspace", space, why)
         return held
 
     def loading(self) -> list[Phase]:
@@ -294,10 +309,14 @@ class _Account:
             half = self.gradient_bytes(f"{prefix}mlp")
             again = int(tokens * kept.again(plan.checkpointing))
             base = self.kept_bytes(layer + 1) + again
-            done = int(tokens * kept.mlp)
+            if isinstance(kept, MergedKept):  # the node holds all it kept until it is done
+                done, in_mlp, in_attention = 0, int(tokens * kept.mlp), int(tokens * kept.attention)
+            else:
+                done = int(tokens * kept.mlp)
+                in_mlp, in_attention = self.mlp_temporaries(kept), self.attention_temporaries()
             inside = (
-                (f"backward of layer {layer}, MLP", base, above + down, self.mlp_temporaries(kept)),
-                (f"backward of layer {layer}, attention", base - done, above + half, self.attention_temporaries()),
+                (f"backward of layer {layer}, MLP", base, above + down, in_mlp),
+                (f"backward of layer {layer}, attention", base - done, above + half, in_attention),
             )
             for name, activations, gradients, temporaries in inside:
                 whole = self.gradient_bytes("") if plan.accumulate > 1 else gradients

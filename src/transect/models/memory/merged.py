@@ -1,0 +1,83 @@
+"""What a layer keeps, and holds meanwhile, where training runs it as one node (``train/merged_layers.py``).
+
+Numbers of the compute dtype for each token; names as there. R is the ranks of the adapters of the matrices that share
+an input, rounded up to 16: so many columns lie beside the product's input, its output and their gradients.
+
+    always                  s: D
+    none, selective         q, k, v: H d + 2 K d + R     o: H d     t: D     and 4 bytes a head for the softmax
+    none                    n: D + R     m: D + R     gate and up: 2 F + R
+    adapters                R of each product (of the last alone under ``full``)
+
+Shapes: D model dim, F ffn dim, H query heads, K key heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..config import ModelConfig
+from .kept import Kept
+
+ROUND = 16
+"""Columns for adapters are a multiple of this (``train/merged_products``)."""
+GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""Matrices that share an input."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedKept:
+    """Bytes for each token. ``mlp`` and ``attention`` come on top while the gradients of that half are computed."""
+
+    kept: Mapping[Kept, float]
+    mlp: float
+    attention: float
+
+    def under(self, plan: Kept) -> float:
+        """What stays until the layer's backward pass."""
+        return self.kept[plan]
+
+    def again(self, plan: Kept) -> float:
+        """What is computed a second time, and held during the layer's own backward pass."""
+        return self.kept["none"] - self.kept[plan]
+
+
+def spare(targets: tuple[str, ...], rank: int) -> dict[str, int]:
+    """R of each product; ``rank`` 0: no adapters."""
+    return {
+        name: -(-rank * len(set(members) & set(targets)) // ROUND) * ROUND for name, members in GROUPS.items()
+    }  # fmt: skip
+
+
+def merged_kept(config: ModelConfig, targets: tuple[str, ...], rank: int, element: int) -> MergedKept:
+    """One layer. ``element``: bytes of a number in the compute dtype."""
+    dim, q, kv, ffn = config.dim, config.q_dim, config.kv_dim, config.ffn_dim
+    room = spare(targets, rank)
+    full = dim + room["down"]
+    selective = full + q + 2 * kv + 2 * room["qkv"] + q + dim + room["o"]
+    none = selective + 2 * dim + room["qkv"] + 3 * room["gate_up"] + 2 * ffn
+    sums = 4 * config.n_heads
+    # The gradient from above; that of the inner activations or that of the norm; then the attention's, with dq summed
+    # in float32 and the products g . o.
+    mlp = element * (2 * dim + room["down"] + ffn)
+    attention = element * (2 * dim + room["down"] + room["o"] + 2 * (q + kv)) + 4 * q + sums
+    kept = {"full": element * full, "selective": element * selective + sums, "none": element * none + sums}
+    return MergedKept(kept, mlp, attention)  # type: ignore[arg-type]
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each merged product."""
+    return {
+        "qkv": (config.q_dim + 2 * config.kv_dim, config.dim),
+        "o": (config.dim, config.q_dim),
+        "gate_up": (2 * config.ffn_dim, config.dim),
+        "down": (config.dim, config.ffn_dim),
+    }
+
+
+def matrix_numbers(config: ModelConfig, targets: tuple[str, ...], rank: int) -> tuple[int, int]:
+    """(what the matrices of one layer hold beside the weights, the numbers of the largest): for adapters."""
+    room = spare(targets, rank)
+    sizes = {name: (rows + room[name]) * (columns + room[name]) for name, (rows, columns) in matrices(config).items()}
+    plain = sum(rows * columns for rows, columns in matrices(config).values())
+    return sum(sizes.values()) - plain, max(sizes.values())
