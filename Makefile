@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint types bench clean
+.PHONY: setup demo test lint types bench pretrain clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -38,6 +38,12 @@ bench: setup
 	@$(BIN)/python benchmarks/http_vs_offline.py
 	@$(BIN)/python benchmarks/request_walk.py
 	@$(BIN)/python benchmarks/render.py
+
+# A small language model from random weights, within ten minutes on an H200; PRESET=cpu is the same in small.
+PRESET ?= h200
+pretrain: setup
+	@$(PIP) -e '.[train]'
+	@$(BIN)/python examples/pretrain/run.py library --preset $(PRESET)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

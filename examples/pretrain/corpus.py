@@ -17,6 +17,7 @@ dictionary took an entry from are removed, and its indented columns become lines
 because it is a space.
 
     python examples/pretrain/corpus.py FOLDER      # writes FOLDER/train.jsonl and FOLDER/validation-*.jsonl
+    python examples/pretrain/corpus.py FOLDER --overlap   # and tells how much of what is held out is in training
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 PAGE_BYTES = 8192
 HELD_OUT_PAGES = 50
@@ -228,13 +231,46 @@ def write(folder: Path) -> dict[str, dict[str, int]]:
     return sizes
 
 
+def seen_in_training(folder: Path, width: int = 50) -> dict[str, float]:
+    """Of each validation file, the share of its runs of ``width`` bytes that occur in ``train.jsonl`` too.
+
+    Runs are compared by a 64-bit hash: the sum of their bytes, each times an odd random number of its place.
+    """
+    factors = np.random.default_rng(0).integers(0, 2**64, width, dtype=np.uint64) | np.uint64(1)
+
+    def hashes(text: bytes) -> np.ndarray:
+        data = np.frombuffer(text, np.uint8).astype(np.uint64)
+        total = np.zeros(max(0, len(data) - width + 1), np.uint64)
+        for place, factor in enumerate(factors):
+            total += data[place : place + len(total)] * factor
+        return total
+
+    def texts(name: str) -> Iterator[bytes]:
+        with (folder / f"{name}.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)["text"].encode()
+
+    known = np.unique(np.concatenate([hashes(text) for text in texts("train")]))
+    found = {}
+    for kind in KINDS:
+        name = f"validation-{kind}"
+        runs = np.concatenate([hashes(text) for text in texts(name)])
+        at = np.minimum(np.searchsorted(known, runs), len(known) - 1)
+        found[name] = float((known[at] == runs).mean())
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fetch the corpus and split it.")
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    fetch(folder)
-    for name, size in write(folder).items():
+    parser.add_argument("--overlap", action="store_true", help="also tell how much of what is held out is in training")
+    options = parser.parse_args()
+    fetch(options.folder)
+    for name, size in write(options.folder).items():
         print(f"{name}: {size['bytes']:,} bytes in {size['documents']:,} documents")
+    if options.overlap:
+        for name, share in seen_in_training(options.folder).items():
+            print(f"{name}: {share:.2%} of its runs of 50 bytes are in the training text too")
 
 
 if __name__ == "__main__":
