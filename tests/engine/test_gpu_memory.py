@@ -8,8 +8,8 @@ import torch
 from transect.engine.config import EngineConfig
 from transect.engine.gpu_build import device_for
 from transect.engine.gpu_memory import GIB, MemoryAccount, refusal
-from transect.engine.gpu_runner import row_buckets
 from transect.engine.llm import LLM
+from transect.engine.step_sizes import row_buckets
 
 PER_TOKEN = 131072
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
-from transect.engine.gpu_runner import GPURunner, row_bucket, width_bucket
+from transect.engine.gpu_runner import GPURunner
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.step_sizes import row_bucket, width_bucket
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops

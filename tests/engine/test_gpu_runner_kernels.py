@@ -64,7 +64,7 @@ def test_padding_is_never_seen(options):
         cache[:, -1] = 0
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 20, "max_model_len": 60}
     runner = GPURunner(model, *padded, **limits, pad_tokens=16, **options)
-    plan_ragged, apart = runner._plan_ragged, []
+    plan_ragged, apart = runner._planner._ragged, []
 
     def every_token_has_a_row(batch, memory):
         plan = plan_ragged(batch, memory)
@@ -73,7 +73,7 @@ def test_padding_is_never_seen(options):
             assert plan.layout.numpy(memory).start[-1] == plan.layout.tokens
         return plan
 
-    runner._plan_ragged = every_token_has_a_row
+    runner._planner._ragged = every_token_has_a_row
     found, _ = run_workload(runner, config, arrivals, lag=1)
     assert_same(expected, found, arrivals)
     assert bool(apart) == ("whole_prompts" in options)

@@ -7,9 +7,10 @@ import torch
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
 from transect.engine.gpu_graphs import GraphCache
-from transect.engine.gpu_runner import GPURunner, token_bucket
+from transect.engine.gpu_runner import GPURunner
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.step_sizes import token_bucket
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, join_weights
@@ -69,7 +70,7 @@ class Shapes:
 
     def __init__(self, inner):
         self.inner, self.seen = inner, set()
-        planned = inner._plan_ragged
+        planned = inner._planner._ragged
 
         def plan(batch, memory):
             made = planned(batch, memory)
@@ -80,7 +81,7 @@ class Shapes:
                 self.seen.add("alone" if row == 0 else "after decodes" if row == token else "after chunks")
             return made
 
-        inner._plan_ragged = plan
+        inner._planner._ragged = plan
 
     def submit(self, batch):
         return self.inner.submit(batch)

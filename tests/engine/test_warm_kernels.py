@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from transect.engine.gpu_build import trial_runner
-from transect.engine.gpu_runner import row_buckets
+from transect.engine.step_sizes import row_buckets
 from transect.engine.warm_kernels import Work, tasks
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder

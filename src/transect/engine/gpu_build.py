@@ -25,9 +25,10 @@ from . import warm_kernels
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .config import EngineConfig
 from .gpu_memory import GIB, MemoryAccount, refusal
-from .gpu_runner import GPURunner, row_buckets
+from .gpu_runner import GPURunner
 from .kv_size import KVSize, kv_size
 from .sampling_params import SamplingParams
+from .step_sizes import row_buckets
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,65 +31,23 @@ from ..models.context import PagedContext, Wanted, WholePrompts
 from ..models.decoder import Decoder
 from ..ops.paged_batch import PagedBatch
 from .adjust_state import AdjustState
-from .batch import PLACEHOLDER, Draw, Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from .batch import Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
 from .gpu_graphs import GraphCache
 from .penalties import Pick
 from .runner import Done
 from .sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
-from .sequence_table import SequenceTable
 from .step_inputs import ALIGNMENT, Fields, StepLayout
+from .step_plan import StepPlan, StepPlanner, Variant
+from .step_sizes import FEWEST_ROWS, SMALLEST_WIDTH, row_bucket, token_bucket, width_bucket
 
 LOGPROB_ROWS = 32
 """Rows of logits held at a time for prompt logprobs."""
 RING = 3
 """Steps whose host memory is apart: one being prepared, one or two in flight."""
-FEWEST_ROWS = 16
-"""Rows that a step with prefill chunks is filled up to."""
-SMALLEST_WIDTH = 1024
-"""Positions that the narrowest block table of a graph covers."""
-_start = attrgetter("start")
-
-
-def row_bucket(rows: int) -> int:
-    """Rows that a graph for ``rows`` has: a power of two, above 256 a multiple of 256.
-
-    The products' tiles have such heights, and bulk copies of a tile that reaches past the end of a tensor are slow: a
-    step of an 8B model takes 17 ms for 160 rows, and 13 for 256 (H200).
-    """
-    return 1 << (rows - 1).bit_length() if rows <= 256 else -(-rows // 256) * 256
-
-
-def row_buckets(max_num_seqs: int) -> list[int]:
-    """Every number of rows that a decode step of up to ``max_num_seqs`` sequences is padded to, the largest first."""
-    return sorted({row_bucket(rows) for rows in range(1, max_num_seqs + 1)}, reverse=True)
-
-
-def token_bucket(tokens: int) -> int:
-    """Tokens that a graph for a step with prefill chunks has: in steps of a quarter to an eighth, 64 at the least."""
-    if tokens <= 64:
-        return 64
-    step = 1 << ((tokens - 1).bit_length() - 3)
-    return -(-tokens // step) * step
-
-
-def width_bucket(blocks: int, block_size: int, most: int) -> int:
-    """Columns of the block table for sequences of up to ``blocks`` blocks: a power of two, or all."""
-    width = max(1, SMALLEST_WIDTH // block_size)
-    while width < blocks:
-        width *= 2
-    return min(width, most)
-
 
 Sampled = LogprobTensors | Tensor | None
 """What ``_compute`` returns beside the hidden states."""
-
-
-class Variant(NamedTuple):
-    """What a step's sampling includes beside the draws; each combination is a graph of its own."""
-
-    adjust: bool = False
-    logprobs: bool = False
 
 
 @dataclass(slots=True)
@@ -136,47 +92,6 @@ class _Pending:
         return result
 
 
-class _Plan(NamedTuple):
-    """A step in host memory."""
-
-    layout: StepLayout
-    decode: bool
-    """One token and one draw for each row: padded, and fit for a graph."""
-    seq_ids: list[int]
-    """Of the draws."""
-    draws: Sequence[Draw]
-    variant: Variant
-    alternatives: Sequence[int]
-    starts: list[int]
-    """Where each row's tokens begin."""
-    rows: Sequence[ScheduledRow] = ()
-    """In the order of ``starts``."""
-    whole: WholePrompts | None = None
-    graph: bool = False
-    """Of a kind that comes again, though not one that only decodes."""
-    prune: bool = False
-    """The last layer computes only what the draws need."""
-
-
-class _RaggedShape(NamedTuple):
-    """How a step with prefill chunks is laid out."""
-
-    tokens: int
-    rows: int
-    places: list[int]
-    """The row of the layout that each row takes."""
-    first_whole: int
-    """How many rows come before the whole prompts."""
-    whole_row: int
-    whole_from: int
-    """Row and token of the layout at which the whole prompts begin."""
-    padding: list[tuple[int, int]]
-    """Rows that belong to nobody, and their tokens: with whole prompts every token has a row, so that what is computed
-    of it is finite. (A tile of values that reaches past the end of a prompt is multiplied with zeros, and 0 * NaN is
-    NaN.)"""
-    graph: bool = False
-
-
 class GPURunner:
     """Runs batches on the device of the caches, each within ``submit`` as far as the host is concerned.
 
@@ -219,7 +134,6 @@ class GPURunner:
         self._block_size = k_cache.shape[3]
         self._padding_block = k_cache.shape[1] - 1
         self._max_blocks = -(-max_model_len // self._block_size)
-        self._sequences = SequenceTable(max_num_seqs, self._max_blocks, self._block_size)
         self._max_draws = row_bucket(max_num_seqs)
         self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
         self._sampler = device_sampler(self._device)
@@ -227,13 +141,12 @@ class GPURunner:
         self._host_tokens: dict[int, int] = {}
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
-        self._pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
-        # A step with prefill chunks is filled up in two places (see _ragged_shape).
+        pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
+        # A step with prefill chunks is filled up in two places (see StepPlanner).
         rows = max(FEWEST_ROWS, self._max_draws)
-        self._graph_tokens = graph_tokens
         self._full_step = token_bucket(max_num_batched_tokens) if graph_tokens >= max_num_batched_tokens else 0
         """Tokens of the largest step, if it is captured."""
-        most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * self._pad_tokens
+        most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
         most = max(most, token_bucket(min(graph_tokens, max_num_batched_tokens)))
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = -(-OUTPUT_BYTES * self._max_draws // ALIGNMENT) * ALIGNMENT
@@ -248,19 +161,30 @@ class GPURunner:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what has been filled so far
         self.graphs = GraphCache(self._stream) if graphs and self._stream is not None else None
-        self._step = 0
+        self._planner = StepPlanner(
+            self._adjust,
+            block_size=self._block_size,
+            max_blocks=self._max_blocks,
+            padding_block=self._padding_block,
+            max_num_seqs=max_num_seqs,
+            max_draws=self._max_draws,
+            inputs_at=self._inputs_at,
+            whole_prompts=whole_prompts,
+            prune_last_layer=prune_last_layer,
+            graph_tokens=graph_tokens,
+            pad_tokens=pad_tokens,
+        )
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Start a step: copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""
         with self._on_stream():
-            self._step += 1
-            turn = self._step % RING
+            turn = self._planner.step % RING
             busy = self._busy[turn]
             if busy is not None:
                 busy.synchronize()
             self._copy_blocks(batch.block_copies)
-            plan = self._plan(batch, self._inputs[turn].numpy())
+            plan = self._planner.plan(batch, self._inputs[turn].numpy())
             used = plan.layout.nbytes
             inputs = self._arena[self._inputs_at : self._inputs_at + used]
             inputs.copy_(self._inputs[turn][:used], non_blocking=True)
@@ -314,7 +238,7 @@ class GPURunner:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _padding_step(self, layout: StepLayout) -> tuple[_Plan, Fields]:
+    def _padding_step(self, layout: StepLayout) -> tuple[StepPlan, Fields]:
         """A step of padding rows alone, all of one length, on the device."""
         each = layout.tokens // layout.rows
         memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -322,181 +246,14 @@ class GPURunner:
         fields.length[:], fields.state[:] = each, -1
         fields.start[:], fields.last[:] = np.arange(layout.rows + 1) * each, np.arange(layout.draws)
         fields.table[:] = self._padding_block
-        fields.source[:] = self._token_source(layout)
+        fields.source[:] = self._planner.token_source(layout)
         inputs = self._arena[self._inputs_at : self._inputs_at + layout.nbytes]
         inputs.copy_(memory)
-        return _Plan(layout, True, [], (), Variant(), (), []), layout.tensors(inputs)
-
-    # ---- on the host
-
-    def _plan(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
-        for row in batch.rows:
-            if (
-                row.num_tokens != 1
-                or len(row.draws) != 1
-                or row.draws[0].seq_id != row.seq_id
-                or row.prompt_logprobs is not None
-            ):
-                return self._plan_ragged(batch, memory)
-        return self._plan_decode(batch, memory)
-
-    def _plan_decode(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
-        """One token and one draw a row, padded to the size of a graph."""
-        table, step = self._sequences, self._step
-        # The longest first: programs of attention start in this order, and the last to end should be short ones.
-        scheduled = sorted(batch.rows, key=_start, reverse=True)
-        count = len(scheduled)
-        slots = np.array([table.row(row, step) for row in scheduled])
-        draws = [row.draws[0] for row in scheduled]
-        for draw in draws:
-            table.draw(draw, step)
-        starts = np.array([row.start for row in scheduled], np.int32)
-        ends = starts + 1
-        rows = row_bucket(count)
-        width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
-        layout = StepLayout(rows, rows, rows, width)
-        fields = layout.numpy(memory)
-        fields.position[:count], fields.position[count:] = starts, 0
-        fields.length[:count], fields.length[count:] = ends, 1
-        fields.start[:] = np.arange(rows + 1)
-        fields.table[:count] = table.table[slots, :width]
-        fields.table[count:] = self._padding_block
-        fields.token[:] = 0
-        source = self._token_source(layout)
-        fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts)
-        for index in np.flatnonzero(~fed).tolist():
-            fields.token[index] = max(0, scheduled[index].token_ids[0])
-        fields.source[:] = source
-        fields.source[:count][fed] = table.drawn_index[slots[fed]]
-        fields.last[:] = np.arange(rows)
-        seq_ids = [draw.seq_id for draw in draws]
-        variant, alternatives = self._plan_draws(fields, draws, slots, ends)
-        return _Plan(layout, True, seq_ids, draws, variant, alternatives, [])
-
-    def _plan_ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> _Plan:
-        """Rows of any kind. Tokens, rows and draws are filled up with some that belong to nobody."""
-        table, step = self._sequences, self._step
-        shape, rows = self._ragged_shape(batch)
-        slots = [table.row(row, step) for row in rows]
-        draws = [draw for row in rows for draw in row.draws]
-        draw_slots = np.array([table.draw(draw, step) for draw in draws], np.int64)
-        ends = np.array([row.end for row in rows], np.int32)
-        width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
-        room = row_bucket(len(draws)) if draws else 0
-        if shape.graph:
-            room = min(max(shape.rows, room), self._max_draws)
-        layout = StepLayout(shape.tokens, shape.rows, room, width)
-        fields = layout.numpy(memory)
-        places = np.array(shape.places)
-        fields.length[:], fields.table[:] = 0, self._padding_block
-        fields.length[places], fields.table[places] = ends, table.table[slots, :width]
-        fields.source[:] = self._token_source(layout)
-        fields.token[:], fields.position[:] = 0, 0
-        starts: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        draw_rows: list[int] = []
-        at = 0
-        counts = np.zeros(shape.rows, np.int32)
-        for index, (row, slot, place) in enumerate(zip(rows, slots, shape.places, strict=True)):
-            if index == shape.first_whole:
-                at = shape.whole_from
-            starts.append(at)
-            tokens_new = row.token_ids
-            at += len(tokens_new)
-            counts[place] = len(tokens_new)
-            if tokens_new[-1] == PLACEHOLDER:
-                tokens_new[-1] = 0  # a sequence that failed has no token; its step is void
-                if table.drawn_step[slot] == step - 1 and table.drawn_position[slot] == row.end - 1:
-                    fields.source[at - 1] = table.drawn_index[slot]
-            fields.token[starts[-1] : at] = tokens_new
-            fields.position[starts[-1] : at] = np.arange(row.start, row.end)
-            for _ in row.draws:
-                last.append(at - 1)
-                draw_rows.append(place)
-                positions.append(row.end)
-        for place, tokens in shape.padding:
-            counts[place] = fields.length[place] = tokens
-        fields.start[0] = 0
-        np.cumsum(counts, out=fields.start[1:])
-        fields.last[: len(last)], fields.last[len(last) :] = last, 0
-        fields.draw_row[: len(last)], fields.draw_row[len(last) :] = draw_rows, 0
-        variant, alternatives = self._plan_draws(fields, draws, draw_slots, np.array(positions, np.int32))
-        whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
-        prune = self._prune_last_layer and all(row.prompt_logprobs is None for row in rows)
-        plan = _Plan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
-        return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph)
-
-    def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
-        """Where the rows of a step with prefill chunks come to lie, and the rows in that order.
-
-        Prompts that stand in the step from their first token on come last, if they are worth a kernel of their own. As
-        many rows as tokens would look like a step that only decodes.
-        """
-        pad = self._pad_tokens
-        rows: Sequence[ScheduledRow] = batch.rows
-        graph = batch.num_tokens <= self._graph_tokens
-        if not graph and self._whole_prompts is not None:
-            whole = [row for row in rows if row.start == 0 and row.num_tokens > 1]
-            tokens = sum(row.num_tokens for row in whole)
-            least, mean = self._whole_prompts
-            tail = -tokens % pad
-            filled = -(-(len(whole) + bool(tail)) // FEWEST_ROWS) * FEWEST_ROWS
-            if whole and tokens >= max(least, mean * filled):
-                others = [row for row in rows if row.start or row.num_tokens == 1]
-                before = sum(row.num_tokens for row in others)
-                padding: list[tuple[int, int]] = []
-                place = start = 0
-                if before == len(others) > 0:  # they only decode, and go the way of steps that do
-                    place = start = max(FEWEST_ROWS, row_bucket(before))
-                    padding = [(row, 1) for row in range(before, place)]
-                elif others:
-                    place = max(FEWEST_ROWS, row_bucket(len(others) + 1))
-                    start = -(-before // pad) * pad
-                    start += pad if start == place else 0
-                    padding = [(len(others), start - before)]
-                if tail:
-                    padding.append((place + len(whole), tail))
-                tokens += start + tail
-                count = place + filled + (FEWEST_ROWS if place + filled == tokens else 0)
-                places = [*range(len(others)), *range(place, place + len(whole))]
-                return _RaggedShape(tokens, count, places, len(others), place, start, padding), [*others, *whole]
-        count = max(FEWEST_ROWS, row_bucket(len(rows)))
-        tokens = token_bucket(batch.num_tokens) if graph else -(-batch.num_tokens // pad) * pad
-        if count == tokens:
-            count *= 2
-        return _RaggedShape(tokens, count, list(range(len(rows))), len(rows), 0, 0, [], graph), rows
-
-    def _plan_draws(
-        self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
-    ) -> tuple[Variant, Sequence[int]]:
-        """Fill in the parameters of the draws; those past the last are greedy."""
-        table, step = self._sequences, self._step
-        count = len(draws)
-        for name in ("seed", "choice", "top_k", "temperature", "top_p", "min_p", "repetition", "frequency", "presence"):
-            field = getattr(fields, name)
-            field[:count] = getattr(table, name)[slots]
-            field[count:] = 0
-        fields.draw_position[:count], fields.draw_position[count:] = positions, 0
-        fields.state[:] = -1
-        adjusted = table.adjusted[slots] | (positions < table.masked_until[slots])
-        for index in np.flatnonzero(adjusted).tolist():
-            fields.state[index] = self._adjust.line(draws[index], int(positions[index]), step)
-        table.drawn_step[slots] = step
-        table.drawn_position[slots] = positions
-        table.drawn_index[slots] = np.arange(count)
-        alternatives = table.logprobs[slots]
-        wanted = bool((alternatives >= 0).any())
-        return Variant(bool(adjusted.any()), wanted), alternatives.tolist() if wanted else ()
-
-    def _token_source(self, layout: StepLayout) -> np.ndarray:
-        """Where ``token`` lies, counted in int64 from the beginning of the arena."""
-        at = layout.places()[Fields._fields.index("token")][0]
-        return np.arange(layout.tokens, dtype=np.int32) + (self._inputs_at + at) // 8
+        return StepPlan(layout, True, [], (), Variant(), (), []), layout.tensors(inputs)
 
     # ---- on the device
 
-    def _run(self, plan: _Plan, fields: Fields) -> tuple[Tensor, Sampled]:
+    def _run(self, plan: StepPlan, fields: Fields) -> tuple[Tensor, Sampled]:
         work: Callable[[], tuple[Tensor, Sampled]] = partial(self._compute, plan, fields)
         if self.graphs is None or not (plan.decode or plan.graph):
             return work()
@@ -506,7 +263,7 @@ class GPURunner:
             return self.graphs.run(key, work)
         return self.graphs.run_rare((*key, plan.prune), work)
 
-    def _compute(self, plan: _Plan, fields: Fields) -> tuple[Tensor, Sampled]:
+    def _compute(self, plan: StepPlan, fields: Fields) -> tuple[Tensor, Sampled]:
         """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
         arena, and logprobs returned (or, where the host draws, the logits)."""
         tokens_T = self._arena.view(torch.int64).index_select(0, fields.source)
@@ -541,7 +298,7 @@ class GPURunner:
         self,
         sampler: Sampler,
         batch: ScheduledBatch,
-        plan: _Plan,
+        plan: StepPlan,
         logits_RV: Sampled,
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
     ) -> StepResult:

@@ -28,7 +28,7 @@ import torch
 
 from ..models.config import ModelConfig
 from ..ops import cuda
-from .gpu_runner import FEWEST_ROWS, row_buckets
+from .step_sizes import FEWEST_ROWS, row_buckets
 
 log = logging.getLogger(__name__)
 
