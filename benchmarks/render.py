@@ -21,6 +21,7 @@ import cpu_lora
 import cpu_vs_llamacpp
 import engine_tables
 import http_vs_offline
+import ladder_tables
 import ops_tables
 import record
 import request_walk
@@ -105,52 +106,21 @@ def decoder_layer() -> str:
 
 
 def memory_bound() -> str:
-    """The operators bound by memory on one GPU, at 200 MB and more, each beside its floor and torch.
-
-    From the results of ``transect bench ops``; operators that those do not have yet from the run before them.
-    """
+    """The operators bound by memory on one GPU, at 200 MB and more, each beside its floor and torch."""
     kept = _load("h200/ops.json")
     rows = [row for row in kept["rows"] if row["seconds"] and row["bytes"] > 2e8 and row["flops"] < 20 * row["bytes"]]
-    rows = [row for row in rows if row["method"] == "graph"]
-    before = _load("h200/ops_memory_bound.json")
-    older = [row for row in before["timings"] if row["op"] not in {r["op"] for r in kept["rows"]}]
     lines = ["| operator | shape | direction | µs | TB/s | of floor | torch µs |", "|---|---|---|---|---|---|---|"]
-    for group, mark in ((rows, ""), (older, " ‡")):
-        peers = {(r["op"], r["case"], r["direction"]): r["seconds"] for r in group if r["contender"] == "torch"}
-        for row in group:
-            if row["is_peer"] or row["contender"] != "triton":
-                continue
-            peer = peers.get((row["op"], row["case"], row["direction"]))
-            lines.append(
-                f"| {row['op']}{mark} | {row['case']} | {row['direction']} | {row['seconds'] * 1e6:.0f} | "
-                f"{row['bytes'] / row['seconds'] / 1e12:.2f} | {row['of_floor']:.0%} | "
-                f"{'' if peer is None else f'{peer * 1e6:.0f}'} |"
-            )
-    origins = dict.fromkeys(ops_tables.origin(kept["runs"][row["run"]]) for row in rows)
-    versions = f"torch {before['torch']}, Triton {before['triton']}, driver {before['driver']}"
-    origin = "\nMeasured by `transect bench ops` on " + "; ".join(origins) + ".\n"
-    older_origin = f"‡ on one {before['device']}, {versions}, commit {before['commit']}.\n" if older else ""
-    return "\n".join(lines) + "\n" + origin + older_origin
-
-
-def ladder() -> str:
-    """The CUDA C++ matrix products, each beside cuBLAS in the same dtype and size."""
-    result = _load("h200/ladder.json")
-    lines = ["| rung | product | ms | TFLOP/s | of cuBLAS |", "|---|---|---|---|---|"]
-    times = {(row["case"], row["name"]): row["us"] for row in result["rows"] if "us" in row}
-    for (case, name), us in times.items():
-        size = re.search(r"(?:bfloat16 |x)(\d+)$", case)
-        if size is None:
-            continue
-        flops = 2 * int(size[1]) ** 3
-        peer = times.get((case, "cublas " + case.split()[0]), us)
-        shown = f"{case.split()[0]}, n = {size[1]}"
-        lines.append(f"| {name} | {shown} | {us / 1e3:.2f} | {flops / us / 1e6:.1f} | {peer / us:.0%} |")
-    versions = f"torch {result['torch']}, CUDA {result['cuda']}, driver {result['driver']}"
-    origin = (
-        f"\n`{result['command']}` on {result['machine']}, {versions}, commit {result['commit']}; {result['method']}.\n"
-    )
-    return "\n".join(lines) + "\n" + origin
+    peers = {(r["op"], r["case"], r["direction"]): r["seconds"] for r in rows if r["contender"] == "torch"}
+    shown = [row for row in rows if row["contender"] == "triton"]
+    for row in shown:
+        peer = peers.get((row["op"], row["case"], row["direction"]))
+        lines.append(
+            f"| {row['op']} | {row['case']} | {row['direction']} | {row['seconds'] * 1e6:.0f} | "
+            f"{row['bytes'] / row['seconds'] / 1e12:.2f} | {row['of_floor']:.0%} | "
+            f"{'' if peer is None else f'{peer * 1e6:.0f}'} |"
+        )
+    origins = dict.fromkeys(ops_tables.origin(kept["runs"][row["run"]]) for row in shown)
+    return "\n".join(lines) + "\n\nMeasured by `transect bench ops` on " + "; ".join(origins) + ".\n"
 
 
 def operators_reference() -> str:
@@ -191,7 +161,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "decoder-layer": decoder_layer,
     "memory-bound": memory_bound,
-    "ladder": ladder,
+    "ladder": ladder_tables.table,
     "kills": kills,
 }
 

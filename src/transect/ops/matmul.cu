@@ -1,7 +1,7 @@
 // Matrix product as a ladder: C = A B, row-major, A [M, K], B [K, N]. Each rung changes one thing about the one below.
 // 2 M N K FLOPs; at M = N = K = 4096 in float32 that is 137 GFLOP on 201 MB: 2.7 ms at the 51 TFLOP/s that cuBLAS reaches,
 // 0.05 ms for the bytes if each were moved once. Everything below is about how often each byte is moved, and from where.
-// Figures: one H200, 4096 x 4096 x 4096 (benchmarks/results/h200/ladder.json).
+// Figures: one H200, 4096 x 4096 x 4096 (the ladder's rows in benchmarks/results/h200/ops.json).
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
