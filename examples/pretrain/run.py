@@ -127,6 +127,14 @@ def serve_and_ask(model: Path, prompts: tuple[str, ...], max_tokens: int, option
             server.wait()
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """The command as another user would type it: without this machine's folders."""
+    words = ["python", "examples/pretrain/run.py", options.task, "--preset", options.preset]
+    words += [] if options.text is None else ["--text", options.text.name]
+    words += [] if options.steps is None else ["--steps", str(options.steps)]
+    return shlex.join(words)
+
+
 def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:
@@ -204,7 +212,7 @@ def main() -> None:
     per_step = stepped[0]["tokens"]
     half = sorted(line["seconds"] for line in stepped)[len(stepped) // 2]
     result = {
-        "command": shlex.join(["python", "examples/pretrain/run.py", *sys.argv[1:]]),
+        "command": command_of(options),
         "corpus": {file.name: len(text_of(file)) for file in files},
         "steps": len(stepped),
         "tokens_per_step": per_step,
