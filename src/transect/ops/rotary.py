@@ -53,10 +53,17 @@ def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, N
     """Both halves of some heads of one token, turned. ``x_ptr`` ``[heads, planes]`` points at the first halves, cos and
     sin at the token's row. With NORM the heads are first divided by their root mean square and scaled by w."""
     used = plane < n_planes
-    a = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + n_planes, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + plane, mask=used, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + plane, mask=used, other=0.0).to(tl.float32) * sign
+    return turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
+
+
+@kernel
+def turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM: tl.constexpr):
+    """As ``turned``, with the token's cos and sin ``[1, planes]`` float32."""
+    used = plane < n_planes
+    a = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + n_planes, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         r = 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b, 1) / (2 * n_planes) + eps)
         a = a * r[:, None] * tl.load(w_ptr + plane, mask=used, other=0.0).to(tl.float32)

@@ -30,9 +30,9 @@ from .kv_cache_write import BLOCK_SIZE, case_batch, example_batch, side_by_side,
 from .numerics import sample
 from .paged_batch import PagedBatch
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
-from .rotary import CHOICES, check_shapes, joined_projection, turned
+from .rotary import CHOICES, check_shapes, joined_projection, turned_by
 from .rotary import rule as plain_rule
-from .tiles import after_previous
+from .tiles import let_next_begin, wait_for_previous
 from .tuning import Config, choose
 
 
@@ -76,27 +76,29 @@ def _kernel(
     HEADS: tl.constexpr, PLANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token a program: of q for the first ``q_groups``, then of k for ``k_groups``, then of v."""
-    after_previous(EARLY)
+    let_next_begin(EARLY)
     token = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
     plane = tl.arange(0, PLANES)[None, :]
-    cos_ptr += token * cos_token
-    sin_ptr += token * sin_token
+    cos = tl.load(cos_ptr + token * cos_token + plane, mask=plane < n_planes, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * sin_token + plane, mask=plane < n_planes, other=0.0).to(tl.float32)
     if group < q_groups:
+        wait_for_previous(EARLY)
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
         inside = (head < q_heads) & (plane < n_planes)
         x_ptr = q_ptr + token * q_token + head * q_head + plane
-        a, b = turned(x_ptr, q_weight_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, 1.0, NORM)
+        a, b = turned_by(x_ptr, q_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
         out = q_out_ptr + token * q_out_token + head * q_out_head + plane
         tl.store(out, a.to(q_out_ptr.dtype.element_ty), mask=inside)
         tl.store(out + n_planes, b.to(q_out_ptr.dtype.element_ty), mask=inside)
     else:
         page, offset = slot(token.to(tl.int32), tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
+        wait_for_previous(EARLY)
         if group < q_groups + k_groups:
             head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
             x_ptr = k_ptr + token * k_token + head * k_head + plane
-            a, b = turned(x_ptr, k_weight_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, 1.0, NORM)
+            a, b = turned_by(x_ptr, k_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
             if k_out_ptr is not None:
                 out = k_out_ptr + token * k_out_token + head * k_out_head + plane
                 tl.store(out, a.to(k_out_ptr.dtype.element_ty), mask=inside)
@@ -153,7 +155,8 @@ def triton_rotary_kv_write(
     Slots come from the batch's tensors on the device, as ``kv_cache_write.triton_kv_cache_write`` describes, so the
     launch can be captured in a CUDA graph. ``out``: where the turned q goes (``q`` itself will do), else a new tensor;
     ``k_out``: where the turned k goes beside the cache (``k`` itself will do; padding stays as it is);
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper).
+    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper), and read the batch, cos and sin before
+    it has ended: it must not write those.
 
     Raises:
         ValueError: shapes, caches or batch that do not fit each other; one weight without the other.

@@ -26,6 +26,20 @@ def after_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first half of ``after_previous``: between the halves only what the kernel before does not write is read."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@kernel
+def wait_for_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The second half of ``after_previous``."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@kernel
 def dot(a, b, acc):  # type: ignore[no-untyped-def]
     """``acc + a @ b`` in float32; products of float32 inputs are not rounded to tf32."""
     if INTERPRETS:
