@@ -63,6 +63,22 @@ def test_result_in_the_place_of_q() -> None:
     agree(arguments, expected, turned)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_turned_keys_are_kept_beside_the_cache(norm: bool) -> None:
+    """In their own place, a view of one projection, by kernel and reference; what lies around them stays."""
+    arguments = inputs(RAGGED, 9, norm)
+    expected = copied(arguments) | {"k": arguments["k"].clone()}
+    q, v = arguments["q"].clone(), arguments["v"].clone()
+    turned = triton_rotary_kv_write(**arguments, k_out=arguments["k"])
+    kept = torch.empty_like(expected["k"])
+    torch.testing.assert_close(turned, reference(**expected, k_out=kept), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(arguments["k"], kept, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(arguments["k_cache"], expected["k_cache"], rtol=1e-4, atol=1e-4)
+    assert torch.equal(arguments["q"], q) and torch.equal(arguments["v"], v)
+    with pytest.raises(ValueError, match="k_out"):
+        triton_rotary_kv_write(**arguments, k_out=arguments["q"])
+
+
 @pytest.mark.parametrize("call", ["fused", "write"])
 def test_tokens_past_the_last_row_are_padding(call: str) -> None:
     """A static buffer of 12 tokens of which the batch names 9."""
