@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from transect.ops.adamw import FusedAdamW, Step
+from transect.ops.jit import INTERPRETED
 from transect.train.config import OptimizerConfig
 from transect.train.optim import AdamW, AdamW8bit, Muon, build
 from transect.train.optim.adamw8bit import decode_positive, decode_signed, encode_positive, encode_signed
@@ -119,6 +121,42 @@ def test_norm_and_clipping_are_torch_s() -> None:
     assert float(optimizer.clip_scale(torch.tensor(0.5), 1.5)) == 1.0
 
 
+def rounded_once(weights, m, v, step, rate, clip):
+    """One step in float64 from what is stored; weight and moments rounded to bfloat16 at its end alone."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for name, weight in weights.items():
+        g = torch.randn(weight.shape, generator=generator).bfloat16().double() * clip
+        new_m = 0.9 * m[name].double() + (1 - 0.9) * g
+        new_v = 0.95 * v[name].double() + (1 - 0.95) * g * g
+        change = new_m / (1 - 0.9 ** (step + 1)) / ((new_v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+        decay = 1 - rate * 0.1 if weight.ndim > 1 else 1.0
+        weights[name] = (weight.double() * decay - rate * change).bfloat16()
+        m[name], v[name] = new_m.bfloat16(), new_v.bfloat16()
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="the fused launch needs a GPU")])],
+)  # fmt: skip
+def test_in_16_bits_a_step_rounds_once(device: str) -> None:
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
+    ours = {n: nn.Parameter(p.detach().to(device)) for n, p in parameters(torch.bfloat16).items()}
+    optimizer = AdamW(config, ours)
+    expected = {n: p.detach().cpu().clone() for n, p in ours.items()}
+    m = {n: torch.zeros_like(p) for n, p in expected.items()}
+    v = {n: torch.zeros_like(p) for n, p in expected.items()}
+    for step in range(10):
+        give_gradients(ours, step)
+        optimizer.step(0.5, torch.tensor(0.5, device=device))  # half a gradient is still a number of 8 bits
+        rounded_once(expected, m, v, step, 0.005, 0.5)
+    for name, weight in expected.items():
+        # In float32 a sum may fall on the other side of a rounding's border: rarely, by one place of eight bits.
+        found = ours[name].detach().cpu()
+        assert (found != weight).float().mean() < 0.01, name
+        torch.testing.assert_close(found, weight, rtol=2**-7, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused launch needs a GPU")
 @pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
@@ -131,11 +169,23 @@ def test_the_fused_launch_is_the_loop(dtype, master: bool) -> None:
         give_gradients(on_cpu, step)
         for name, p in on_gpu.items():
             p.grad = on_cpu[name].grad.cuda()
-        loop.step(0.5, torch.tensor(0.7))
-        fused.step(0.5, torch.tensor(0.7, device="cuda"))
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        loop.step(0.5, torch.tensor(0.5))
+        fused.step(0.5, torch.tensor(0.5, device="cuda"))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-6}
     for name in on_cpu:
         torch.testing.assert_close(on_gpu[name].cpu(), on_cpu[name], **tolerance)
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs Triton's interpreter or a GPU")
+def test_a_scale_that_is_not_a_number_changes_nothing() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weight, m, v = (torch.full((40,), value, device=device) for value in (1.0, 0.5, 0.25))
+    fused = FusedAdamW([weight], [m], [v], [0.1])
+    numbers = Step(0.01, 0.9, 0.95, 1e-8, 0.1, 0.2)
+    fused.step([torch.full_like(weight, float("inf"))], numbers, torch.tensor(float("nan"), device=device))
+    assert (weight == 1.0).all() and (m == 0.5).all() and (v == 0.25).all()
+    fused.step([torch.ones_like(weight)], numbers, torch.tensor(1.0, device=device))
+    assert (weight < 1.0).all() and (m > 0.5).all()
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])

@@ -10,7 +10,7 @@ from training_runs import tiny_run, write_chats
 
 from transect.train import checkpoint
 from transect.train.config import TrainConfig
-from transect.train.data import Loader
+from transect.train.data import Loader, Position
 from transect.train.health import TrainingStopped
 from transect.train.trainer import Trainer
 
@@ -127,7 +127,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_place(tmp_pat
     trainer.step()
     with torch.no_grad():
         trainer.model.layers[1].mlp.up.weight[0, 0] = float("nan")
-    with pytest.raises(TrainingStopped, match=r"step 2 \(epoch 0, micro-batches 1 to 1\).*weight layers.1.mlp.up"):
+    with pytest.raises(TrainingStopped, match=r"step 2 \(epoch 0, micro-batch 1\).*weight layers.1.mlp.up"):
         trainer.step()
     trainer = Trainer(tiny_run(tmp_path))
     with torch.no_grad():
@@ -166,3 +166,45 @@ def test_the_state_file_is_plain_json(tmp_path) -> None:
     last = Trainer(config).run()
     state = json.loads((last / "train_state.json").read_text())
     assert TrainConfig.from_dict(state["state"]["config"]) == dataclasses.replace(config)
+
+
+def test_the_micro_batch_whose_loss_is_not_finite_is_the_one_that_is_named(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path, accumulate=3))
+    trainer.step()
+    loss, count = trainer.objective.loss, 0
+
+    def second_is_infinite(batch):
+        nonlocal count
+        count += 1
+        return loss(batch) * (float("inf") if count in (2, 4) else 1.0)  # the fourth is when it is looked at again
+
+    trainer.objective.loss = second_is_infinite
+    with pytest.raises(TrainingStopped, match=r"loss inf .* step 2 \(epoch 0, micro-batch 4\).*the loss itself"):
+        trainer.step()
+
+
+def test_the_micro_batch_whose_gradient_is_not_finite_is_the_one_that_is_named(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path, accumulate=3))
+    trainer.step()
+    loss, last = trainer.objective.loss, trainer.objective.loader
+    bad = [next(last) for _ in range(3)][1].tokens_T
+    trainer.objective.position = Position(0, 3)
+
+    def flat_at_zero(batch):
+        value = loss(batch)
+        if torch.equal(batch.tokens_T, bad):
+            value = value + (0 * trainer.model.layers[1].attention.o.weight.sum()).sqrt()
+        return value
+
+    trainer.objective.loss = flat_at_zero
+    where = r"step 2 \(epoch 0, micro-batch 4\).*the gradient of layers.1.attention.o"
+    with pytest.raises(TrainingStopped, match=where):
+        trainer.step()
+
+
+def test_a_finished_run_that_is_taken_up_writes_nothing(tmp_path) -> None:
+    config = tiny_run(tmp_path, steps=2)
+    last = Trainer(config).run()
+    written = {path: path.stat().st_mtime_ns for path in last.rglob("*")}
+    assert Trainer(config, checkpoint.newest(tmp_path / "run")).run() == last
+    assert {path: path.stat().st_mtime_ns for path in last.rglob("*")} == written

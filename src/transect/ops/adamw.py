@@ -3,8 +3,9 @@ r"""One AdamW step over many tensors in one launch.
     g' = s g        m <- b1 m + (1 - b1) g'        v <- b2 v + (1 - b2) g'^2
     w <- (1 - lr decay) w - (lr / c1) m / (sqrt(v) / c2 + eps)        c1 = 1 - b1^t        c2 = sqrt(1 - b2^t)
 
-s scales the gradient (clipping) and is read from the device, so that the host does not wait for the norm. With a
-float32 master copy of w, the update is made there and w is it, rounded.
+s scales the gradient (clipping) and is read from the device, so that the host does not wait for the norm. If s is not a
+number nothing changes: a step whose gradient turns out bad is thus not taken, before the host knows. With a float32
+master copy of w, the update is made there and w is it, rounded.
 
 Shapes: w, g, m, v of one shape, any number of dimensions; float32 inside, each result rounded once. w, m, v (and the
 master copy) change in place; no gradient.
@@ -30,6 +31,8 @@ from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, register
 
 BLOCK = 4096
+SEEN = 4
+"""Tensors whose tables ``OneTensor`` keeps, and with them the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ def _adamw_kernel(
         m_base = tl.multiple_of(m_base, 16)
         v_base = tl.multiple_of(v_base, 16)
         master_base = tl.multiple_of(master_base, 16)
-    inside = at < size
+    scale = tl.load(scale_ptr)
+    inside = at < tl.where(scale == scale, size, 0)
     decay = tl.load(row + 6 * tensors).to(tl.int32).to(tl.float32, bitcast=True)
     g = tl.load(g_base + at, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(m_base + at, mask=inside, other=0.0).to(tl.float32)
@@ -100,7 +104,7 @@ def _adamw_kernel(
         w = tl.load(master_base + at, mask=inside, other=0.0)
     else:
         w = tl.load(w_base + at, mask=inside, other=0.0).to(tl.float32)
-    g = g * tl.load(scale_ptr)
+    g = g * scale
     m = m + (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
     w = w * (1.0 - rate * decay) - rate / correction1 * (m / (tl.sqrt(v) / correction2 + eps))
@@ -150,16 +154,19 @@ class FusedAdamW:
         owners = torch.arange(count).repeat_interleave(torch.tensor(blocks))
         first = torch.cat([torch.arange(n) for n in blocks]) if blocks else torch.empty(0, dtype=torch.int64)
         self._owners, self._first = owners.to(device, torch.int32), first.to(device)
-        self._pinned = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._addresses: list[int] = []
 
     def step(self, gradients: Sequence[Tensor], numbers: Step, scale: Tensor) -> None:
-        """One step. ``gradients`` as the weights; ``scale`` a float32 scalar on the device."""
+        """One step, or none where ``scale``, a float32 scalar on the device, is NaN. ``gradients`` as the weights."""
         weights, ms, _, masters = self._kept
         gradients = [g if g.is_contiguous() else g.contiguous() for g in gradients]
-        self._pinned.copy_(torch.tensor([g.data_ptr() for g in gradients], dtype=torch.int64))
-        self._table[1].copy_(self._pinned, non_blocking=True)
         if not len(self._owners):
             return
+        addresses = [g.data_ptr() for g in gradients]
+        if addresses != self._addresses:
+            fresh = torch.tensor(addresses, dtype=torch.int64)  # not one buffer: the last copy may not have been made
+            self._table[1].copy_(fresh.pin_memory() if self._table.is_cuda else fresh, non_blocking=True)
+            self._addresses = addresses
         aligned = self._aligned and all(g.data_ptr() % 16 == 0 for g in gradients)
         kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw_kernel[(len(self._owners),)](
@@ -171,17 +178,39 @@ class FusedAdamW:
         )  # fmt: skip
 
 
-def triton_adamw(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, rate: float, decay: float, steps: int, scale: Tensor
-) -> None:
-    """``reference`` by ``FusedAdamW``; strided tensors are copied and put back."""
-    parts = [t.contiguous() for t in (weight, m, v)]
-    FusedAdamW([parts[0]], [parts[1]], [parts[2]], [decay]).step(
-        [gradient.contiguous().to(weight.dtype)], _step(rate, steps), scale.to(torch.float32)
-    )
-    for target, part in zip((weight, m, v), parts, strict=True):
-        if part.data_ptr() != target.data_ptr():
-            target.copy_(part)
+class OneTensor:
+    """``reference`` by ``FusedAdamW``, whose tables are kept for the last tensors that it was called with."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int, int, int, float], FusedAdamW] = {}
+
+    def __call__(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        m: Tensor,
+        v: Tensor,
+        rate: float,
+        decay: float,
+        steps: int,
+        scale: Tensor,
+    ) -> None:
+        """Strided tensors are copied and put back."""
+        state = (weight, m, v)
+        if all(t.is_contiguous() for t in state):
+            key = (weight.data_ptr(), m.data_ptr(), v.data_ptr(), weight.numel(), decay)  # held, so in no other use
+            if key not in self._seen:
+                if len(self._seen) == SEEN:
+                    del self._seen[next(iter(self._seen))]
+                self._seen[key] = FusedAdamW([weight], [m], [v], [decay])
+            fused, parts = self._seen[key], list(state)
+        else:
+            parts = [t.contiguous() for t in state]
+            fused = FusedAdamW([parts[0]], [parts[1]], [parts[2]], [decay])
+        fused.step([gradient.contiguous().to(weight.dtype)], _step(rate, steps), scale.to(torch.float32))
+        for target, part in zip(state, parts, strict=True):
+            if part is not target:
+                target.copy_(part)
 
 
 def cost(
@@ -198,7 +227,7 @@ def _peer(
     """torch's fused AdamW; the scaling of the gradient is an operator of its own there."""
     gradient = gradient * scale.to(gradient.dtype)
     torch._fused_adamw_(
-        [weight], [gradient], [m], [v], [], [torch.tensor(float(steps), device=weight.device)], lr=rate, beta1=0.9,
+        [weight], [gradient], [m], [v], [], [torch.full((), float(steps), device=weight.device)], lr=rate, beta1=0.9,
         beta2=0.95, weight_decay=decay, eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
 
@@ -258,7 +287,7 @@ register(
         name="adamw",
         reference=reference,
         cost=cost,
-        implementations={"triton": Implementation("triton", available(triton_adamw), TRITON_TARGETS)},
+        implementations={"triton": Implementation("triton", lambda: available(OneTensor)()(), TRITON_TARGETS)},
         examples=_examples,
         peers={"torch": _peer},
         cases=_cases,

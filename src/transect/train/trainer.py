@@ -6,7 +6,8 @@ One step, in the order it happens (``Trainer.step``):
    micro-batch's mean loss is weighted by its share, and the gradient is that of the mean over all labels of the step.
 2. Forward and backward for each: the model of ``models/``, packed documents, the objective's loss.
 3. The global norm of the gradient; anything that is not finite, or a loss far above the last ones, stops the run.
-4. Clip, set the learning rate, step the optimizer.
+4. Clip, set the learning rate, step the optimizer. On a GPU this is on its way while the host still waits for the loss:
+   the kernel changes nothing if loss or norm are not finite.
 
 Everything that decides the next step is in ``Trainer.snapshot``: weights, optimizer state, the position in the data,
 the step, the last losses. There is no dropout and so no random state; the order of the data is a function of the seed.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..models.load import load_weights
 from ..models.resolve import resolve
@@ -81,6 +83,23 @@ class Listener(Protocol):
     def evaluation(self, record: EvalRecord) -> None: ...
 
 
+class _Reading:
+    """Numbers of the device on their way to the host, which need not wait for what is launched after them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event = torch.cuda.Event() if values.is_cuda else None
+        self._values = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        self._values.copy_(values, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._values.tolist()
+        return found
+
+
 class Trainer:
     """A run that can take steps, measure itself, and be stopped and taken up again at any step.
 
@@ -108,6 +127,7 @@ class Trainer:
         self.watch = LossWatch()
         self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
+        self._taken_up_at = -1 if checkpoint is None else checkpoint.step  # a checkpoint of that step is there
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -121,27 +141,35 @@ class Trainer:
         before = Position(self.objective.position.epoch, self.objective.position.index)
         batches = self.objective.batches(self.steps_done)
         labels = sum(batch.num_labels for batch in batches)
-        total = torch.zeros((), device=self.device)
         on_device = [batch.to(self.device) for batch in batches]
+        losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
-            for batch in on_device:
+            for index, batch in enumerate(on_device):
                 if batch.num_labels:
                     loss = self.objective.loss(batch) * (batch.num_labels / labels)
                     loss.backward()  # type: ignore[no-untyped-call]
-                    total += loss.detach()
-        norm = self.optimizer.gradient_norm()
-        values = torch.stack([total.float(), norm.to(self.device)]).tolist()  # the one wait for the device in a step
-        self._check(values[0], values[1], before, on_device)
+                    losses[index] = loss.detach()
+        norm = self.optimizer.gradient_norm().to(self.device)
+        seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
-        scale = factor(self.config.schedule, self.steps_done, self.config.steps)
-        self.optimizer.step(scale, self.optimizer.clip_scale(norm, clip) if clip else None)
+        rate = factor(self.config.schedule, self.steps_done, self.config.steps)
+        scale = self.optimizer.clip_scale(norm, clip) if clip else None
+        if (
+            self.optimizer.skips
+        ):  # on its way before the host knows the loss: the device takes no step that is not finite
+            finite = 0 * (losses.sum() + norm)
+            self.optimizer.step(rate, finite + (1.0 if scale is None else scale))
+        values = seen.wait()
+        self._check(values[:-1], values[-1], before, on_device)
+        if not self.optimizer.skips:
+            self.optimizer.step(rate, scale)
         self.optimizer.zero_grad()
         self.steps_done += 1
         return StepRecord(
             step=self.steps_done,
-            loss=values[0],
-            gradient_norm=values[1],
-            learning_rate=self.config.optimizer.learning_rate * scale,
+            loss=math.fsum(values[:-1]),
+            gradient_norm=values[-1],
+            learning_rate=self.config.optimizer.learning_rate * rate,
             tokens=sum(batch.num_tokens for batch in batches),
             labels=labels,
             seconds=time.perf_counter() - begin,
@@ -169,7 +197,7 @@ class Trainer:
         """
         config = self.config
         with Writer(config.run_dir, config.keep) as writer:
-            saved = -1
+            saved = self._taken_up_at
             while self.steps_done < config.steps and not should_stop():
                 record = self.step()
                 for listener in listeners:
@@ -229,25 +257,39 @@ class Trainer:
         self.watch = LossWatch(state["losses"])
         self.steps_done = checkpoint.step
 
-    def _check(self, loss: float, norm: float, position: Position, batches: list[Batch]) -> None:
-        finite = loss - loss == 0 and norm - norm == 0
+    def _check(self, losses: list[float], norm: float, position: Position, batches: list[Batch]) -> None:
+        loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+        finite = math.isfinite(loss) and math.isfinite(norm)
         if finite and not self.watch.is_spike(loss):
             return
-        last = position.index + len(batches) - 1
-        where = f"step {self.steps_done + 1} (epoch {position.epoch}, micro-batches {position.index} to {last})"
-        kept = "the last checkpoint is whole and from before this step"
+        step, kept = self.steps_done + 1, "the last checkpoint is whole and from before this step"
         if finite:
             recent = sum(self.watch.losses) / len(self.watch.losses)
+            last = position.index + len(batches) - 1
             raise TrainingStopped(
-                f"the loss jumped to {loss:.3f} at {where}, the last ones averaged {recent:.3f}: lower the learning "
-                f"rate or look at that batch; {kept}"
+                f"the loss jumped to {loss:.3f} at step {step} (epoch {position.epoch}, micro-batches "
+                f"{position.index} to {last}), the last ones averaged {recent:.3f}: lower the learning rate or look at "
+                f"that batch; {kept}"
             )
-        watched = [partial(self.objective.loss, batch) for batch in batches]
-        bad = [first_bad_tensor(self.model, loss_of, self.trainable.parameters) for loss_of in watched]
+        index, name = self._first_bad(losses, batches)
         raise TrainingStopped(
-            f"loss {loss} and gradient norm {norm} at {where}; the first tensor that is not finite is {bad[0]}: lower "
-            f"the learning rate or look at that batch; {kept}"
+            f"loss {losses[index]} and gradient norm {norm} at step {step} (epoch {position.epoch}, micro-batch "
+            f"{position.index + index}); the first tensor that is not finite is {name}: lower the learning rate or "
+            f"look at that batch; {kept}"
         )
+
+    def _first_bad(self, losses: list[float], batches: list[Batch]) -> tuple[int, str]:
+        """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+        for index in bad or range(len(batches)):
+            if not bad:
+                self.optimizer.zero_grad()
+                self.objective.loss(batches[index]).backward()  # type: ignore[no-untyped-call]
+                if math.isfinite(float(self.optimizer.gradient_norm())) and index + 1 < len(batches):
+                    continue
+            loss_of = partial(self.objective.loss, batches[index])
+            return index, first_bad_tensor(self.model, loss_of, self.trainable.parameters)
+        raise AssertionError("a step has a micro-batch")
 
     def _evaluated(self, listeners: Sequence[Listener]) -> None:
         record = self.evaluate()

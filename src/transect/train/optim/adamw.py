@@ -3,8 +3,9 @@ r"""AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101).
     m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
     w <- (1 - lr decay) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
 
-The moments have the weight's dtype (float32 with master weights). The order of operations is that of torch's, so a
-float32 run agrees with it to rounding.
+The moments have the weight's dtype (float32 with master weights). In 16 bits a step is computed in float32 and weight
+and moments are rounded once, at its end, on every device. The order of operations is that of torch's, so a float32 run
+agrees with it to rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from .base import Optimizer
 class AdamW(Optimizer):
     """State: ``m`` and ``v`` like the parameter. On a GPU a step is one launch over all parameters."""
 
+    WIDE = 2**22
+    """Elements of a 16-bit parameter that a step on the CPU holds in float32 at a time."""
     _fused: tuple[tuple[str, ...], FusedAdamW] | None = None
+
+    @property
+    def skips(self) -> bool:
+        return all(parameter.is_cuda for parameter in self.parameters.values())
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         dtype = torch.float32 if self.master_weights else parameter.dtype
@@ -68,11 +75,20 @@ def adamw_update(
     decay: float | None = None,
 ) -> None:
     """The formula above, in place on ``weight``, ``m`` and ``v``; ``decay`` is ``optimizer.decay(weight)`` if None."""
+    decay = optimizer.decay(weight) if decay is None else decay
+    if weight.dtype != torch.float32:
+        flat = (weight.detach().view(-1), gradient.reshape(-1), m.view(-1), v.view(-1))
+        for narrow in zip(*(t.split(AdamW.WIDE) for t in flat), strict=True):
+            wide = [part.float() for part in narrow]
+            adamw_update(optimizer, wide[0], wide[1], wide[2], wide[3], factor, decay)
+            for index in (0, 2, 3):
+                narrow[index].copy_(wide[index])
+        return
     config = optimizer.config
     rate = config.learning_rate * factor
-    weight.mul_(1 - rate * (optimizer.decay(weight) if decay is None else decay))
-    m.lerp_(gradient.to(m.dtype), 1 - config.beta1)
-    v.mul_(config.beta2).addcmul_(gradient.to(v.dtype), gradient.to(v.dtype), value=1 - config.beta2)
+    weight.mul_(1 - rate * decay)
+    m.lerp_(gradient, 1 - config.beta1)
+    v.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
     correction = math.sqrt(1 - config.beta2**optimizer.steps)
     denominator = v.sqrt().div_(correction).add_(config.eps)
     weight.addcdiv_(m, denominator, value=-rate / (1 - config.beta1**optimizer.steps))

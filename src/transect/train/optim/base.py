@@ -42,6 +42,11 @@ class Optimizer:
         """Change ``weight`` (the parameter, or its master copy) in place; ``factor`` scales the learning rate."""
         raise NotImplementedError
 
+    @property
+    def skips(self) -> bool:
+        """Whether a ``scale`` that is not a number makes ``step`` change no parameter and no state."""
+        return False
+
     @torch.no_grad()
     def step(self, factor: float = 1.0, scale: Tensor | None = None) -> None:
         """One step for every parameter that has a gradient.
