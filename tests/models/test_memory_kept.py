@@ -116,10 +116,12 @@ def test_adapters_on_some_matrices_keep_less():
 
 
 def test_constants_are_those_of_the_operators():
-    from transect.models.memory import training
+    from transect.models.memory import merged, training
     from transect.ops import linear_cross_entropy, linear_cross_entropy_torch
-    from transect.train import logprobs
-    from transect.train.optim import adamw8bit
+    from transect.train import logprobs, merged_products
+    from transect.train.optim import adamw, adamw8bit
+
+    assert training.WIDE == adamw.AdamW.WIDE and merged.ROUND == merged_products.ROUND
 
     assert training.LOSS_CHUNK == linear_cross_entropy.CHUNK
     assert training.LOSS_ELEMENTS == linear_cross_entropy_torch.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS

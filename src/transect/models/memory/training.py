@@ -34,6 +34,8 @@ CUBLAS_WORKSPACE = 32 * 2**20
 MARGIN = {"gpu": 0.05, "cpu": 0.10}
 """Share of the peak that must be free beside it."""
 FIXED_MARGIN = 256 * 2**20
+WIDE = 2**22
+"""Elements of a 16-bit parameter that AdamW holds in float32 at a time, where it is not one kernel."""
 SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
 """Of the 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
 
@@ -118,6 +120,8 @@ def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     if plan.optimizer == "muon" and _by_muon(name, shape):
         product = 2 if plan.backend == "gpu" else 4
         return each * size + 4 * product * size + 4 * product * min(shape) ** 2 + wide_gradient
+    if each < 4:  # weight, gradient, both moments and the root of v in float32, a part at a time
+        return 20 * min(size, WIDE)
     return each * size + wide_gradient  # the root of v
 
 
