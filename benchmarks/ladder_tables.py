@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import ops_tables
 import record
-from transect.ops.matmul import RUNGS
+from transect.ops.matmul_ladder import RUNGS
 from transect.ops.tools import plots, results
 from transect.ops.tools.bench import Timing
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from . import matmul, small_matmul
 from .jit import INTERPRETED, TRITON_TARGETS, available
+from .matmul_tiles import SMALL, Tiles
 from .numerics import sample
 from .registry import Cost, Implementation, Op, register
 
@@ -82,7 +83,7 @@ def _triton() -> Callable[..., Tensor]:
     return linear
 
 
-def fixed_tiles(x: Tensor, outputs: int, gated: bool = False) -> matmul.Tiles:
+def fixed_tiles(x: Tensor, outputs: int, gated: bool = False) -> Tiles:
     """Tiles of ``triton_fixed_rows`` for x ``[T, I]``.
 
     They depend on the number of rows, but no sum does: whatever the tile, an output's products are added in the order
@@ -91,19 +92,19 @@ def fixed_tiles(x: Tensor, outputs: int, gated: bool = False) -> matmul.Tiles:
     """
     rows = x.shape[0]
     if INTERPRETED:
-        return matmul.SMALL
+        return SMALL
     if x.element_size() == 4:
-        return matmul.Tiles(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
+        return Tiles(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
     hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
     narrow = outputs <= 8192
     if rows <= 64:
-        tiles = matmul.Tiles(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
+        tiles = Tiles(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
     elif rows <= 128:
-        tiles = matmul.Tiles(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
+        tiles = Tiles(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
     elif rows <= 512:
-        tiles = matmul.Tiles(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
+        tiles = Tiles(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
     else:
-        tiles = matmul.Tiles(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
+        tiles = Tiles(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
     if not hopper:
         return replace(tiles, bn=min(tiles.bn, 128), bk=64, stages=3, halves=False)
     return replace(tiles, persistent=True)

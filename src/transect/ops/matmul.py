@@ -32,22 +32,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda, gelu, shapes, swiglu
+from . import gelu, matmul_ladder, shapes, swiglu
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, runs_triton, tl, triton
+from .matmul_tiles import Tiles, choose, knobs
 from .numerics import compute_dtype, sample
 from .peers import compiled
-from .registry import Case, Cost, Implementation, Kernel, Knobs, OnHost, Op, Trace, register
+from .registry import Case, Cost, Implementation, Kernel, OnHost, Op, Trace, register
 from .tiles import describe, dot, fits_descriptor
-from .tuning import Config
-from .tuning import choose as tuned
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh")
 
@@ -287,75 +286,6 @@ def _activation_gradient(g, z, a, dz, da, N, ACT: tl.constexpr, GATED: tl.conste
 # -------------------------------------------------------------------------------------------------------- launchers
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a product is cut up: the knobs of both kernels."""
-
-    bm: int = 128
-    bn: int = 128
-    bk: int = 64
-    group: int = 8
-    warps: int = 8
-    stages: int = 3
-    persistent: bool = False
-    specialize: bool = False
-    halves: bool = False
-
-
-SMALL = Tiles(bm=16, bn=16, bk=16, group=2, warps=1)
-CHOICES = {
-    "bm": (64, 128, 256),
-    "bn": (64, 128, 256),
-    "bk": (64, 128),
-    "group": (4, 8, 16),
-    "warps": (4, 8),
-    "stages": (3, 4, 5),
-}
-"""Of 16-bit products whose operands lie as ``[M, K]`` and ``[N, K]``, without a residual."""
-Size = tuple[int, int, int]
-
-
-def _rule(size: Size, gated: bool) -> dict[str, int]:
-    """Knobs for M, N, K on the current GPU. Measured on an H200; elsewhere a guess from the same numbers."""
-    m, n, _ = size
-    hopper = torch.cuda.get_device_capability()[0] >= 9
-    knobs = {"bm": 128, "bn": 128 if gated else 256, "bk": 64, "group": 8, "warps": 8, "stages": 4 if hopper else 3}
-    if m <= 64:
-        knobs |= {"bm": 64 if m > 32 else 16, "bn": 64, "warps": 4}
-    elif -(-m // knobs["bm"]) * -(-n // knobs["bn"]) < multiprocessors(torch.device("cuda")):
-        knobs |= {"bn": 64, "warps": 8} if gated else {"bn": 128, "warps": 4}
-    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 128)}
-
-
-def rule(size: Size) -> Config:
-    """Without a gate."""
-    return _rule(size, False)
-
-
-def gated_rule(size: Size) -> Config:
-    """With one, whose sums take as many registers again."""
-    return _rule(size, True)
-
-
-def tiles_of(config: Config) -> Tiles:
-    """The kernel and its tiles for a configuration: persistent where the current GPU has bulk copies."""
-    persistent = torch.cuda.get_device_capability()[0] >= 9
-    return Tiles(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
-
-
-def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> Tiles:
-    """The tiles for a product on the device of ``x``: tuned where the operands lie as they were when it was tuned."""
-    m, k = x.shape
-    if INTERPRETED:
-        return SMALL
-    if x.element_size() == 4:
-        return Tiles(bm=64 if m > 32 else 16, bn=64, bk=32, warps=4)
-    size, by_rule = (m, weight.shape[0], k), gated_rule if gated else rule
-    if residual or x.stride(1) != 1 or weight.stride(1) != 1:
-        return tiles_of(by_rule(size))
-    return tiles_of(tuned("matmul.gated" if gated else "matmul", size, x.device, by_rule))
-
-
 def matmul(
     x: Tensor,
     weight: Tensor,
@@ -581,79 +511,6 @@ def linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return _matmul_op(x, weight, bias, None, None, "")
 
 
-# -------------------------------------------------------------------------------------------------------- CUDA ladder
-
-RUNGS = {"cuda_naive": 1, "cuda_coalesced": 2, "cuda_shared_tiles": 3, "cuda_register_tiles": 4, "cuda_tensor_cores": 5}
-"""The rungs of ``matmul.cu``; 1 to 4 in float32, 5 in bfloat16."""
-
-
-def cuda_matmul(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> Tensor:
-    """``x @ weight.T`` by one rung of ``matmul.cu``; a weight that is not stored as ``[K, N]`` is copied.
-
-    Rung 5 writes float32, which a second launch rounds to bfloat16.
-
-    Raises:
-        ValueError: a shape that the rung does not take, or an epilogue, of which it has none.
-    """
-    reason = _refuses(x, weight, rung=rung, **epilogue)
-    if reason:
-        raise ValueError(f"matmul.cu: {reason}")
-    (m, k), n = x.shape, weight.shape[0]
-    a, b, c = cuda.aligned(x), cuda.aligned(weight.T), x.new_empty((m, n), dtype=torch.float32)
-    if rung == RUNGS["cuda_tensor_cores"]:
-        cuda.launcher("matmul", "transect_matmul_bfloat16")(a, b, c, m, n, k)
-    else:
-        cuda.launcher("matmul", "transect_matmul_float")(rung, a, b, c, m, n, k)
-    return c.to(x.dtype)
-
-
-def _refuses(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> str:
-    (m, k), n = x.shape, weight.shape[0]
-    if any(value is not None and value != "" for value in epilogue.values()):
-        return "the ladder has no fused epilogue"
-    if rung == 4 and (k % 4 or n % 4):
-        return "this rung reads 16 bytes at a time: K and N must be multiples of 4"
-    if rung == 5 and (m % 128 or n % 128 or k % 32):
-        return "this rung has no edges: M and N must be multiples of 128, K of 32"
-    return ""
-
-
-def _rung(number: int) -> Implementation:
-    call: Callable[..., Tensor] = functools.partial(cuda_matmul, rung=number)
-    return Implementation(
-        "cuda",
-        cuda.available("matmul", call),
-        cuda.CUDA_TARGETS,
-        dtypes=("bfloat16",) if number == 5 else ("float32",),
-        refuses=functools.partial(_refuses, rung=number),
-        source="matmul.cu",
-    )
-
-
-def ladder_cases() -> Sequence[Case]:
-    """Square products for the ladder: 3620 makes matrices of 50 MB, 4096 is what all rungs take."""
-
-    def make(device: torch.device, seed: int, n: int, dtype: torch.dtype) -> Mapping[str, Any]:
-        generator = torch.Generator(device).manual_seed(seed)
-        x, b = torch.randn(2, n, n, device=device, generator=generator).to(dtype)
-        return {"x": x, "weight": b.T}
-
-    floats = tuple(name for name, rung in RUNGS.items() if rung < 5)
-    single = [
-        Case(
-            f"ladder, float32, {n} square",
-            functools.partial(make, n=n, dtype=torch.float32),
-            "float32",
-            ("forward",),
-            (*floats, "triton", "torch", *(("cpu_blas",) if n == 3620 else ())),
-        )
-        for n in (3620, 4096)
-    ]
-    half = functools.partial(make, n=4096, dtype=torch.bfloat16)
-    only = ("cuda_tensor_cores", "triton", "torch")
-    return [*single, Case("ladder, bfloat16, 4096 square", half, "bfloat16", ("forward",), only)]
-
-
 def cases() -> Sequence[Case]:
     """Square products, products with what follows them fused, and the ladder's."""
 
@@ -684,7 +541,7 @@ def cases() -> Sequence[Case]:
             (f"SiLU gate fused, MLP of {model.name}", 4096, model.ffn_dim, model.dim, "", True, ("forward",)),
         )
     ]
-    return [*fused, *ladder_cases()]
+    return [*fused, *matmul_ladder.ladder_cases()]
 
 
 # ----------------------------------------------------------------------------------------------------- registry entry
@@ -808,43 +665,6 @@ def _kernels() -> Sequence[Kernel]:
     return [tiles, persistent]
 
 
-def _launch(config: Config, **inputs: Any) -> Tensor:
-    return matmul(**inputs, tiles=tiles_of(config))
-
-
-def _size(inputs: Mapping[str, Any]) -> Size:
-    return (*inputs["x"].shape[:1], *inputs["weight"].shape)
-
-
-def _tunable(inputs: Mapping[str, Any], gated: bool) -> bool:
-    x, weight = inputs["x"], inputs["weight"]
-    plain = x.element_size() == 2 and x.stride(1) == weight.stride(1) == 1 and inputs.get("residual") is None
-    return plain and ("gate" in inputs) == gated
-
-
-def _valid(config: Mapping[str, Any], size: Size, gated: bool) -> bool:
-    """What fits into a multiprocessor, and keeps it busy: 64 to 128 sums a thread, and all stages and the result in
-    Hopper's shared memory."""
-    bm, bn = config["bm"], config["bn"] * (2 if gated else 1)
-    staged = config["stages"] * (bm + bn) * config["bk"] * 2
-    result = bm * config["bn"] * (1 if config["bn"] >= 256 else 2)
-    sums = bm * bn / (32 * config["warps"])
-    return 64 <= sums <= 128 and staged + result <= 225 * 1024 and bm <= 2 * size[0] and config["bn"] <= 2 * size[1]
-
-
-def _knobs(gated: bool) -> Knobs:
-    return Knobs(
-        "matmul.gated" if gated else "matmul",
-        CHOICES,
-        gated_rule if gated else rule,
-        _launch,
-        dict,
-        _size,
-        functools.partial(_valid, gated=gated),
-        functools.partial(_tunable, gated=gated),
-    )
-
-
 def _trace() -> Trace:
     def arguments() -> Mapping[str, Any]:
         return {"x": sample(12, 8), "weight": sample(16, 8, seed=1)}
@@ -865,14 +685,14 @@ register(
         gradient_cost=gradient_cost,
         implementations={
             "triton": Implementation("triton", available(matmul), TRITON_TARGETS, autograd=available(matmul_autograd)),
-            **{name: _rung(number) for name, number in RUNGS.items()},
+            **{name: matmul_ladder.rung(number) for name, number in matmul_ladder.RUNGS.items()},
         },
         examples=_examples,
         peers={"torch": _peer, "torch.compile": compiled(_peer), "cpu_blas": OnHost(_peer)},
         cases=cases,
         differentiable=("x", "weight", "bias", "gate", "residual"),
         kernels=_kernels,
-        knobs=[_knobs(False), _knobs(True)],
+        knobs=[knobs(matmul, gated) for gated in (False, True)],
         trace=_trace,
     )
 )
