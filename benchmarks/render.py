@@ -25,6 +25,7 @@ import ladder_tables
 import ops_tables
 import record
 import request_walk
+import train_tables
 
 PAGES = (
     "README.md",
@@ -163,6 +164,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "memory-bound": memory_bound,
     "ladder": ladder_tables.table,
     "kills": kills,
+    "train-gpu": lambda: train_tables.race(_load("h200/train.json")),
+    "train-gpu-memory": lambda: train_tables.memory(_load("h200/train.json")),
 }
 
 

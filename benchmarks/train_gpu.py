@@ -1,15 +1,23 @@
 """Training on one GPU beside transformers, Liger-Kernel and PEFT: tokens per second, MFU and peak memory.
 
-    python benchmarks/train_gpu.py OUT.json [--only NAME,...] [--seconds 20]
+    python benchmarks/train_gpu.py OUT.json [--only NAME,...] [--seconds 8]
 
-Each contender runs in a process of its own on the same random tokens: 2 x 4096 a step, bfloat16 weights and optimizer
-state, AdamW (fused), no gradient clipping, no activation checkpointing. Random weights of the true shapes.
+Each contender runs in a process of its own on random tokens, 2 x 4096 a step: bfloat16 weights and optimizer state,
+AdamW (fused), no gradient clipping. Random weights of the true shapes. Nobody checkpoints activations but ours in
+QLoRA, which is told to stay within 24 GB and chooses for itself. A step's time is that between two events on the GPU;
+the host may be one step ahead, and no peer is made to read its loss in each step (ours does, and stops if it is not
+finite).
+
+Then the account of memory that the trainer makes before it builds anything is compared with the allocator's peak, for
+every plan of checkpointing at these shapes.
 Contenders that need a package that is not installed are listed with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import statistics
 import subprocess
@@ -17,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +43,27 @@ CONTENDERS = {
     "lora 8b": ("transect", "liger compiled"),
     "qlora 8b": ("transect",),
 }
+LIMIT = {"qlora 8b": "24GB"}
+"""Memory that a run of ours is told to stay within."""
+PLANS = {
+    "full 1b": ("none", "selective", "full"),
+    "lora 8b": ("none", "selective", "full"),
+    "qlora 8b": ("none", "selective", "full"),
+}
+"""Plans of checkpointing whose memory is compared with the account."""
+PEAK_RATE = 750e12
+"""FLOP/s that the MFU is a share of: what an H200 sustains in bfloat16."""
 
 
-def transect(shape: str, task: str) -> Callable[[], tuple[float, dict[str, Any]]]:
-    """One step of our trainer."""
+def trainer(work: str, **changes: Any) -> Any:
+    """Our trainer on random tokens."""
     import numpy as np
 
     from transect.train.config import TrainConfig
     from transect.train.tokens import token_dtype, write_meta
     from transect.train.trainer import Trainer
 
+    shape, task = WORK[work]
     folder = Path(tempfile.mkdtemp()) / "random.tokens"
     folder.mkdir()
     count = 40 * SEQUENCE * ROWS
@@ -51,30 +71,24 @@ def transect(shape: str, task: str) -> Callable[[], tuple[float, dict[str, Any]]
     tokens.tofile(folder / "tokens.bin")
     np.arange(SEQUENCE, count + 1, SEQUENCE, dtype=np.uint64).tofile(folder / "ends.bin")
     write_meta(folder, count, count // SEQUENCE, 128256, "none")
-    config = TrainConfig.from_dict(
-        {
-            "model": shape,
-            "load_format": "dummy",
-            "task": task,
-            "steps": 10**6,
-            "precision": "bfloat16",
-            "checkpointing": "none",
-            "data": {"train": [str(folder)], "seq_len": SEQUENCE, "micro_batch": SEQUENCE * ROWS},
-            "optimizer": {"learning_rate": 1e-5, "clip": 0.0},
-            "lora": {"rank": 16},
-        }
-    )
-    trainer = Trainer(config)
-
-    def step() -> tuple[float, dict[str, Any]]:
-        record = trainer.step()
-        return record.loss, {}
-
-    return step
+    config = {
+        "model": shape,
+        "load_format": "dummy",
+        "task": task,
+        "steps": 10**6,
+        "precision": "bfloat16",
+        "memory": LIMIT.get(work, ""),
+        "data": {"train": [str(folder)], "seq_len": SEQUENCE, "micro_batch": SEQUENCE * ROWS},
+        "optimizer": {"learning_rate": 1e-5, "clip": 0.0},
+        "lora": {"rank": 16},
+        **changes,
+    }
+    return Trainer(TrainConfig.from_dict(config))
 
 
-def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], tuple[float, dict[str, Any]]]:
-    """One step of transformers, with Liger-Kernel, PEFT and torch.compile where asked for."""
+def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], Any]:
+    """One step of transformers, with Liger-Kernel, PEFT and torch.compile where asked for. It returns the loss, still
+    on the GPU."""
     import torch
     import transformers
 
@@ -107,7 +121,7 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], 
     run = torch.compile(model) if compiled else model
     count = 0
 
-    def step() -> tuple[float, dict[str, Any]]:
+    def step() -> Any:
         nonlocal count
         ids = data[count % len(data)]
         count += 1
@@ -115,7 +129,7 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss), {}
+        return loss.detach()
 
     return step
 
@@ -124,39 +138,76 @@ def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
     """In this process: warm up, then time steps for a while."""
     import torch
 
-    shape, task = WORK[work]
     begin = time.perf_counter()
+    facts: dict[str, Any] = {}
     if contender == "transect":
-        step = transect(shape, task)
+        ours = trainer(work)
+        facts["checkpointing"] = ours.memory.checkpointing
+        facts["predicted_bytes"] = ours.memory.estimate.peak
+
+        def step() -> Any:
+            return ours.step().loss
     else:
-        step = peer(shape, task, liger="liger" in contender, compiled="compiled" in contender)
+        step = peer(*WORK[work], liger="liger" in contender, compiled="compiled" in contender)
+    torch.cuda.synchronize()
     built = time.perf_counter() - begin
-    for _ in range(3):
-        step()
+    for _ in range(4):
+        loss = step()
     torch.cuda.synchronize()
     warm = time.perf_counter() - begin - built
-    torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-    loss = 0.0
+    marks = [torch.cuda.Event(enable_timing=True)]
+    marks[0].record()
     end = time.perf_counter() + seconds
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 40):
-        start = time.perf_counter()
-        loss, _ = step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    tokens = SEQUENCE * ROWS
+    while len(marks) < 8 or (time.perf_counter() < end and len(marks) < 80):
+        loss = step()
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        marks[-2].synchronize()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     median = statistics.median(times)
     return {
         "work": work,
         "contender": contender,
-        "tokens_per_second": tokens / median,
+        "tokens_per_second": SEQUENCE * ROWS / median,
         "step_seconds": {"median": median, "min": min(times), "max": max(times), "runs": len(times)},
-        "mfu": useful_flops(shape, task) / median / 750e12,
+        "mfu": useful_flops(*WORK[work]) / median / PEAK_RATE,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "build_seconds": built,
         "warm_up_seconds": warm,
-        "last_loss": loss,
+        "last_loss": float(loss),
+        **facts,
     }
+
+
+def memory(work: str) -> list[dict[str, Any]]:
+    """In this process: for each plan, what the trainer's account says and the allocator's peak over 2 steps."""
+    import torch
+
+    rows = []
+    for plan in PLANS[work]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        ours = trainer(work, checkpointing=plan, memory="")
+        for _ in range(2):
+            ours.step()
+        torch.cuda.synchronize()
+        measured = torch.cuda.max_memory_allocated() - before
+        estimate = ours.memory.estimate
+        rows.append(
+            {
+                "work": work,
+                "checkpointing": plan,
+                "predicted_bytes": estimate.peak,
+                "measured_bytes": measured,
+                "ratio": estimate.peak / measured,
+                "worst": estimate.worst.name,
+            }
+        )
+        del ours
+    return rows
 
 
 def useful_flops(shape: str, task: str) -> float:
@@ -172,11 +223,11 @@ def profile(work: str, out: str) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
-    step = transect(*WORK[work])
+    ours = trainer(work)
     for _ in range(3):
-        step()
+        ours.step()
     with watch(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        step()
+        ours.step()
     Path(out).write_text(found.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70))
 
 
@@ -184,8 +235,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="")
-    parser.add_argument("--seconds", type=float, default=12)
+    parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--one", nargs=2)
+    parser.add_argument("--memory", default="", help="compare the account for this work alone")
     parser.add_argument("--profile", default="")
     arguments = parser.parse_args()
     if arguments.profile:
@@ -194,39 +246,55 @@ def main() -> None:
     if arguments.one:
         arguments.out.write_text(json.dumps(measure(*arguments.one, arguments.seconds)))
         return
+    if arguments.memory:
+        arguments.out.write_text(json.dumps(memory(arguments.memory)))
+        return
+    import torch
+
     from transect.hardware.environment import environment
 
-    rows = []
     chosen = arguments.only.split(",") if arguments.only else list(WORK)
+    rows: list[dict[str, Any]] = []
+    accounts: list[dict[str, Any]] = []
+
+    def save() -> None:
+        result = {
+            "command": "python benchmarks/train_gpu.py OUT.json",
+            "method": "each contender in its own process, 2 x 4096 random tokens a step, bfloat16 weights and AdamW "
+            "state; medians of the time between two steps' events on the GPU; MFU by useful FLOPs at 750 TFLOP/s",
+            "rows": rows,
+            "memory": accounts,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            "environment": environment(("torch", "triton", "transformers", "peft", "liger-kernel")),
+        }
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
     for work in chosen:
         for contender in CONTENDERS[work]:
-            part = Path(tempfile.mkdtemp()) / "part.json"
-            command = [
-                sys.executable,
-                __file__,
-                str(part),
-                "--seconds",
-                str(arguments.seconds),
-                "--one",
-                work,
-                contender,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-            if part.exists():
-                row = json.loads(part.read_text())
-            else:
-                row = {"work": work, "contender": contender, "error": done.stderr.strip().splitlines()[-1:]}
-                print(done.stderr[-3000:], file=sys.stderr)
-            print({k: v for k, v in row.items() if k != "step_seconds"}, flush=True)
-            rows.append(row)
-    result = {
-        "command": "python benchmarks/train_gpu.py OUT.json",
-        "method": "each contender in its own process, 2 x 4096 random tokens a step, bfloat16 weights and AdamW state; "
-        "MFU by useful FLOPs at 750 TFLOP/s",
-        "rows": rows,
-        "environment": environment(),
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            found, reason = in_process("--seconds", str(arguments.seconds), "--one", work, contender)
+            rows.append({"work": work, "contender": contender, "error": reason} if found is None else found)
+            print({k: v for k, v in rows[-1].items() if k != "step_seconds"}, flush=True)
+            save()
+    with ThreadPoolExecutor() as pool:  # no times are taken here, so all at once
+        for work, (found, reason) in zip(
+            chosen, pool.map(lambda work: in_process("--memory", work), chosen), strict=True
+        ):
+            accounts += [{"work": work, "error": reason}] if found is None else found
+    for row in accounts:
+        print(row, flush=True)
+    save()
+
+
+def in_process(*arguments: str) -> tuple[Any, list[str]]:
+    """What this file makes of the arguments in a process of its own, or None and the last line of its complaint."""
+    part = Path(tempfile.mkdtemp()) / "part.json"
+    done = subprocess.run(
+        [sys.executable, __file__, str(part), *arguments], capture_output=True, text=True, timeout=400
+    )
+    if part.exists():
+        return json.loads(part.read_text()), []
+    print(done.stderr[-3000:], file=sys.stderr)
+    return None, done.stderr.strip().splitlines()[-1:]
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from ..models.memory.terms import parse_bytes
+
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
 Precision = Literal["float32", "bfloat16", "mixed"]
 Checkpointing = Literal["auto", "none", "selective", "full"]
@@ -196,6 +198,7 @@ class TrainConfig:
         checkpointing: what of the activations is kept for the backward pass: ``none`` recomputes nothing,
             ``selective`` recomputes the MLP's inner activations, ``full`` whole layers; ``auto`` takes the first of
             these that fits.
+        memory: of the device, that the run stays within, such as ``24GB``; empty: what is free.
         merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
             model is of that kind; false: operator by operator.
         seed: of initial weights, the order of the data and adapters.
@@ -214,6 +217,7 @@ class TrainConfig:
     accumulate: int = 1
     precision: Precision = "float32"
     checkpointing: Checkpointing = "auto"
+    memory: str = ""
     merged: bool = True
     seed: int = 0
     save_every: int = 0
@@ -230,6 +234,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "accumulate", "keep")
+        if self.memory:
+            parse_bytes(self.memory)
         for name in ("save_every", "eval_every", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")

@@ -12,7 +12,7 @@ from ..engine.kv_size import free_memory
 from ..models.config import ModelConfig
 from ..models.memory.fit import first_that_fits, refusal
 from ..models.memory.kept import Kept
-from ..models.memory.terms import Estimate, gib
+from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training import TrainingPlan, training
 from .config import TrainConfig
 from .merged_layers import cannot_merge
@@ -77,6 +77,9 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
     """
     plan = plan_of(config, model, device)
     free = free_bytes(device) if free is None else free
+    if config.memory:
+        limit = parse_bytes(config.memory)
+        free = limit if free is None else min(free, limit)
     if free is None:
         chosen = f"checkpointing {plan.checkpointing}: this system does not say how much memory is free"
         return _said(Fitted(plan.checkpointing, training(model, plan), chosen))

@@ -1,0 +1,65 @@
+"""The tables of training on one GPU, from ``results/h200/train.json`` (``train_gpu.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMES = {
+    "full 1b": "all weights, Llama-3.2-1B",
+    "lora 8b": "LoRA r = 16, Llama-3.1-8B",
+    "qlora 8b": "QLoRA r = 16, Llama-3.1-8B",
+}
+CONTENDERS = {
+    "transect": "Transect",
+    "transformers": "transformers",
+    "liger": "transformers + Liger-Kernel",
+    "liger compiled": "transformers + PEFT + Liger-Kernel, compiled",
+}
+
+
+def race(result: dict[str, Any]) -> str:
+    """Tokens per second, MFU and peak memory; the ratio is to the contender itself, Transect over it."""
+    lines = [
+        "| work | contender | tok/s | step, ms (min to max) | MFU | peak memory | Transect's tok/s over it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ours = {row["work"]: row["tokens_per_second"] for row in result["rows"] if row["contender"] == "transect"}
+    for row in result["rows"]:
+        name = f"| {NAMES[row['work']]} | {CONTENDERS[row['contender']]} |"
+        if "error" in row:
+            lines.append(f"{name} did not run: {' '.join(row['error'])} | | | | |")
+            continue
+        step = row["step_seconds"]
+        ratio = "" if row["contender"] == "transect" else f"{ours[row['work']] / row['tokens_per_second']:.2f}x"
+        lines.append(
+            f"{name} {row['tokens_per_second']:,.0f} | {step['median'] * 1e3:.1f} ({step['min'] * 1e3:.1f} to "
+            f"{step['max'] * 1e3:.1f}) | {row['mfu']:.1%} | {row['peak_bytes'] / 1e9:.1f} GB | {ratio} |"
+        )
+    return "\n".join([*lines, "", origin(result)]) + "\n"
+
+
+def memory(result: dict[str, Any]) -> str:
+    """What the account said before the first step, and the allocator's peak."""
+    lines = [
+        "| work | `checkpointing` | predicted | measured | ratio | at its worst |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["memory"]:
+        if "error" in row:
+            lines.append(f"| {NAMES[row['work']]} | did not run: {' '.join(row['error'])} | | | | |")
+            continue
+        lines.append(
+            f"| {NAMES[row['work']]} | {row['checkpointing']} | {row['predicted_bytes'] / 1e9:.2f} GB | "
+            f"{row['measured_bytes'] / 1e9:.2f} GB | {row['ratio']:.3f} | {row['worst']} |"
+        )
+    return "\n".join([*lines, "", origin(result)]) + "\n"
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Where the numbers come from."""
+    machine = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return (
+        f"`{result['command']}` on one {result['gpu']}, Python {machine['python']}, {versions}, commit "
+        f"{machine['commit']}: {result['method']}."
+    )
