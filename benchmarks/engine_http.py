@@ -32,6 +32,9 @@ WORK: dict[str, dict[str, Any]] = {
     "streams": {"model": "qwen3-0.6b", "at_once": 64, "prompt": "512", "output": "256"},
 }
 
+WARM_UP = 2
+"""Requests before those that count."""
+
 
 @contextmanager
 def server(model: str, at_once: int) -> Iterator[str]:
@@ -54,8 +57,8 @@ def over_http(url: str, work: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What ``transect bench serve`` reports."""
     path = folder / "level.json"
     command = [sys.executable, "-m", "transect", "bench", "serve", "--url", url, "--temperature", "0.6"]
-    command += ["--concurrency", str(work["at_once"]), "--requests", str(work["at_once"]), "--json", str(path)]
-    command += ["--prompt-tokens", work["prompt"], "--output-tokens", work["output"]]
+    command += ["--warm-up", str(WARM_UP), "--concurrency", str(work["at_once"]), "--requests", str(work["at_once"])]
+    command += ["--json", str(path), "--prompt-tokens", work["prompt"], "--output-tokens", work["output"]]
     subprocess.run(command, check=True, timeout=120)
     return json.loads(path.read_text())["levels"][0]
 
@@ -79,7 +82,7 @@ def alone(work: dict[str, Any]) -> dict[str, Any]:
     )
     given = source.draw(work["at_once"], f"concurrency {work['at_once']}")
     result: dict[str, Any] = {}
-    for drawn in (source.draw(8, "warm-up"), given):
+    for drawn in (source.draw(WARM_UP, "warm-up"), given):
         last: dict[str, float] = {}
         gaps: list[float] = []
         start = time.perf_counter()
