@@ -143,6 +143,7 @@ def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
     if contender == "transect":
         ours = trainer(work)
         facts["checkpointing"] = ours.memory.checkpointing
+        facts["layers_without"] = ours.memory.whole
         facts["predicted_bytes"] = ours.memory.estimate.peak
 
         def step() -> Any:

@@ -9,6 +9,7 @@ import torch
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
+from transect.models.memory.fit import first_that_fits
 from transect.models.memory.training import training
 from transect.models.presets import PRESETS
 from transect.train import memory, trainer
@@ -178,3 +179,14 @@ def _shape(folder, **changes):
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | sizes | changes))
     return str(made)
+
+
+def test_what_is_left_lets_layers_keep_everything(tmp_path):
+    config = tiny_run(tmp_path, task="qlora", precision="bfloat16", data={"micro_batch": 8192, "seq_len": 4096})
+    base = replace(memory.plan_of(config, LLAMA_8B, CPU), backend="gpu", merged=True)
+    found = first_that_fits(LLAMA_8B, base, 24 * 10**9)
+    assert found is not None
+    plan, estimate = found
+    assert plan.checkpointing == "selective" and 4 <= plan.whole < LLAMA_8B.n_layers
+    assert estimate.fits(24 * 10**9)
+    assert not training(LLAMA_8B, replace(plan, whole=plan.whole + 1)).fits(24 * 10**9)

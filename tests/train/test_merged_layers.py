@@ -91,9 +91,9 @@ def test_loss_and_gradients_are_those_of_the_model_s_own_layers(task: str, keep:
 def test_every_plan_is_the_same_to_the_bit(task: str) -> None:
     torch.set_num_threads(1)
     results = []
-    for keep in ("none", "selective", "full"):
+    for keep, whole in (("none", 0), ("selective", 0), ("full", 0), ("full", 1)):
         model = model_of(task=task)
-        model.stack = MergedLayers(model, keep)
+        model.stack = MergedLayers(model, keep, whole)
         results.append(gradients(model, steps=2))
     for loss, found in results[1:]:
         assert loss == results[0][0]

@@ -103,7 +103,7 @@ def _train(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     fits = estimate.fits(budget)
     change = None if fits else smallest_change(source.config, plan, budget)
     if json:
-        facts = {"checkpointing": plan.checkpointing, "budget": budget, "fits": fits}
+        facts = {"checkpointing": plan.checkpointing, "layers_without": plan.whole, "budget": budget, "fits": fits}
         _dump(estimate, {**facts, "change": dict(change.settings) if change else None})
         return
     _table(f"training {source.name}, checkpointing {plan.checkpointing}", estimate)

@@ -28,6 +28,8 @@ class Fitted:
     checkpointing: Kept
     estimate: Estimate
     why: str
+    whole: int = 0
+    """Layers, the last ones, that keep everything all the same."""
 
 
 def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> TrainingPlan:
@@ -90,12 +92,15 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
         raise ValueError(refusal(model, least, free, training(model, least)))
     plan, estimate = found
     reason = "as set" if asked else "the first plan that fits"
+    if plan.whole:
+        reason += f", the last {plan.whole} of {model.n_layers} layers without"
     return _said(
         Fitted(
             plan.checkpointing,
             estimate,
             f"checkpointing {plan.checkpointing} ({reason}): {gib(estimate.peak)} at the {estimate.worst.name}, with "
             f"the margin {gib(estimate.needed)} of {gib(free)} free",
+            plan.whole,
         )
     )
 

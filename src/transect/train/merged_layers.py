@@ -272,12 +272,15 @@ class MergedLayers:
     Args:
         model: on its device; ``cannot_merge(model.config)`` must be empty.
         plan: which activations are kept.
+        whole: so many layers, the last ones, keep everything whatever the plan.
     """
 
-    def __init__(self, model: Decoder, plan: Plan) -> None:
+    def __init__(self, model: Decoder, plan: Plan, whole: int = 0) -> None:
         self.model = model
         scratch = Scratch()
-        self.layers = [MergedLayer(layer, plan, scratch) for layer in model.layers if isinstance(layer, Layer)]
+        layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+        plans: list[Plan] = [*[plan] * (len(layers) - whole), *["none"] * whole]  # type: ignore[list-item]
+        self.layers = [MergedLayer(layer, own, scratch) for layer, own in zip(layers, plans, strict=True)]
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, VarlenContext):
@@ -292,11 +295,12 @@ class MergedLayers:
         return x_TD if d_TD is None else x_TD + d_TD
 
 
-def stack_of(model: Decoder, plan: Plan, merged: bool) -> Stack:
-    """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged."""
+def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
+    """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged. ``whole``
+    as in ``MergedLayers``."""
     if merged and model.norm.weight.is_cuda:
         reason = cannot_merge(model.config)
         if not reason:
-            return MergedLayers(model, plan)
+            return MergedLayers(model, plan, whole)
         log.info("the layers run operator by operator: %s", reason)
     return stack_with(model, plan)

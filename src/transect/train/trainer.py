@@ -119,7 +119,7 @@ class Trainer:
         self.memory = fit(config, source_of(config).config, device_of(config.device))
         self.trainable: Trainable = build(config)
         self.model, self.device = self.trainable.model, self.trainable.device
-        self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged)
+        self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
             config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"

@@ -33,12 +33,19 @@ class Change:
 
 
 def first_that_fits(config: ModelConfig, plan: TrainingPlan, budget: int) -> tuple[TrainingPlan, Estimate] | None:
-    """``plan`` under the first checkpointing that fits in ``budget`` bytes; None if none does."""
+    """``plan`` under the first checkpointing that fits in ``budget`` bytes; None if none does. With merged layers, as
+    many layers as then still fit keep everything."""
     for kept in PLANS:
         candidate = replace(plan, checkpointing=kept)
         estimate = training(config, candidate)
-        if estimate.fits(budget):
-            return candidate, estimate
+        if not estimate.fits(budget):
+            continue
+        most = config.n_layers - 1 if plan.merged and kept != "none" else 0
+        for whole in range(most, 0, -1):
+            better = replace(candidate, whole=whole)
+            if (more := training(config, better)).fits(budget):
+                return better, more
+        return candidate, estimate
     return None
 
 

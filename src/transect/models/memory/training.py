@@ -50,6 +50,7 @@ class TrainingPlan:
         rollouts: tokens that the paged cache of ``grpo`` holds while it draws answers.
         backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
         merged: on a GPU, each layer is one node (``merged.py``).
+        whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
     """
 
     task: Task = "finetune"
@@ -66,6 +67,7 @@ class TrainingPlan:
     rollouts: int = 0
     backend: Backend = "gpu"
     merged: bool = False
+    whole: int = 0
 
     @property
     def element(self) -> int:
@@ -139,6 +141,8 @@ class _Account:
         self.trained = trained_shapes(config, plan)
         self.reads = plan.reads(config)
         self.terms: list[Term] = []
+        checkpointed = config.n_layers - plan.whole
+        self.plans: list[Kept] = [*[plan.checkpointing] * checkpointed, *["none"] * plan.whole]  # type: ignore[list-item]
         self.layers: list[LayerKept | MergedKept]
         if plan.merged:
             rank = plan.rank if plan.adapted else 0
@@ -250,11 +254,18 @@ class _Account:
     def kept_bytes(self, layers: int) -> int:
         """Activations held when the backward pass has ``layers`` layers to go."""
         plan = self.plan
-        return int(plan.micro_batch * (self.outside + sum(x.under(plan.checkpointing) for x in self.layers[:layers])))
+        each = [layer.under(kept) for layer, kept in zip(self.layers[:layers], self.plans, strict=False)]
+        return int(plan.micro_batch * (self.outside + sum(each)))
 
     def why_kept(self) -> str:
         last, plan = self.layers[-1], self.plan
         each = last.under(plan.checkpointing)
+        if plan.whole:
+            others = self.config.n_layers - plan.whole
+            return (
+                f"{plan.micro_batch} tokens x ({others} layers x {each:.0f} bytes, checkpointing {plan.checkpointing}, "
+                f"and {plan.whole} x {last.under('none'):.0f} without)"
+            )
         return (
             f"{plan.micro_batch} tokens x {self.config.n_layers} layers x {each:.0f} bytes, checkpointing "
             f"{plan.checkpointing}" + ("" if plan.checkpointing == "none" else f" ({last.under('none'):.0f} without)")
@@ -311,7 +322,7 @@ class _Account:
             prefix = f"layers.{layer}."
             down = self.gradient_bytes(f"{prefix}mlp.down")
             half = self.gradient_bytes(f"{prefix}mlp")
-            again = int(tokens * kept.again(plan.checkpointing))
+            again = int(tokens * kept.again(self.plans[layer]))
             base = self.kept_bytes(layer + 1) + again
             if isinstance(kept, MergedKept):  # the node holds all it kept until it is done
                 done, in_mlp, in_attention = 0, int(tokens * kept.mlp), int(tokens * kept.attention)
