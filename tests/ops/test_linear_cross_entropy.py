@@ -60,6 +60,17 @@ def test_chunks_add_up_and_may_be_uneven() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("library", ["z", "dx", "dw", "z dx dw"])
+def test_products_may_be_left_to_torch(library: str) -> None:
+    x, weight, target = inputs(tokens=23)
+    whole = module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, module.Cut())
+    cut = module.Cut(chunk=8, library=library)
+    for one, other in zip(
+        whole, module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, cut), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_no_token_and_no_token_that_counts() -> None:
     x, weight, target = inputs()
     for part in (slice(0, 0), slice(0, 1)):  # the first target is ignored

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from . import shapes
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl
-from .matmul import Tiles, matmul
 from .matmul import _tile_of as tile_of
+from .matmul import matmul
 from .numerics import compute_dtype, sample
 from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Op, register
@@ -166,21 +166,27 @@ class Cut:
     block: int = 4096
     row_warps: int = 8
     row_stages: int = 4
-    dx: Tiles | None = None
+    library: str = ""
+    """Products left to torch: ``z``, ``dx``, ``dw``."""
 
 
 def choose(weight: Tensor, x: Tensor) -> Cut:
-    """Knobs for a product with ``weight``. Measured on an H200; the chunk is one whose dX fills the chip with tiles."""
+    """Knobs for a product with ``weight``. Measured on an H200, where cuBLAS is faster at some of the products: dX has
+    few tiles and a long sum, which it splits; dW of a narrow model is written so often that reading it costs little."""
     dim = weight.shape[1]
     if INTERPRETED or x.element_size() != 2 or torch.cuda.get_device_capability(x.device)[0] < 9:
         return Cut()
     if dim >= 4096:
-        return Cut(dx=Tiles(128, 256, 64, 8, 8, 3, True, False, True))
-    return Cut(chunk=CHUNK if dim >= 2048 else 2 * CHUNK)
+        return Cut(library="dx")
+    library = "dx dw" if dim >= 2048 else "z dx dw"
+    return Cut(chunk=2 * CHUNK, library=library, rows=4, block=2048, row_warps=4)
 
 
 def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, cut: Cut) -> None:
     """dw ``[V, D]`` = (``first``) or += dz ``[T, V]``^T x ``[T, D]``."""
+    if "dw" in cut.library:
+        torch.addmm(dw, dz.T, x, beta=0 if first else 1, out=dw)
+        return
     bulk = not INTERPRETED and x.element_size() == 2 and torch.cuda.get_device_capability(x.device)[0] >= 9
     if not bulk or not fits_descriptor(dz, x, dw):
         matmul(dz.T, x.T, residual=None if first else dw, out=dw)
@@ -195,6 +201,14 @@ def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, cut: Cut
         BK=cut.bk, GROUP=cut.group, PROGRAMS=programs, ADD=0 if first else cut.add, HALVES=cut.halves,
         FLATTEN=cut.flatten, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, library: bool) -> None:
+    """out = a b, by torch or by ``matmul.py``."""
+    if library:
+        torch.mm(a, b, out=out)
+    else:
+        matmul(a, b.T, out=out)
 
 
 def row_losses(
@@ -220,6 +234,7 @@ def loss_and_gradients(
             f"{list(weight.shape)}, {list(target.shape)}"
         )
     cut = cut or choose(weight, x)
+    x, weight = x.detach(), weight.detach()
     tokens, vocab = x.shape[0], weight.shape[0]
     losses = torch.zeros(tokens, dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape if need_x else 0, dtype=x.dtype, device=x.device)
@@ -232,10 +247,11 @@ def loss_and_gradients(
     for start in range(0, tokens, cut.chunk):
         part = x[start : start + cut.chunk]
         chunk = slice(start, start + part.shape[0])
-        logits = matmul(part, weight, out=z[: part.shape[0]])
+        logits = z[: part.shape[0]]
+        _product(part, weight.T, logits, "z" in cut.library)
         row_losses(logits, target[chunk], losses[chunk], count, ignore_index, need_x or need_weight, cut)
         if need_x:
-            matmul(logits, weight.T, out=dx[chunk], tiles=cut.dx)
+            _product(logits, weight, dx[chunk], "dx" in cut.library)
         if need_weight:
             add_weight_gradient(logits, part, dw, start == 0, cut)
     return losses.sum(), dx, dw

@@ -35,27 +35,25 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import shapes
+from . import shapes, tuning
 from .counting import visible_keys, visible_pairs
 from .flash_attention import LOG2E, find_tile
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl
 from .kv_cache_write import BLOCK_SIZE, example_batch
 from .numerics import compute_dtype, sample
 from .paged_batch import PagedBatch, WorkGroup
-from .registry import Case, Cost, Implementation, Kernel, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tiles import after_previous, dot
 
 TILE = 64
 """Positions of a tile; rounded to whole blocks."""
-LEAST = 16 if INTERPRETED else 128
-"""Positions of a split at the least, where a row is cut evenly."""
-MIN_SPLIT = LEAST if tl is None else tl.constexpr(LEAST)
 
 
 def reference(
@@ -167,7 +165,8 @@ def _paged(  # type: ignore[no-untyped-def]
     cache_k, table_b, split_length, splits,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr, MIXED: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, FAN: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """BM / GP queries of one row with the G heads of one key head (axis 1), over all positions or a split (axis 2).
 
@@ -200,7 +199,7 @@ def _paged(  # type: ignore[no-untyped-def]
         first_split = 0
         if split_length == 0:  # as many splits as there may be, of what this row sees
             first_split = low // BN * BN
-            split_length = max(MIN_SPLIT, tl.cdiv(tl.cdiv(high - first_split, splits), BN) * BN)
+            split_length = max(LEAST, tl.cdiv(tl.cdiv(high - first_split, splits), BN) * BN)
         else:
             first_split = low // split_length * split_length
         used = max(1, tl.cdiv(high - first_split, split_length))
@@ -222,34 +221,40 @@ def _paged(  # type: ignore[no-untyped-def]
         l = tl.zeros((BM,), tl.float32)
         m = tl.full((BM,), -float("inf"), tl.float32)
         first_start = low // BN * BN
-        if not DECODE:
-            j = first_start + tl.arange(0, BN)
+        if DECODE:
+            # The table is loaded where it is used, so it is pipelined too, and K and V get half of the stages: less
+            # shared memory and more programs at a time, which is what decode wants.
+            for start in range(first_start, high, BN):
+                j = start + tl.arange(0, BN)
+                block = tl.load(tables + row * table_b + j // BLOCK, (j < high) & (j >= oldest), 0)
+                acc, m, l = _step(
+                    queries, k_cache, v_cache, block, j, oldest, high, position, acc, m, l, kv_head, scale2, window,
+                    cache_b, cache_k, D, DP, BLOCK, WINDOW, True,
+                )  # fmt: skip
+        else:
+            full = first_start
+            if not WINDOW:  # keys that all of the tile's queries see need no mask
+                full = max(first_start, (first_position + 1) // BN * BN)
+                j = first_start + tl.arange(0, BN)
+                block = tl.load(tables + row * table_b + j // BLOCK, j < full, 0)
+                for start in range(first_start, full, BN):
+                    j = start + tl.arange(0, BN)
+                    this = block
+                    block = tl.load(tables + row * table_b + (j + BN) // BLOCK, j + BN < full, 0)
+                    acc, m, l = _step(
+                        queries, k_cache, v_cache, this, j, oldest, high, position, acc, m, l, kv_head, scale2, window,
+                        cache_b, cache_k, D, DP, BLOCK, WINDOW, False,
+                    )  # fmt: skip
+            j = full + tl.arange(0, BN)
             block = tl.load(tables + row * table_b + j // BLOCK, j < high, 0)
-        for start in range(first_start, high, BN):
-            j = start + tl.arange(0, BN)
-            owned = (j < high) & (j >= oldest)
-            if DECODE:
-                block = tl.load(tables + row * table_b + j // BLOCK, owned, 0)
-            at = block.to(tl.int64) * cache_b + kv_head * cache_k + (j % BLOCK) * D
-            if not DECODE:
-                # For the next tile. Loaded where it is used, as for decode, the table is pipelined too, and K and V get
-                # half of the stages: less shared memory and more programs at a time, which is what decode wants.
+            for start in range(full, high, BN):
+                j = start + tl.arange(0, BN)
+                this = block
                 block = tl.load(tables + row * table_b + (j + BN) // BLOCK, j + BN < high, 0)
-            tile_inside = owned[:, None] & (d < D)[None, :]
-            keys = tl.load(k_cache + at[:, None] + d[None, :], tile_inside, 0.0)
-            s = dot(queries, keys.to(queries.dtype).T, tl.zeros((BM, BN), tl.float32))
-            seen = owned[None, :] & (j[None, :] <= position[:, None])
-            if WINDOW:
-                seen = seen & (j[None, :] > position[:, None] - window)
-            s = tl.where(seen, s, -float("inf"))
-            new_m = tl.maximum(m, tl.max(s, 1) * scale2)
-            shift = tl.where(new_m == -float("inf"), 0.0, new_m)
-            p = tl.exp2(s * scale2 - shift[:, None])
-            fade = tl.exp2(m - shift)
-            l = l * fade + tl.sum(p, 1)
-            values = tl.load(v_cache + at[:, None] + d[None, :], tile_inside, 0.0)
-            acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
-            m = new_m
+                acc, m, l = _step(
+                    queries, k_cache, v_cache, this, j, oldest, high, position, acc, m, l, kv_head, scale2, window,
+                    cache_b, cache_k, D, DP, BLOCK, WINDOW, True,
+                )  # fmt: skip
         at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
         if used == 1:
             # A row without a token or a position (what is left over in a graph's buffers) gives zeros.
@@ -261,29 +266,107 @@ def _paged(  # type: ignore[no-untyped-def]
                 tl.store(part_l + part * 2, m, real)
                 tl.store(part_l + part * 2 + 1, l, real)
                 tl.debug_barrier()
-                counter = arrivals + row * tl.num_programs(1) + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-                    tl.store(counter, 0)
-                    _combine(out, part_o, part_l, first_token, row, kv_head, used, splits, H, G, GP, D, DP, CHUNK)
+                _combine(
+                    out, part_o, part_l, arrivals, first_token, row, kv_head, used, splits, H, G, GP, D, DP, CHUNK, FAN
+                )  # fmt: skip
+
+
+@kernel
+def _step(  # type: ignore[no-untyped-def]
+    queries, k_cache, v_cache, block, j, oldest, high, position, acc, m, l, kv_head, scale2, window, cache_b, cache_k,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values, at the positions ``j``, in the cache's blocks ``block``: (acc, m, l) with it.
+
+    Without MASK every query sees all of them, and they all exist.
+    """
+    d = tl.arange(0, DP)
+    at = block.to(tl.int64) * cache_b + kv_head * cache_k + (j % BLOCK) * D
+    owned = (j < high) & (j >= oldest)
+    inside = (d < D)[None, :]
+    if MASK:
+        inside = owned[:, None] & inside
+    keys = _load(k_cache + at[:, None] + d[None, :], inside, MASK or D < DP)
+    s = dot(queries, keys.to(queries.dtype).T, tl.zeros((queries.shape[0], j.shape[0]), tl.float32))
+    if MASK:
+        seen = owned[None, :] & (j[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (j[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, -float("inf"))
+    new_m = tl.maximum(m, tl.max(s, 1) * scale2)
+    shift = new_m
+    if MASK:
+        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+    p = tl.exp2(s * scale2 - shift[:, None])
+    fade = tl.exp2(m - shift)
+    l = l * fade + tl.sum(p, 1)
+    values = _load(v_cache + at[:, None] + d[None, :], inside, MASK or D < DP)
+    acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
+    return acc, new_m, l
+
+
+@kernel
+def _load(at, inside, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    if MASK:
+        tile = tl.load(at, inside, 0.0)
+    else:
+        tile = tl.load(at)
+    return tile
 
 
 @kernel
 def _combine(  # type: ignore[no-untyped-def]
-    out, part_o, part_l, token, row, kv_head, used, splits,
+    out, part_o, part_l, arrivals, token, row, kv_head, used, splits,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    FAN: tl.constexpr,
 ):  # fmt: skip
-    """The ``used`` splits of the G heads of one key head of a decode row."""
+    """Called by each split of a decode row when its part is written: the last of FAN neighbours puts theirs together,
+    the last of those who did puts all together. Which one that is does not matter to the result.
+    """
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    head = kv_head * G + g
+    first = (row.to(tl.int64) * H + head) * splits
+    inside = (g < G)[:, None] & (d < D)[None, :]
+    mine = tl.program_id(2) // FAN
+    groups = tl.cdiv(used, FAN)
+    counter = arrivals + (row * tl.num_programs(1) + kv_head) * (1 + tl.cdiv(splits, FAN))
+    members = min(FAN, used - mine * FAN)
+    if tl.atomic_add(counter + 1 + mine, 1, sem="acq_rel") == members - 1:
+        tl.store(counter + 1 + mine, 0)
+        m, l, acc = _merge(part_o, part_l, first + mine * FAN, members, 1, G, GP, D, DP, CHUNK)
+        last = groups == 1
+        if not last:
+            at = first + mine * FAN
+            tl.debug_barrier()
+            tl.store(part_o + at[:, None] * D + d[None, :], acc, inside)
+            tl.store(part_l + at * 2, m, g < G)
+            tl.store(part_l + at * 2 + 1, l, g < G)
+            tl.debug_barrier()
+            if tl.atomic_add(counter, 1, sem="acq_rel") == groups - 1:
+                tl.store(counter, 0)
+                last = True
+                m, l, acc = _merge(part_o, part_l, first, groups, FAN, G, GP, D, DP, CHUNK)
+        if last:
+            at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
+            tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+
+
+@kernel
+def _merge(  # type: ignore[no-untyped-def]
+    part_o, part_l, first, count, apart, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``count`` parts from ``first`` on, every ``apart``th, as one: (m, l, o), CHUNK at a time, in their order."""
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     n = tl.arange(0, CHUNK)
-    head = kv_head * G + g
-    first = (row.to(tl.int64) * H + head) * splits
     m = tl.full((GP,), -float("inf"), tl.float32)
     l = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DP), tl.float32)
-    for start in range(0, used, CHUNK):
-        part = first[None, :] + start + n[:, None]
-        inside = (start + n < used)[:, None] & (g < G)[None, :]
+    for start in range(0, count, CHUNK):
+        part = first[None, :] + (start + n)[:, None] * apart
+        inside = (start + n < count)[:, None] & (g < G)[None, :]
         m_n = tl.load(part_l + part * 2, inside, -float("inf"), cache_modifier=".cg")
         l_n = tl.load(part_l + part * 2 + 1, inside, 0.0, cache_modifier=".cg")
         o_n = tl.load(
@@ -297,9 +380,7 @@ def _combine(  # type: ignore[no-untyped-def]
         l = l * fade + tl.sum(l_n * weight, 0)
         acc = acc * fade[:, None] + tl.sum(o_n * weight[:, :, None], 0)
         m = new_m
-    at = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
-    result = (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty)
-    tl.store(at, result, (g < G)[:, None] & (d < D)[None, :])
+    return m, l, acc
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,21 +398,28 @@ class Tiles:
     """Positions of a split; 0 cuts each row evenly into as many as fill the chip, negative never splits."""
     programs: int = 8
     """Decode programs wanted on each multiprocessor, where ``split`` is 0."""
+    least: int = 64
+    """Positions of a split at the least, where ``split`` is 0."""
     chunk: int = 8
-    """Splits that are combined at a time."""
+    """Splits whose parts are loaded at a time."""
+    fan: int = 16
+    """Splits that are put together first, before what came of them is."""
     whole: bool = False
     """Rows of one query go the way of prefill chunks, in the same tiles and without splits: then a query's sums are the
     same to the bit whatever the batch is, and however its prompt is cut into chunks."""
 
 
+SMALL = Tiles(16, 16, 1, 1, 16, 1, 1, chunk=4, fan=3, least=16)
+"""For the interpreter."""
 MOST_SPLITS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PagedTriton:
-    """``paged_attention`` on a GPU. ``tiles.split`` above 0 makes the cuts the same in every batch."""
+    """``paged_attention`` on a GPU. ``tiles``: None takes what was tuned for the device; a ``split`` above 0 makes the
+    cuts the same in every batch."""
 
-    tiles: Tiles = Tiles()
+    tiles: Tiles | None = None
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
@@ -354,10 +442,9 @@ class PagedTriton:
             return out
         group = heads // kv_heads
         padded_group, padded_d = next_power_of_2(group), max(16, next_power_of_2(d))
-        tiles = self.tiles
+        tiles = self.tiles or tuned(rows * kv_heads, batch.max_seq_len, d, q.device)
         if INTERPRETED:
-            small = Tiles(16, 16, 1, 1, 16, 1, 1, split=min(tiles.split, 32), programs=tiles.programs, chunk=4)
-            tiles = replace(small, whole=tiles.whole)
+            tiles = replace(SMALL, split=min(tiles.split, 32), programs=tiles.programs, whole=tiles.whole)
         bm = max(tiles.bm, padded_group)
         decode_only = batch.decodes_only(tokens)
         early: dict[str, Any] = {"EARLY": False}
@@ -373,9 +460,10 @@ class PagedTriton:
             rows, scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], tables.stride(0),
         )  # fmt: skip
         if tiles.whole or not decode_only:
+            stages = min(tiles.stages, 2) if torch.version.hip else tiles.stages  # 64 KB of shared memory
             _paged[(tokens // (bm // padded_group) + rows, kv_heads)](
                 *inputs, None, None, None, *numbers, 0, 1, **shared, BM=bm, BN=tiles.bn, DECODE=False, SPLIT=False,
-                CHUNK=1, num_warps=tiles.warps, num_stages=tiles.stages,
+                CHUNK=1, FAN=1, LEAST=1, num_warps=tiles.warps, num_stages=stages,
             )  # fmt: skip
         if tiles.whole:
             return out
@@ -384,13 +472,41 @@ class PagedTriton:
         if splits > 1:
             part_o = q.new_empty((rows, heads, splits, d), dtype=torch.float32)
             part_l = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
-            arrivals = batch.arrivals(rows * kv_heads)
+            arrivals = batch.arrivals(rows * kv_heads * (1 + -(-splits // tiles.fan)))
         _paged[(rows, kv_heads, splits)](
             *inputs, part_o, part_l, arrivals, *numbers, split, splits, **shared, BM=max(16, padded_group),
-            BN=tiles.decode_bn, DECODE=True, SPLIT=splits > 1, CHUNK=tiles.chunk,
+            BN=tiles.decode_bn, DECODE=True, SPLIT=splits > 1, CHUNK=tiles.chunk, FAN=tiles.fan, LEAST=tiles.least,
             num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
         )  # fmt: skip
         return out
+
+
+DECODE_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "decode_bn": (16, 32, 64, 128), "decode_warps": (1, 2, 4, 8), "decode_stages": (4, 5, 7),
+    "programs": (1, 2, 4, 8), "least": (64, 128, 512),
+}  # fmt: skip
+
+
+WHOLE_ROWS = ((132, 128, 8, 5, 1), (264, 128, 8, 4, 2), (528, 64, 4, 4, 4))
+"""Programs at a time of an H200, their tile, warps and stages, and how many are wanted on a multiprocessor."""
+
+
+def decode_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
+    """Knobs of decode for (rows times key heads, longest row, head dimension).
+
+    Many small programs for each row keep most in flight. Where the rows alone fill the chip nearly evenly, one larger
+    program for each is as good, and has nothing to combine.
+    """
+    for places, bn, warps, stages, programs in WHOLE_ROWS:
+        if 0.9 * places <= size[0] <= places:
+            return {"decode_bn": bn, "decode_warps": warps, "decode_stages": stages, "programs": programs, "least": 512}
+    return {name: getattr(Tiles(), name) for name in DECODE_CHOICES}
+
+
+@cache
+def tuned(units: int, longest: int, d: int, device: torch.device) -> Tiles:
+    """What is known to be fastest, or the rule."""
+    return replace(Tiles(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
 
 
 def _splits(tiles: Tiles, longest: int, units: int, device: torch.device) -> tuple[int, int]:
@@ -404,7 +520,7 @@ def _splits(tiles: Tiles, longest: int, units: int, device: torch.device) -> tup
         split = -(-tiles.split // tiles.decode_bn) * tiles.decode_bn
         return split, -(-longest // split)
     wanted = max(1, round(tiles.programs * multiprocessors(device) / units))
-    return 0, min(wanted, -(-longest // LEAST), MOST_SPLITS)
+    return 0, min(wanted, -(-longest // tiles.least), MOST_SPLITS)
 
 
 def cost(
@@ -504,6 +620,24 @@ def _cases() -> Sequence[Case]:
     return [*decode, *others, *chunks, case(shapes.QWEN3_0_6B, 16, 512, 512)]
 
 
+def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:
+    return PagedTriton(replace(Tiles(), **config))(q, batch=batch, **others)
+
+
+def _size(arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    batch, cache_ = arguments["batch"], arguments["k_cache"]
+    return batch.num_rows * cache_.shape[1], batch.max_seq_len, cache_.shape[3]
+
+
+def _decodes(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments["batch"].decodes_only(len(arguments["q"])))
+
+
+def _valid(config: Mapping[str, Any], size: tuple[int, int, int]) -> bool:
+    """A warp has at least 16 positions of a tile and at most 64, and a split at least a tile."""
+    return 16 <= config["decode_bn"] // config["decode_warps"] <= 64 and config["decode_bn"] <= config["least"]
+
+
 def _kernels() -> Sequence[Kernel]:
     ints = dict.fromkeys(
         ("B", "window", "q_t", "q_h", "cache_b", "cache_k", "table_b", "split_length", "splits"), "i32"
@@ -529,20 +663,30 @@ def _kernels() -> Sequence[Kernel]:
             name="decode",
             function=_paged,
             arguments={**halves, **indices, **parts, "scale2": "fp32", **ints},
-            constants={**shape, "BM": 16, "BN": 32, "DECODE": True, "SPLIT": True, "CHUNK": 8},
+            constants={
+                **shape, "BM": 16, "BN": 32, "DECODE": True, "SPLIT": True, "CHUNK": 8, "FAN": 16, "LEAST": 64,
+            },
             divisible=divisible,
             warps=1,
             stages=4,
         ),
-        Kernel(
-            name="prefill",
-            function=_paged,
-            arguments={**halves, **indices, "scale2": "fp32", **ints},
-            constants={**shape, "BM": 128, "BN": 64, "DECODE": False, "SPLIT": False, "CHUNK": 1, **none},
-            divisible=divisible,
-            warps=8,
+        *(
+            Kernel(
+                name=name,
+                function=_paged,
+                arguments={**halves, **indices, "scale2": "fp32", **ints},
+                constants={
+                    **shape, "BM": 128, "BN": 64, "DECODE": False, "SPLIT": False, "CHUNK": 1, "FAN": 1, "LEAST": 1,
+                    **none,
+                },
+                divisible=divisible,
+                warps=8,
+                stages=stages,
+                targets=targets,
+            )
+            for name, stages, targets in (("prefill", 3, ("sm_80", "sm_90")), ("prefill_amd", 2, ("gfx942",)))
         ),
-    ]
+    ]  # fmt: skip
 
 
 register(
@@ -565,5 +709,6 @@ register(
         peers={"torch, gathered": _gathered},
         cases=_cases,
         kernels=_kernels,
+        knobs=(Knobs("paged_attention", DECODE_CHOICES, decode_rule, _launch, dict, _size, _valid, _decodes),),
     )
 )

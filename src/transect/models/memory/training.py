@@ -292,7 +292,7 @@ class _Account:
             backward = dx + numbers * (wide + e) + rows * vocab * (half + wide + before)
             return forward, backward, f"log-probabilities, logits of {rows} tokens at a time, gradients dx and dW"
         if plan.backend == "gpu":
-            chunk = min(plan.micro_batch, LOSS_CHUNK * (1 if config.dim >= 2048 else 2))
+            chunk = min(plan.micro_batch, LOSS_CHUNK * (1 if config.dim >= 4096 else 2))
             made = dx + e * numbers
             why = f"logits of {chunk} tokens at a time, and the gradients dx and dW that are made with them"
             return made + e * chunk * vocab, made, why
