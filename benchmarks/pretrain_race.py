@@ -2,7 +2,7 @@
 
     python benchmarks/pretrain_race.py OUT.json TEXT [--steps 80]
 
-The model is that of examples/pretrain (``library-h200``: a Llama of 768 x 6, bytes for tokens). All start from the
+The model is that of examples/pretrain (``library-h200``: a Llama of 512 x 8, bytes for tokens). All start from the
 same weights and see the same rows of 1024 tokens of TEXT, 64 a step, in the same order, under the same schedule, AdamW,
 decay and clipping. Here: ``precision = "mixed"`` (bfloat16 weights to compute with, float32 master copies).
 transformers: float32 weights, autocast to bfloat16, SDPA, fused AdamW; eager and under torch.compile. Each contender is
@@ -62,7 +62,7 @@ def prepare(folder: Path, text: bytes, device: str, layers: int, dim: int) -> No
     from transect.train.model import build
     from transect.train.tokens import token_dtype, write_meta
 
-    write_model(folder / "model", Shape(dim=dim, layers=layers, heads=dim // 64, ffn=dim * 8 // 3, context=SEQUENCE))
+    write_model(folder / "model", Shape(dim, layers, heads=dim // 64, ffn=-(-dim // 24) * 64, context=SEQUENCE))
     (folder / "model" / "tokenizer.json").unlink()  # the rows are bytes already
     tokens = np.frombuffer(text[: len(text) // SEQUENCE * SEQUENCE], np.uint8).astype(token_dtype(ROWS))
     out = folder / "rows.tokens"
@@ -164,8 +164,8 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--without", default="", help="contenders to leave out, by comma")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)

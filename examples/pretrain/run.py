@@ -35,7 +35,7 @@ from byte_model import Shape, write_model
 HERE = Path(__file__).resolve().parent
 ROOT = Path("runs/pretrain")
 SHAPES = {
-    "library-h200": Shape(dim=768, layers=6, heads=12, ffn=2048, context=1024),
+    "library-h200": Shape(dim=512, layers=8, heads=8, ffn=1408, context=1024),
     "library-cpu": Shape(dim=128, layers=4, heads=4, ffn=336, context=128),
     "shakespeare-h200": Shape(dim=384, layers=6, heads=6, ffn=1024, context=256),
     "shakespeare-cpu": Shape(dim=128, layers=4, heads=4, ffn=336, context=64),
@@ -58,10 +58,24 @@ PUBLISHED = {
 }
 
 
-def transect(*arguments: str) -> None:
-    """Run a command of ``transect`` and show it. CalledProcessError if it fails."""
+def transect(*arguments: str, seconds: float | None = None) -> None:
+    """Run a command of ``transect`` and show it; it is asked to end after ``seconds``.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
     print(f"\n$ transect {shlex.join(arguments)}", flush=True)
-    subprocess.run([sys.executable, "-m", "transect", *arguments], check=True)
+    process = subprocess.Popen([sys.executable, "-m", "transect", *arguments])
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # training finishes its step and writes a checkpoint
+        process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # it was told too
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, arguments)
 
 
 def prepare(task: str, text: Path | None) -> list[Path]:
@@ -132,6 +146,7 @@ def command_of(options: argparse.Namespace) -> str:
     words = ["python", "examples/pretrain/run.py", options.task, "--preset", options.preset]
     words += [] if options.text is None else ["--text", options.text.name]
     words += [] if options.steps is None else ["--steps", str(options.steps)]
+    words += [] if options.seconds is None else ["--seconds", f"{options.seconds:g}"]
     return shlex.join(words)
 
 
@@ -180,6 +195,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=("h200", "cpu"), default="h200")
     parser.add_argument("--text", type=Path, help="the text of the task shakespeare")
     parser.add_argument("--steps", type=int, help="in place of the preset's number of steps")
+    parser.add_argument("--seconds", type=float, help="end the training after so long, wherever it is")
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each sample")
     options = parser.parse_args()
     begin = time.perf_counter()
@@ -199,7 +215,7 @@ def main() -> None:
             transect("data", "tokenize", str(file), "-o", str(tokens), "--model", str(shape))
     prepared = time.perf_counter()
     steps = [] if options.steps is None else ["--steps", str(options.steps)]
-    transect("train", str(HERE / f"{name}.toml"), *steps)
+    transect("train", str(HERE / f"{name}.toml"), *steps, seconds=options.seconds)
     trained = time.perf_counter()
     run = Path(settings.run_dir)
     transect("plot", str(run), "-o", str(run / "curve.svg"), "--by", "tokens", "--bits", "--window", "10")
