@@ -186,7 +186,8 @@ def compressed_bits(train: Path, held_out: list[Path]) -> dict[str, float]:
 def text_of(file: Path) -> bytes:
     if file.suffix != ".jsonl":
         return file.read_bytes()
-    return "".join(json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()).encode()
+    with file.open(encoding="utf-8") as lines:
+        return "".join(json.loads(line)["text"] for line in lines).encode()
 
 
 def main() -> None:

@@ -184,9 +184,9 @@ def test_a_bad_line_is_named(tiny, tmp_path, line: str, message: str) -> None:
 
 def test_tokenized_by_workers_it_is_the_same_as_in_memory(tiny, tmp_path) -> None:
     folder, tokenizer, template = tiny
-    lines = [{"text": f"document {i} " * (i % 9 + 1)} for i in range(300)]
+    lines = [{"text": f"document\u2028{i} " * (i % 9 + 1)} for i in range(300)]  # a line's end to some, not to JSONL
     text = tmp_path / "many.jsonl"
-    text.write_text("".join(json.dumps(line) + "\n" for line in lines) + "\n")
+    text.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines) + "\n", encoding="utf-8")
     write_text(tmp_path / "one.txt")
     inputs = [str(text), str(tmp_path / "one.txt")]
     tokens, documents = tokenizing.tokenize(inputs, tmp_path / "a.tokens", str(folder), workers=2, chunk_bytes=2000)

@@ -146,7 +146,7 @@ def _tokenize_chunk(model: str, chunk: Chunk, target: str) -> None:
     if path.suffix == ".jsonl":
         with path.open("rb") as file:
             file.seek(chunk.start)
-            lines = file.read(chunk.end - chunk.start).decode("utf-8").splitlines()
+            lines = file.read(chunk.end - chunk.start).decode("utf-8").split("\n")  # not at U+2028
         documents = read_lines(lines, path, tokenizer, template, chunk.first_line)
     else:
         documents = read_documents(path, tokenizer, template)
