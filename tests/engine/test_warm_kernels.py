@@ -23,7 +23,7 @@ TINY = ModelConfig(
 )
 
 
-def work(seqs, tokens, length):
+def work(seqs, tokens, length, whole_prompts=None):
     return Work(
         config=TINY,
         dtype=torch.float32,
@@ -34,6 +34,7 @@ def work(seqs, tokens, length):
         deterministic=False,
         dependent_launch=False,
         fused_operators=True,
+        whole_prompts=whole_prompts,
     )
 
 
@@ -69,3 +70,26 @@ def test_each_can_be_run_on_padding_alone(limits):
         runner.compile(task.rows, task.tokens_each, task.rows if task.draws or task.tokens_each == 1 else 0)
         drawn = int((runner._drawn.token >= 0).sum())
         assert drawn == (task.rows if task.draws else 0)
+
+
+@torch.inference_mode()
+def test_whole_prompts_behind_decodes_and_alone():
+    model = Decoder(TINY, dtype=torch.float32, ops=resolve_ops("cpu")).requires_grad_(False).init_weights()
+    found = [task for task in tasks(work(20, 2048, 256, (1536, 96))) if task.prompts]
+    assert [(task.rows, task.tokens_each) for task in found] == [(32, 96), (16, 96), (0, 128)]
+    runner = trial_runner(model, 16, torch.float32, max_num_seqs=20, max_num_batched_tokens=2048, max_model_len=256)
+    inner, seen = runner._model, []
+
+    def noted(tokens, positions, context):
+        batch = context.batch
+        seen.append(
+            (context.whole.row, context.whole.token, batch.query_starts.diff().tolist(), batch.seq_lens.tolist())
+        )
+        return inner(tokens, positions, context)
+
+    noted.ops = inner.ops
+    runner._model = noted
+    for task in found:
+        runner.compile_whole(task.rows, task.prompts, task.tokens_each)
+        lengths = [1] * task.rows + [task.tokens_each] * 16
+        assert seen.pop() == (task.rows, task.rows, lengths, lengths)

@@ -226,15 +226,28 @@ class GPURunner:
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
         """Run one kind of step on padding alone, eagerly, so that its kernels are compiled; with ``tokens_each`` 1 a
-        step that only decodes."""
-        width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
+        step that only decodes, at both widths of ``warm``."""
+        narrow = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
+        wide = width_bucket(narrow + 1, self._block_size, self._max_blocks)
         with self._on_stream():
-            plan, fields = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
-            plan = plan._replace(decode=tokens_each == 1, variant=variant or Variant())
-            self._compute(plan, fields)
-            least, mean = self._whole_prompts or (0, tokens_each)
-            if tokens_each > mean and rows * tokens_each >= least:
-                self._compute(plan._replace(whole=WholePrompts(0, 0)), fields)
+            for width in {narrow, wide} if tokens_each == 1 else {narrow}:
+                plan, fields = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
+                plan = plan._replace(decode=tokens_each == 1, variant=variant or Variant())
+                self._compute(plan, fields)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @torch.inference_mode()
+    def compile_whole(self, rows: int, prompts: int, tokens_each: int) -> None:
+        """As ``compile``, for a step in which whole prompts stand behind ``rows`` that decode, or alone."""
+        width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
+        layout = StepLayout(rows + prompts * tokens_each, rows + prompts, 0, width)
+        with self._on_stream():
+            plan, fields = self._padding_step(layout)
+            starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
+            fields.start.copy_(torch.tensor(starts, dtype=torch.int32))
+            fields.length.copy_(fields.start.diff())
+            self._compute(plan._replace(decode=False, whole=WholePrompts(rows, rows)), fields)
         if self._stream is not None:
             self._stream.synchronize()
 

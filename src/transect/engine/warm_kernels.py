@@ -32,7 +32,7 @@ from .step_sizes import FEWEST_ROWS, row_buckets
 
 log = logging.getLogger(__name__)
 
-MOST_PROCESSES = 14
+MOST_PROCESSES = 10
 CUDA_SOURCES = ("small_matmul",)
 """What nvcc compiles; in seconds, so it begins before the processes ask for it."""
 CONTEXT_BYTES = 3 * 2**29
@@ -139,7 +139,10 @@ def run(work: Work) -> None:
     settings = {name: getattr(work, name) for name in names}
     for task in tasks(work)[work.share :: work.of]:
         runner = trial_runner(model, work.block_size, work.dtype, sample_on_device=task.draws, **settings)
-        runner.compile(task.rows, task.tokens_each, task.rows if task.draws or task.tokens_each == 1 else 0)
+        if task.prompts:
+            runner.compile_whole(task.rows, task.prompts, task.tokens_each)
+        else:
+            runner.compile(task.rows, task.tokens_each, task.rows if task.draws or task.tokens_each == 1 else 0)
 
 
 class Task(NamedTuple):
@@ -149,6 +152,8 @@ class Task(NamedTuple):
     tokens_each: int
     draws: bool
     """With the kernels that draw, which are the same for every number of rows; without, only layers and head."""
+    prompts: int = 0
+    """Whole prompts, of ``tokens_each``, behind ``rows`` that decode."""
 
 
 def tasks(work: Work) -> list[Task]:
@@ -162,9 +167,12 @@ def tasks(work: Work) -> list[Task]:
         for each in {max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16}:
             if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
                 found.append(Task(rows, each, False))
-    beside = Task(ragged[0] + FEWEST_ROWS, 16, False)  # as many sequences as may decode, and whole prompts
-    if work.whole_prompts is not None and beside.rows * beside.tokens_each <= work.max_num_batched_tokens:
-        found.append(beside)
+    if work.whole_prompts is not None:
+        # Behind any number of decodes (the table of rows has another size), and a number of tiles divisible by 16.
+        least = max(work.whole_prompts[0] // FEWEST_ROWS, work.whole_prompts[1])
+        for rows, each in [*((rows, least) for rows in ragged), (0, 128)]:
+            if rows + FEWEST_ROWS * each <= work.max_num_batched_tokens and each <= work.max_model_len:
+                found.append(Task(rows, each, False, FEWEST_ROWS))
     return found
 
 

@@ -204,7 +204,7 @@ def _persistent(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, X_T: tl.constexpr, W_T: tl.constexpr, PROGRAMS: tl.constexpr,
     SPECIALIZE: tl.constexpr, FLATTEN: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """PROGRAMS programs share all tiles; x, weight, gate and out are tensor descriptors.
+    """PROGRAMS programs share all tiles (fewer have one each); x, weight, gate and out are tensor descriptors.
 
     X_T, W_T: the operand lies in memory as [K, M] or [K, N]. The descriptors pad with zeros past the edges.
     PAIRED: gate and weight lie in one tensor, ``weight`` describes both as [2, N, K], and one product of twice the
@@ -341,7 +341,8 @@ def _launch_persistent(
         gate = gate.contiguous() if not w_t else gate.T.contiguous().T
 
     pair = gate is not None and not w_t and _is_pair(gate, weight)
-    programs = min(multiprocessors(x.device), triton.cdiv(m, bm) * triton.cdiv(n, bn))
+    most = multiprocessors(x.device)
+    programs = min(most, triton.cdiv(m, bm) * triton.cdiv(n, bn))
     res_m, res_n = (0, 0) if residual is None else residual.stride()
     _persistent[(programs,)](
         describe(x, bm, bk, transposed=x_t),
@@ -349,7 +350,7 @@ def _launch_persistent(
         None if gate is None or pair else describe(gate, bn, bk, transposed=w_t),
         describe(out, bm, bn // 2 if tiles.halves else bn),
         bias, residual, m, n, k, res_m, res_n, BM=bm, BN=bn, BK=bk, GROUP=tiles.group, ACT=activation,
-        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=programs, SPECIALIZE=tiles.specialize,
+        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=most, SPECIALIZE=tiles.specialize,
         FLATTEN=not tiles.specialize and not INTERPRETED, HALVES=tiles.halves, PAIRED=pair,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

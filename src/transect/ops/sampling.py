@@ -490,10 +490,11 @@ def sample(
     flags = (torch.empty(rows, dtype=torch.bool, device=device) if finite is None else finite).view(torch.uint8)
     groups = -(-vocab // GROUP)
     width, raw = next_power_of_2(groups), logprobs is not None
-    peaks, masses, raw_masses = torch.empty((3, rows, groups), dtype=torch.float32, device=device)
-    totals, lses = torch.empty((2, rows), dtype=torch.float64, device=device)
+    room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else kernels are compiled anew for few rows
+    peaks, masses, raw_masses = torch.empty((3, room, groups), dtype=torch.float32, device=device)
+    totals, lses = torch.empty((2, room), dtype=torch.float64, device=device)
     bars = torch.empty(rows, dtype=torch.float32, device=device)
-    mode, counts = torch.empty((2, rows), dtype=torch.int32, device=device)
+    mode, counts = torch.empty((2, room), dtype=torch.int32, device=device)
     found_z = torch.empty((rows, CANDIDATES), dtype=torch.float32, device=device)
     found_id = torch.empty((rows, CANDIDATES), dtype=torch.int32, device=device)
     early: dict[str, Any] = {"EARLY": False}
