@@ -26,7 +26,8 @@ from .jit import TRITON_TARGETS, available, kernel, require, tl
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, register
 
-BLOCK = 2048
+BLOCK, WARPS = 2048, 4
+"""Bytes of codes that a program takes: 16 a thread."""
 
 
 def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -38,23 +39,22 @@ def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @kernel
-def _dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, out_ptr, n_bytes, row_bytes, out_row, G: tl.constexpr, BLOCK: tl.constexpr
+def _dequantize_kernel(  # type: ignore[no-untyped-def]
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, row_bytes, out_row, blocks, G: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """BLOCK bytes a program: each gives two weights that lie G apart."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n_bytes
-    row = at // row_bytes
-    column = at - row * row_bytes
-    pair = column // G
-    low = row * out_row + pair * (2 * G) + column - pair * G
+    """PAIRS pairs of groups of one row: the low halves of G bytes are one group, the high halves the next."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    pair = (tl.program_id(0) % blocks) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair * G < row_bytes
+    column = tl.arange(0, G)[None, :]
+    code = tl.load(codes_ptr + row * row_bytes + pair[:, None] * G + column, mask=inside[:, None], other=0)
     group = row * (2 * row_bytes // G) + 2 * pair
-    code = tl.load(codes_ptr + at, mask=inside, other=0)
+    out = out_ptr + row * out_row + pair[:, None] * (2 * G) + column
     for half in tl.static_range(2):
         scale = tl.load(scale_ptr + group + half, mask=inside, other=0.0).to(tl.float32)
         zero = tl.load(zero_ptr + group + half, mask=inside, other=0.0).to(tl.float32)
-        value = ((code >> (4 * half)) & 15).to(tl.float32) * scale + zero
-        tl.store(out_ptr + low + half * G, value.to(out_ptr.dtype.element_ty), mask=inside)
+        value = ((code >> (4 * half)) & 15).to(tl.float32) * scale[:, None] + zero[:, None]
+        tl.store(out + half * G, value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -72,9 +72,12 @@ def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor
     if out.shape != (n, 2 * half) or out.dtype != scale.dtype or out.stride(1) != 1:
         raise ValueError(f"int4_dequantize: out must be [{n}, {2 * half}] of {scale.dtype}, with whole rows")
     if codes.numel():
-        grid = (-(-codes.numel() // BLOCK),)
         group = 2 * half // scale.shape[1]
-        _dequantize_kernel[grid](codes, scale, zero, out, codes.numel(), half, out.stride(0), G=group, BLOCK=BLOCK)
+        pairs = max(1, BLOCK // group)
+        blocks = -(-half // (group * pairs))
+        _dequantize_kernel[(n * blocks,)](
+            codes, scale, zero, out, half, out.stride(0), blocks, G=group, PAIRS=pairs, num_warps=WARPS
+        )
     return out
 
 
@@ -108,17 +111,12 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     arguments = {
-        "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*bf16", "out_ptr": "*bf16", "n_bytes": "i32",
-        "row_bytes": "i32", "out_row": "i32",
+        "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*bf16", "out_ptr": "*bf16", "row_bytes": "i32",
+        "out_row": "i32", "blocks": "i32",
     }  # fmt: skip
+    constants = {"G": 64, "PAIRS": BLOCK // 64}
     return [
-        Kernel(
-            "dequantize",
-            _dequantize_kernel,
-            arguments,
-            {"G": 64, "BLOCK": BLOCK},
-            divisible=("n_bytes", "row_bytes", "out_row"),
-        )
+        Kernel("dequantize", _dequantize_kernel, arguments, constants, divisible=("row_bytes", "out_row"), warps=WARPS)
     ]
 
 
