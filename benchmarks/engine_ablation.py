@@ -1,7 +1,6 @@
 """What each trick of the GPU engine is worth: the same short work with one of them off in turn.
 
-Prefill of 256 prompts of 512 tokens, then decode steps of all of them, of 64 and of 1 (median of the steps), and 256
-sequences of the throughput protocol with lengths of 100 to 256 (left out where a step takes longer than SLOW_S).
+Prefill of 256 prompts of 512 tokens, then decode steps of all of them, of 64 and of 1 (median of the steps).
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transect.bench.offline import run_all
-from transect.bench.workload import throughput_protocol
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 
@@ -22,23 +19,20 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "CUDA graphs off": {"cuda_graphs": "off"},
     "async scheduling off": {"async_scheduling": False},
     "device sampling off": {"device_sampling": False},
+    "prefill graphs off": {"prefill_graphs": False},
     "prompt attention off": {"prompt_attention": False},
     "last layer in full": {"prune_last_layer": False},
     "dependent launch off": {"dependent_launch": False},
     "fused operators off": {"fused_operators": False},
-    "deterministic": {"deterministic": True},
 }
 BATCHES = (256, 64, 1)
 STEPS = 48
-SHORT = (256, 100, 256)
-"""Sequences, fewest and most tokens."""
-SLOW_S = 0.05
 LONGEST_S = 1.0
 """After so many seconds at one batch no further steps are timed."""
 
 
 def short_work(llm: LLM, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Seconds of the prefill, of a decode step by batch, and output tokens per second of the short protocol."""
+    """Seconds of the prefill, and of a decode step by batch."""
     params = SamplingParams(max_tokens=len(BATCHES) * (STEPS + 8) + 64, temperature=0.6, ignore_eos=True)
     start = time.perf_counter()
     names = [llm.submit(prompt, params) for prompt in prompts]
@@ -60,10 +54,6 @@ def short_work(llm: LLM, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     llm.abort(names.pop())
     while llm.has_work:
         llm.step()
-    if found["decode_s"][BATCHES[0]] <= SLOW_S:
-        work = throughput_protocol(*SHORT)
-        seconds, _ = run_all(llm, work)
-        found["tokens_per_s"] = sum(each.output_tokens for each in work) / seconds
     return found
 
 
@@ -72,22 +62,22 @@ def ablation(
     prompts: Sequence[Sequence[int]],
     release: Callable[[], None],
     keep: Callable[[dict[str, Any]], None],
+    warm: int,
 ) -> dict[str, Any]:
-    """The short work on an engine for each entry of ``ABLATIONS``; ``keep`` is called with what there is after each."""
+    """The short work on an engine for each entry of ``ABLATIONS``. ``keep`` is called with what there is after each,
+    and each gets the first ``warm`` prompts before."""
     found: dict[str, Any] = {}
     for name, settings in ABLATIONS.items():
         llm = None
         try:
             llm = build(**settings)
-            if not found:
-                short_work(llm, prompts)
+            for prompt in prompts[:warm]:
+                llm.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+            while llm.has_work:
+                llm.step()
             found[name] = short_work(llm, prompts)
             decode = ", ".join(f"{batch}: {1e3 * seconds:.2f} ms" for batch, seconds in found[name]["decode_s"].items())
-            print(
-                f"  {name}: prefill {found[name]['prefill_s']:.2f} s, decode {decode}, "
-                f"{found[name].get('tokens_per_s', 0):.0f} tok/s",
-                flush=True,
-            )
+            print(f"  {name}: prefill {found[name]['prefill_s']:.2f} s, decode {decode}", flush=True)
         except Exception:
             traceback.print_exc()
         keep(found)

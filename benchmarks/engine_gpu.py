@@ -63,6 +63,11 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return torch.randint(0, 10000, (count, PROMPT), generator=generator).tolist()
 
 
+def large(model: str) -> bool:
+    """Whether a run of hundreds of prompts takes seconds: it is then warmed up with fewer."""
+    return PRESETS[model].dim >= 2048
+
+
 def release() -> None:
     """Give the memory of an engine that is gone back."""
     gc.collect()
@@ -84,7 +89,7 @@ def decode(llm: LLM, model: str, batch: int, runs: int) -> dict[str, Any]:
 
 def prefill(llm: LLM, model: str, runs: int) -> dict[str, Any]:
     """256 prompts of 512 tokens, one token drawn for each."""
-    times = record.summary([prefill_seconds(llm, prompts(256, seed)) for seed in range(runs)])
+    times = record.summary([prefill_seconds(llm, prompts(256, seed)) for seed in range(runs + 1)][1:])
     floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * 256, RATES).seconds
     print(
         f"  prefill {model} 256 x {PROMPT}: {times['median']:.3f} s, floor {floor:.3f}, {floor / times['median']:.1%}"
@@ -103,6 +108,8 @@ def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
         print(f"  {error}")
         meter = None
     times, energies, steps = [], [], 0
+    if not large(model):
+        run_all(llm, work)
     for _ in range(runs):
         with meter or nullcontext():
             seconds, steps = run_all(llm, work)
@@ -137,13 +144,13 @@ def trace(llm: LLM, model: str, batch: int, mixed: bool) -> dict[str, Any]:
     return {**traced_steps(llm, prompts(batch, 1), mixed), "floor_s": floor}
 
 
-def deterministic(model: str, runs: int) -> dict[str, Any]:
+def deterministic(model: str) -> dict[str, Any]:
     """The throughput protocol with and without batch-invariant mode, one after the other."""
     rates = {}
     for name, mode in (("fast", False), ("deterministic", True)):
         llm = engine(model, deterministic=mode)
         run_all(llm, throughput_protocol(32, 100, 300))
-        rates[name] = throughput(llm, model, runs)
+        rates[name] = throughput(llm, model, 1)
         del llm
         release()
     cost = 1 - rates["deterministic"]["tokens_per_s"] / rates["fast"]["tokens_per_s"]
@@ -246,10 +253,12 @@ def measure(model: str, sections: set[str], kept: Kept, runs: int) -> None:
         del llm
         release()
     if "deterministic" in sections:
-        kept.attempt("deterministic", lambda: deterministic(model, 1))
+        kept.attempt("deterministic", lambda: deterministic(model))
     if "ablation" in sections:
-        build = lambda **settings: engine(model, **settings)  # noqa: E731
-        ablation(build, prompts(256, 1), release, lambda found: kept.put("ablation", found))
+        build = lambda **settings: engine(model, **{"cuda_graphs": "lazy", **settings})  # noqa: E731
+        ablation(
+            build, prompts(256, 1), release, lambda found: kept.put("ablation", found), 48 if large(model) else 256
+        )
 
 
 def merge(directory: Path, out: Path) -> None:

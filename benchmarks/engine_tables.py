@@ -188,7 +188,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def ablation_table(files: dict[str, dict[str, Any]]) -> str:
-    """The short work with one thing off in turn; in brackets, the time (or rate) over that with everything on."""
+    """The short work with one thing off in turn; in brackets, the time over that with everything on."""
     rows = []
     for model, known in files.items():
         for found in sections(known, "ablation"):
@@ -198,16 +198,13 @@ def ablation_table(files: dict[str, dict[str, Any]]) -> str:
                 cells += [
                     _ratio(seconds, base["decode_s"][batch], 1e3, "ms") for batch, seconds in row["decode_s"].items()
                 ]
-                known_rate = "tokens_per_s" in row
-                cells.append(_ratio(row["tokens_per_s"], base["tokens_per_s"], 1, "tok/s") if known_rate else "")
                 rows.append((model, name, *cells))
-    head = ("model", "", "prefill, 256 x 512", "decode, 256", "decode, 64", "decode, 1", "throughput, short")
+    head = ("model", "", "prefill, 256 x 512", "decode, 256", "decode, 64", "decode, 1")
     return _rows(head, rows) + origin(files, ("ablation",))
 
 
 def _ratio(value: float, base: float, scale: float, unit: str) -> str:
-    shown = f"{value:,.0f}" if unit == "tok/s" else f"{value * scale:.2f}"
-    return f"{shown} {unit}" + ("" if value == base else f" ({value / base:.2f}x)")
+    return f"{value * scale:.2f} {unit}" + ("" if value == base else f" ({value / base:.2f}x)")
 
 
 def deterministic_table(files: dict[str, dict[str, Any]]) -> str:
