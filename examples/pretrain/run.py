@@ -219,12 +219,13 @@ def main() -> None:
     transect("train", str(HERE / f"{name}.toml"), *steps, seconds=options.seconds)
     trained = time.perf_counter()
     run = Path(settings.run_dir)
-    transect("plot", str(run), "-o", str(run / "curve.svg"), "--by", "tokens", "--bits", "--window", "10")
+    log = read_log(run)
+    evaluations = [line for line in log if line["kind"] == "evaluation"]
+    unit = ["--bits"] if evaluations else []
+    transect("plot", str(run), "-o", str(run / "curve.svg"), "--by", "tokens", *unit, "--window", "10")
     device = [] if settings.device == "auto" else ["--device", settings.device]
     samples = serve_and_ask(run / "last", PROMPTS[options.task], options.tokens, device)
 
-    log = read_log(run)
-    evaluations = [line for line in log if line["kind"] == "evaluation"]
     stepped = [line for line in log if line["kind"] == "step"]
     per_step = stepped[0]["tokens"]
     half = sorted(line["seconds"] for line in stepped)[len(stepped) // 2]
@@ -255,8 +256,11 @@ def main() -> None:
         "environment": environment(("torch", "numpy", "triton", "transformers")),
     }
     (run / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    best = min(evaluations, key=lambda line: line["loss"])
-    print(f"\nbest validation: {best['bits_per_byte']:.4f} bits per byte after {best['step']} steps")
+    for file, bits in result["bits_per_byte"].items():
+        print(f"{file}: {bits:.4f} bits per byte")
+    if evaluations:
+        best = min(evaluations, key=lambda line: line["loss"])
+        print(f"best validation: {best['bits_per_byte']:.4f} bits per byte after {best['step']} steps")
     if name in PUBLISHED:
         print(f"nanoGPT publishes {PUBLISHED[name]['nats'] / math.log(2):.4f} at this size")
     print(f"all of it in {time.perf_counter() - begin:.0f} s; {run / 'result.json'}")
