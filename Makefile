@@ -20,8 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/transect demo
 
+# Two processes, each with whole files; `make test WORKERS=0` runs all in one.
+WORKERS ?= 2
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: setup
 	@$(BIN)/ruff check src tests benchmarks examples
