@@ -188,6 +188,19 @@ def test_a_scale_that_is_not_a_number_changes_nothing() -> None:
     assert (weight < 1.0).all() and (m > 0.5).all()
 
 
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs Triton's interpreter or a GPU")
+def test_the_norm_of_one_launch_is_that_of_all_gradients() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(*shape, generator=generator).to(device) for shape in ((30, 200), (7,), (4096,))]
+    likes = [torch.zeros_like(g) for g in gradients]
+    fused = FusedAdamW(likes, [g.clone() for g in likes], [g.clone() for g in likes], [0.0] * 3)
+    expected = torch.cat([g.flatten() for g in gradients]).norm()
+    torch.testing.assert_close(fused.norm(gradients), expected)
+    gradients[1][3] = float("inf")
+    assert not fused.norm(gradients).isfinite()
+
+
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
 def test_state_comes_back(name: str) -> None:
     config = OptimizerConfig(name=name)

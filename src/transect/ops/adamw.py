@@ -115,8 +115,26 @@ def _adamw_kernel(
     tl.store(w_base + at, w.to(weight_type), mask=inside)
 
 
+@kernel
+def _squares_kernel(  # type: ignore[no-untyped-def]
+    table_ptr, owner_ptr, first_ptr, sums_ptr, tensors, gradient_type: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of the squares of program p's BLOCK elements of the gradients; tables as above."""
+    program = tl.program_id(0)
+    row = table_ptr + tl.load(owner_ptr + program)
+    at = tl.load(first_ptr + program) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(row + 5 * tensors)
+    g_base = tl.load(row + tensors).to(tl.pointer_type(gradient_type))
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+        g_base = tl.multiple_of(g_base, 16)
+    g = tl.load(g_base + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(sums_ptr + program, tl.sum(g * g, 0))
+
+
 class FusedAdamW:
-    """The tables for a fixed list of tensors; ``step`` is one launch.
+    """The tables for a fixed list of tensors; ``step`` is one launch, ``norm`` another.
 
     Args:
         weights, ms, vs: contiguous, weights of one dtype and moments of one dtype. masters: float32, or empty.
@@ -159,23 +177,44 @@ class FusedAdamW:
     def step(self, gradients: Sequence[Tensor], numbers: Step, scale: Tensor) -> None:
         """One step, or none where ``scale``, a float32 scalar on the device, is NaN. ``gradients`` as the weights."""
         weights, ms, _, masters = self._kept
-        gradients = [g if g.is_contiguous() else g.contiguous() for g in gradients]
+        gradients = self._point(gradients)
         if not len(self._owners):
             return
-        addresses = [g.data_ptr() for g in gradients]
+        aligned = self._aligned and all(g.data_ptr() % 16 == 0 for g in gradients)
+        _adamw_kernel[(len(self._owners),)](
+            self._table, self._owners, self._first, scale, len(weights), numbers.rate, numbers.beta1, numbers.beta2,
+            numbers.eps, numbers.correction1, numbers.correction2,
+            weight_type=_kind(weights[0]), state_type=_kind(ms[0]), MASTER=bool(masters), ALIGNED=aligned,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of all gradients together, a float32 scalar on the device; the same to the bit in every run."""
+        gradients = self._point(gradients)
+        sums = torch.zeros(len(self._owners), dtype=torch.float32, device=self._owners.device)
+        if len(self._owners):
+            aligned = self._aligned and all(g.data_ptr() % 16 == 0 for g in gradients)
+            _squares_kernel[(len(self._owners),)](
+                self._table, self._owners, self._first, sums, len(gradients), gradient_type=_kind(gradients[0]),
+                ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+        return sums.sum().sqrt()
+
+    def _point(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Enter the addresses of the gradients, made contiguous, into the table."""
+        held = [g if g.is_contiguous() else g.contiguous() for g in gradients]
+        addresses = [g.data_ptr() for g in held]
         if addresses != self._addresses:
             fresh = torch.tensor(addresses, dtype=torch.int64)  # not one buffer: the last copy may not have been made
             self._table[1].copy_(fresh.pin_memory() if self._table.is_cuda else fresh, non_blocking=True)
             self._addresses = addresses
-        aligned = self._aligned and all(g.data_ptr() % 16 == 0 for g in gradients)
-        kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-        _adamw_kernel[(len(self._owners),)](
-            self._table, self._owners, self._first, scale, len(weights), numbers.rate, numbers.beta1, numbers.beta2,
-            numbers.eps, numbers.correction1, numbers.correction2,
-            weight_type=kinds[weights[0].dtype], state_type=kinds[ms[0].dtype], MASTER=bool(masters), ALIGNED=aligned,
-            BLOCK=BLOCK,
-            num_warps=8,
-        )  # fmt: skip
+        return held
+
+
+def _kind(x: Tensor) -> Any:
+    """The dtype in Triton's words."""
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
 
 
 class OneTensor:
@@ -279,7 +318,12 @@ def _kernels() -> Sequence[Kernel]:
         "ALIGNED": True,
         "BLOCK": BLOCK,
     }
-    return [Kernel("adamw", _adamw_kernel, arguments, constants, warps=8)]
+    tables = {"table_ptr": "*i64", "owner_ptr": "*i32", "first_ptr": "*i64", "sums_ptr": "*fp32", "tensors": "i32"}
+    squares = {"gradient_type": tl.bfloat16, "ALIGNED": True, "BLOCK": BLOCK}
+    return [
+        Kernel("adamw", _adamw_kernel, arguments, constants, warps=8),
+        Kernel("squares", _squares_kernel, tables, squares, warps=8),
+    ]
 
 
 register(

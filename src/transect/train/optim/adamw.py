@@ -35,19 +35,30 @@ class AdamW(Optimizer):
         dtype = torch.float32 if self.master_weights else parameter.dtype
         return {kind: torch.zeros_like(parameter, dtype=dtype) for kind in ("m", "v")}
 
-    def update_all(self, parameters: Mapping[str, nn.Parameter], factor: float, scale: Tensor | None) -> None:
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        given = {name: p for name, p in self.parameters.items() if p.grad is not None}
+        if not given or not self.skips or len({p.dtype for p in given.values()}) > 1:
+            return super().gradient_norm()
+        return self._tables(given).norm([p.grad for p in given.values() if p.grad is not None])
+
+    def _tables(self, parameters: Mapping[str, nn.Parameter]) -> FusedAdamW:
+        """Those for these parameters, which are the same ones in every step."""
         names = tuple(parameters)
-        if not names or not parameters[names[0]].is_cuda:
-            super().update_all(parameters, factor, scale)
-            return
-        weights = [parameters[name] for name in names]
         if self._fused is None or self._fused[0] != names:
-            states = [self.state[name] for name in names]
+            weights, states = list(parameters.values()), [self.state[name] for name in names]
             masters = [state["master"] for state in states if "master" in state]
             tables = FusedAdamW(
                 weights, [s["m"] for s in states], [s["v"] for s in states], [self.decay(w) for w in weights], masters
             )
             self._fused = names, tables
+        return self._fused[1]
+
+    def update_all(self, parameters: Mapping[str, nn.Parameter], factor: float, scale: Tensor | None) -> None:
+        if not parameters or not self.skips:
+            super().update_all(parameters, factor, scale)
+            return
+        weights = list(parameters.values())
         config = self.config
         numbers = Step(
             config.learning_rate * factor,
@@ -58,7 +69,7 @@ class AdamW(Optimizer):
             math.sqrt(1 - config.beta2**self.steps),
         )
         one = torch.ones((), device=weights[0].device) if scale is None else scale
-        self._fused[1].step([w.grad for w in weights if w.grad is not None], numbers, one)
+        self._tables(parameters).step([w.grad for w in weights if w.grad is not None], numbers, one)
 
     def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
         state = self.state[name]
