@@ -9,6 +9,7 @@ random upstream gradients, three layouts in memory, each dtype that an implement
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from transect.ops.registry import Unavailable, all_ops, get
 from transect.ops.tools import accuracy
 
 RESULT = record.RESULTS / "h200" / "numerics.json"
+SANITIZER = record.RESULTS / "h200" / "sanitizer.json"
 
 
 def implementations(device: str) -> list[tuple[str, str, str]]:
@@ -81,6 +83,27 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def page() -> str:
+    """The recorded table, and what the sanitizer found.
+
+    Raises:
+        FileNotFoundError: nothing is recorded.
+    """
+    made, sanitizer = (json.loads(path.read_text()) for path in (RESULT, SANITIZER))
+    rows = [row for row in made["rows"] if row["compared"]]
+    compared = sum(row["compared"] for row in rows)
+    where = made["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+    found = "; ".join(f"{tool}: {of['summary'].lower()}" for tool, of in sanitizer["tools"].items())
+    runs = sum(int(line.rpartition(": ")[2].split()[0]) for line in sanitizer["tools"]["memcheck"]["runs"])
+    return (
+        f"{table(rows)}\n\n`{made['command']}` on one {made['device']}, {versions}, commit {where['commit']}: "
+        f"{compared} results and gradients compared, the worst of each in the table.\n\n"
+        f"`{sanitizer['command']}`, {runs} runs of the CUDA C++ kernels under compute-sanitizer at commit "
+        f"{sanitizer['environment']['commit']}: {found}.\n"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -90,16 +113,18 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     only = set(filter(None, options.ops.split(",")))
     todo = [which for which in implementations(device) if not only or which[0] in only]
-    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-        rows = list(pool.map(measure, todo, [device] * len(todo)))
-    result = {
+    result: dict[str, Any] = {
         "command": "python benchmarks/numerics.py",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": record.environment(("torch", "triton")),
         "device": torch.cuda.get_device_name() if device == "cuda" else "the processor",
-        "rows": rows,
+        "rows": [],
     }
-    record.write(options.out, result)
+    rows = result["rows"]
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        for row in pool.map(measure, todo, [device] * len(todo)):
+            rows.append(row)
+            record.write(options.out, result)
     print(table(rows))
     failed = [row for row in rows if not row.get("passed", True)]
     for row in failed:
