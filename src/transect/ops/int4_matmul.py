@@ -38,37 +38,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cuda, shapes
+from .int4_packing import GROUPS, pack, unpack
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, register
 from .small_matmul import SHARED, Counters, Cut, add_parts, bind
 from .tiles import INTERPRETS, after_previous, dot
 
-GROUPS = (32, 64, 128)
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 """What the or-trick adds to a code; float32 does without it."""
-
-
-def pack(codes: Tensor, group: int) -> Tensor:
-    """uint8 codes ``[N, K]`` in 0..15 -> ``[N, K / 2]``.
-
-    Raises:
-        ValueError: the group is not 32, 64 or 128, or K is not a multiple of two groups.
-    """
-    n, k = codes.shape
-    if group not in GROUPS or k % (2 * group):
-        raise ValueError(
-            f"int4 groups: the group must be one of {GROUPS} and K a multiple of twice it; got {group}, {k}"
-        )
-    pairs = codes.view(n, k // (2 * group), 2, group)
-    return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(n, k // 2)
-
-
-def unpack(packed: Tensor, group: int) -> Tensor:
-    """The inverse of ``pack``."""
-    n, half = packed.shape
-    pairs = packed.view(n, half // group, 1, group)
-    return torch.cat((pairs & 15, pairs >> 4), dim=2).reshape(n, 2 * half)
 
 
 def repack(codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
