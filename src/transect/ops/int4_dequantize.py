@@ -41,7 +41,7 @@ def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 @kernel
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, out_ptr, n, pairs, G: tl.constexpr, ROWS: tl.constexpr
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, n, pairs, out_row, G: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """One pair of groups of ROWS rows a program: each byte gives two weights that lie G apart."""
     pair = tl.program_id(0) % pairs
@@ -55,7 +55,8 @@ def _dequantize_kernel(
         scale = tl.load(scale_ptr + group, mask=inside, other=0.0).to(tl.float32)
         zero = tl.load(zero_ptr + group, mask=inside, other=0.0).to(tl.float32)
         value = ((code >> (4 * half)) & 15).to(tl.float32) * scale[:, None] + zero[:, None]
-        tl.store(out_ptr + group[:, None] * G + j[None, :], value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        out = out_ptr + row[:, None] * out_row + (2 * pair + half) * G + j[None, :]
+        tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -76,7 +77,7 @@ def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor
         group = 2 * half // scale.shape[1]
         pairs = half // group
         grid = (pairs * -(-n // ROWS),)
-        _dequantize_kernel[grid](codes, scale, zero, out, n, pairs, G=group, ROWS=ROWS, num_warps=WARPS)
+        _dequantize_kernel[grid](codes, scale, zero, out, n, pairs, out.stride(0), G=group, ROWS=ROWS, num_warps=WARPS)
     return out
 
 
@@ -111,8 +112,10 @@ def _cases() -> Sequence[Case]:
 def _kernels() -> Sequence[Kernel]:
     arguments = {
         "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*bf16", "out_ptr": "*bf16", "n": "i32", "pairs": "i32",
+        "out_row": "i32",
     }  # fmt: skip
-    return [Kernel("dequantize", _dequantize_kernel, arguments, {"G": 64, "ROWS": ROWS}, divisible=("n", "pairs"))]
+    constants = {"G": 64, "ROWS": ROWS}
+    return [Kernel("dequantize", _dequantize_kernel, arguments, constants, divisible=("n", "pairs", "out_row"))]
 
 
 register(
