@@ -33,7 +33,7 @@ from .step_sizes import FEWEST_ROWS, row_buckets
 log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 10
-CUDA_SOURCES = ("small_matmul",)
+CUDA_SOURCES = ("small_matmul", "small_matmul_hopper")
 """What nvcc compiles; in seconds, so it begins before the processes ask for it."""
 CONTEXT_BYTES = 3 * 2**29
 """Of a process with one layer, beside its embedding."""

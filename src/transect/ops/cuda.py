@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,6 +94,19 @@ def library(name: str) -> ctypes.CDLL:
                 compile_source(source, f"sm_{major}{minor}", temporary, shared=True)
                 temporary.replace(output)
     return ctypes.CDLL(str(output))
+
+
+def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
+    """A launcher of ``ops/NAME.cu``; its arguments by letter: p pointer, i int, l long long.
+
+    Raises:
+        Unavailable: no GPU, or no nvcc.
+    """
+    function = getattr(library(name), symbol)
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong}
+    function.argtypes = [kinds[letter] for letter in signature]
+    function.restype = ctypes.c_int
+    return cast(Callable[..., int], function)
 
 
 @cache

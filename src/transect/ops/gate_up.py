@@ -82,11 +82,13 @@ def gate_halves(both: Tensor, *, pdl: bool = False) -> Tensor:
 def _triton() -> Callable[..., Tensor]:
     """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
     few = available(small_matmul.best_launcher())()
+    at_once = small_matmul.gated_launcher()
 
     def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
         """As ``reference``, on the GPU; ``pdl``: the weight may be read while the kernel before still runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
-            return gate_halves(few(x, weight, bias, pdl=pdl), pdl=pdl)
+            y = at_once(x, weight, pdl=pdl) if bias is None else None
+            return gate_halves(few(x, weight, bias, pdl=pdl), pdl=pdl) if y is None else y
         if bias is not None:
             return gate_halves(matmul.matmul(x, weight, bias), pdl=pdl)
         gate, up = weight.chunk(2)

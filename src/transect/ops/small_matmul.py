@@ -29,19 +29,19 @@ Source: split-K and its fix-up by the last arriver: Osama et al. 2023, arXiv:230
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda, shapes
+from . import cuda, shapes, small_matmul_hopper
+from .cuda import bind as bind
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
@@ -343,15 +343,6 @@ def quicker(m: int, n: int, k: int) -> bool:
     return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192)
 
 
-def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
-    """A launcher of ``ops/NAME.cu``; its arguments by letter: p pointer, i int, l long long."""
-    function = getattr(cuda.library(name), symbol)
-    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong}
-    function.argtypes = [kinds[letter] for letter in signature]
-    function.restype = ctypes.c_int
-    return cast(Callable[..., int], function)
-
-
 def cuda_refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
     """Why the CUDA kernels do not take these arguments, or ``""``."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
@@ -409,14 +400,18 @@ class CudaRows:
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``small_matmul(x, weight, bias=None, *, pdl=False)``: ``small_matmul.cu`` where it is ``quicker`` and
-    takes the arguments, else the Triton kernels.
+    """A new ``small_matmul(x, weight, bias=None, *, pdl=False)``: what was quickest for the shape.
 
-    Which one runs is decided by the shape, the strides and the dtype alone. Where the CUDA kernels cannot be built,
-    that is said once, in the log. Counters are its own (see ``Counters``).
+    From 17 rows on, bfloat16, what a file of choices for this GPU names (``small_matmul_hopper.chosen``): one of the
+    kernels here, or cuBLAS, which is ``torch.nn.functional.linear``. Without one, cuBLAS on Hopper above 32 rows.
+    Otherwise ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels.
+
+    Which one runs is decided by the device, the shape, the strides and the dtype alone. Where the CUDA kernels cannot
+    be built, that is said once, in the log. Counters are its own (see ``Counters``).
     """
     triton_rows = launcher()
     built: dict[torch.device, CudaRows | None] = {}
+    hopper: dict[torch.device, small_matmul_hopper.HopperRows | None] = {}
 
     def build(device: torch.device) -> CudaRows | None:
         if device.type != "cuda" or torch.version.hip is not None:
@@ -427,14 +422,54 @@ def best_launcher() -> Callable[..., Tensor]:
             log.warning("small_matmul runs its Triton kernels, which are slower: %s", error)
             return None
 
+    def build_hopper(device: torch.device) -> small_matmul_hopper.HopperRows | None:
+        if built[device] is None or torch.cuda.get_device_capability(device) != (9, 0):
+            return None
+        return small_matmul_hopper.HopperRows(device)
+
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
         """As ``reference``, on the GPU; ``pdl`` as in ``CudaRows``."""
-        if x.device not in built:
-            built[x.device] = build(x.device)
-        rows = built[x.device]
-        if rows is not None and not cuda_refuses(x, weight, bias) and quicker(x.shape[0], *weight.shape):
+        device = x.device
+        if device not in built:
+            built[device] = build(device)
+            hopper[device] = build_hopper(device)
+        rows, wide = built[device], hopper[device]
+        if rows is None or cuda_refuses(x, weight, bias):
+            return triton_rows(x, weight, bias)
+        m, (n, k) = x.shape[0], weight.shape
+        if wide is not None and m >= small_matmul_hopper.FEWEST_ROWS:
+            choice = small_matmul_hopper.chosen(m, n, k, device)
+            by = choice.by if choice is not None else "cublas" if m > CUDA_ROWS else ""
+            if choice is not None and by == "hopper" and not small_matmul_hopper.refuses(x, weight, bias):
+                return wide(x, weight, bias, pdl=pdl, plan=choice.plan)
+            if by in ("cublas", "hopper"):
+                return F.linear(x, weight, bias)
+            if by == "triton":
+                return triton_rows(x, weight, bias)
+            if by == "cuda":
+                return rows(x, weight, bias, pdl=pdl)
+        if quicker(m, n, k):
             return rows(x, weight, bias, pdl=pdl)
         return triton_rows(x, weight, bias)
+
+    return call
+
+
+def gated_launcher() -> Callable[..., Tensor | None]:
+    """A new ``gate_up(x, weight, *, pdl=False)`` of one launch, as ``gate_up.py`` defines it, without a bias; None
+    where the GPU or the shape has none, or where the product and the gate were quicker one after the other."""
+    hopper: dict[torch.device, small_matmul_hopper.HopperRows] = {}
+
+    def call(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor | None:
+        choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
+        if choice is None or choice.plan is None or small_matmul_hopper.refuses(x, weight):
+            return None
+        if x.device not in hopper:
+            try:
+                hopper[x.device] = small_matmul_hopper.HopperRows(x.device)
+            except Unavailable:  # the product of one half after the other then runs, and says why in the log
+                return None
+        return hopper[x.device](x, weight, pdl=pdl, plan=choice.plan)
 
     return call
 
@@ -549,6 +584,21 @@ register(
                 dtypes=("bfloat16",),
                 refuses=cuda_refuses,
                 source="small_matmul.cu",
+            ),
+            "hopper_pdl": Implementation(
+                "cuda",
+                lambda: partial(small_matmul_hopper.HopperRows(), pdl=True),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refuses=small_matmul_hopper.refuses,
+                source="small_matmul_hopper.cu",
+            ),
+            "chosen": Implementation(
+                "cuda",
+                available(partial(small_matmul, pdl=True)),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                source="small_matmul_hopper.cu",
             ),
         },
         examples=_examples,

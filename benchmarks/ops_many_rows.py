@@ -1,0 +1,197 @@
+"""Products of 17 to 256 rows on one Hopper GPU: every plan of ``small_matmul_hopper.py`` beside cuBLAS.
+
+    python benchmarks/ops_many_rows.py OUT.json [--choices FILE] [--seconds S] [--only chosen]
+
+Sizes are those of the projections and heads of the models in ``ops/shapes.py``. Times are of CUDA graphs of several
+calls on weights rotated past the L2 cache, the median over replays; each launch of ours begins while the one before
+ends and asks for its weights then, as in a chain of layers (``pdl``); cuBLAS's cannot. Every plan is first checked: its
+error against float64 sums of the same bfloat16 inputs must be at most 1.1 times cuBLAS's, and a second run must give
+the same bits. With ``--choices`` the quickest of each size is written to FILE, which is what the operator then runs
+(``ops/tuned/small_matmul/``): cuBLAS where it is quickest. ``--only chosen`` races those alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from record import environment
+from transect.ops import gate_up, shapes, small_matmul
+from transect.ops import small_matmul_hopper as hopper
+
+READ, RATE = 4.33e12, 777e12
+"""Measured ceilings of the device: bytes and bfloat16 FLOPs a second."""
+Calls = list[Callable[[], Any]]
+
+
+def sizes() -> list[tuple[int, int, bool]]:
+    """(N, K, gated) of every product, the 8B models first; gated: N rows of W make N / 2 columns."""
+    found: dict[tuple[int, int, bool], None] = {}
+    for model in (shapes.LLAMA_8B, shapes.QWEN3_8B, shapes.LLAMA_1B, shapes.QWEN3_0_6B):
+        for n, k in (
+            (2 * model.ffn_dim, model.dim),
+            (model.dim, model.ffn_dim),
+            (model.qkv_dim, model.dim),
+            (model.dim, model.n_heads * model.head_dim),
+            (model.vocab_size, model.dim),
+        ):
+            found[n, k, False] = None
+        found[2 * model.ffn_dim, model.dim, True] = None
+    return list(found)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def measure(calls: Calls, replays: int) -> tuple[float, float, float]:
+    """Median, least and largest microseconds of one call over replays of a graph of all of them."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) * 1e3 / len(calls) for start, end in events]
+    return statistics.median(times), min(times), max(times)
+
+
+def exact(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    """The result in float64, some rows of W at a time."""
+    y = torch.cat([x.double() @ part.double().T for part in weight.split(8192)], 1)
+    if not gated:
+        return y
+    gate, up = y.chunk(2, 1)
+    return F.silu(gate) * up
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+class Race:
+    """The contenders on one size of weight."""
+
+    def __init__(self, n: int, k: int, gated: bool) -> None:
+        self.n, self.k, self.gated = n, k, gated
+        count = max(3, min(16, -(-250_000_000 // (2 * n * k))))
+        self.weights = [normal(n, k, scale=k**-0.5) for _ in range(count)]
+        self.kernel = hopper.HopperRows()
+        self.cuda = small_matmul.CudaRows()
+        self.triton = small_matmul.launcher()
+
+    def gate(self, y: Tensor) -> Tensor:
+        return gate_up.gate_halves(y, pdl=True) if self.gated else y
+
+    def contenders(self, m: int, plans: bool) -> dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]]:
+        columns = self.n // 2 if self.gated else self.n
+        chosen = hopper.chosen(m, self.n, self.k, torch.device("cuda", 0), self.gated)
+        found: dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]] = {
+            "cublas": (hopper.Choice("cublas"), lambda x, w: self.gate(F.linear(x, w)))
+        }
+        if m <= 32:
+            found["cuda"] = (hopper.Choice("cuda"), lambda x, w: self.gate(self.cuda(x, w, pdl=True)))
+            found["triton"] = (hopper.Choice("triton"), lambda x, w: self.gate(self.triton(x, w)))
+        tried = hopper.candidates(m, columns, self.k, gated=self.gated) if plans else []
+        if not plans and chosen is not None and chosen.plan is not None:
+            tried = [chosen.plan]
+        for plan in tried:
+            name = "hopper " + " ".join(str(int(value)) for value in dataclasses.astuple(plan))
+            found[name] = (hopper.Choice("hopper", plan), partial(self.kernel, plan=plan, pdl=True))
+        return found
+
+    def run(self, m: int, plans: bool, replays: int) -> list[dict[str, Any]]:
+        x = normal(m, self.k)
+        want = exact(x, self.weights[0], self.gated)
+        columns = want.shape[1]
+        read = 2 * (self.n * self.k + m * self.k + m * columns)
+        floor = max(read / READ, 2 * m * self.n * self.k / RATE) * 1e6
+        rows: list[dict[str, Any]] = []
+        of_cublas = 0.0
+        for name, (choice, call) in self.contenders(m, plans).items():
+            row: dict[str, Any] = {"rows": m, "k": self.k, "n": self.n, "gated": self.gated, "name": name}
+            row["choice"] = {"by": choice.by} | ({"plan": dataclasses.asdict(choice.plan)} if choice.plan else {})
+            try:
+                y = call(x, self.weights[0])
+            except (RuntimeError, ValueError) as error:
+                rows.append(row | {"failed": str(error)[:200]})
+                continue
+            row["error_ratio"] = 1.0
+            if name == "cublas":
+                of_cublas = relative(y, want)
+            else:
+                row["error_ratio"] = relative(y, want) / of_cublas
+                row["same_bits"] = all(torch.equal(y, call(x, self.weights[0])) for _ in range(3))
+                if row["error_ratio"] > 1.1 or not row["same_bits"]:
+                    rows.append(row | {"failed": "wrong or not the same in every run"})
+                    continue
+            median, least, most = measure([partial(call, x, w) for w in self.weights], replays)
+            rows.append(row | {"us": median, "min_us": least, "max_us": most, "floor_us": floor})
+        return rows
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return min((row for row in rows if "us" in row), key=lambda row: row["us"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--choices", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--only", choices=["chosen"])
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    begin = time.monotonic()
+    about = environment(("torch", "triton"))
+    about |= {"gpu": torch.cuda.get_device_name(), "command": " ".join(sys.argv[1:])}
+    found: list[dict[str, Any]] = []
+    choices: dict[str, dict[str, Any]] = {}
+    for n, k, gated in sizes():
+        if time.monotonic() - begin > asked.seconds:
+            print(f"out of time before {n} x {k}")
+            break
+        race = Race(n, k, gated)
+        for m in hopper.ROWS:
+            rows = race.run(m, asked.only is None, 31 if asked.only else 11)
+            found += rows
+            first = best(rows)
+            choices[hopper.key(m, n, k, gated)] = first["choice"]
+            peer = next(row["us"] for row in rows if row["name"] == "cublas")
+            failed = [row["name"] for row in rows if "failed" in row]
+            print(
+                f"{m:4} x {k:5} by {n:6}{' gated' if gated else '      '} cublas {peer:7.2f}  best {first['us']:7.2f} "
+                f"({peer / first['us']:.3f}) floor {first['floor_us']:6.1f}  {first['name']}"
+                + (f"  FAILED {failed}" if failed else ""),
+                flush=True,
+            )
+        del race
+        asked.out.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
+        if asked.choices:
+            known = {"device": torch.cuda.get_device_name(), "choices": choices}
+            asked.choices.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

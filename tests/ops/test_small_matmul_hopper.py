@@ -1,0 +1,164 @@
+"""Products of 17 to 256 rows on Hopper: plans and choices everywhere, the kernel on a GPU."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from transect.ops import cuda, small_matmul_hopper
+from transect.ops.registry import Unavailable
+from transect.ops.small_matmul_hopper import CUTS, FLAGS, FOLDER, ROWS, Plan, candidates, plan_rows, read_choice
+
+SIZES = [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 2048), (1024, 3072), (40, 64), (8, 8), (1000, 520)]
+
+
+def test_the_source_compiles_the_cuts_that_are_known_here() -> None:
+    source = (cuda.SOURCES / "small_matmul_hopper.cu").read_text()
+    listed = re.findall(r"^  TRANSECT_CUT\(([\d, ]+)\)$", source, re.M)
+    assert {tuple(int(part) for part in line.split(",")) for line in listed} == set(CUTS)
+    assert len(listed) == len(CUTS)
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("m", [17, 32, 33, 64, 100, 128, 200, 256])
+def test_plans_are_of_known_cuts_and_fit(m: int, n: int, k: int) -> None:
+    rule = plan_rows(m, n, k)
+    assert rule.refuses(m, n, k) == ""
+    for plan in [rule, *candidates(m, n, k)]:
+        assert plan.cut in CUTS
+        assert plan.refuses(m, n, k) == "", plan
+
+
+def test_what_a_plan_does_not_take_is_said() -> None:
+    plan = plan_rows(64, 4096, 4096)
+    assert "rows" in plan.refuses(65, 4096, 4096)
+    gated = next(Plan(*cut, 1, 0, 3) for cut in CUTS if cut[1])
+    assert "bias" in gated.refuses(16, 4096, 4096, True)
+
+
+def test_choices_are_of_known_cuts_and_fit() -> None:
+    files = list(FOLDER.glob("*.json"))
+    assert [file.name for file in files] == ["nvidia_h200.json"]
+    for size, entry in json.loads(files[0].read_text())["choices"].items():
+        m, n, k = (int(part) for part in size.split()[0].split("x"))
+        assert m in ROWS
+        choice = read_choice(entry)
+        assert (choice.by == "hopper") == (choice.plan is not None), size
+        assert choice.by in ("hopper", "cuda", "triton", "cublas"), size
+        if choice.plan is not None:
+            assert choice.plan.cut in CUTS, size
+            assert choice.plan.gated == size.endswith("gated"), size
+            assert choice.plan.refuses(m, n // 2 if choice.plan.gated else n, k) == "", size
+
+
+@pytest.mark.parametrize(("m", "name"), [(17, "32x8x16"), (32, "32x8x16"), (33, "64x8x16"), (256, "256x8x16")])
+def test_sizes_share_a_choice_by_rows(m: int, name: str) -> None:
+    assert small_matmul_hopper.key(m, 8, 16) == name
+    assert small_matmul_hopper.key(m, 8, 16, gated=True) == f"{name} gated"
+
+
+def test_nothing_is_chosen_without_a_gpu_or_outside_the_rows() -> None:
+    assert small_matmul_hopper.chosen(64, 4096, 4096, torch.device("cpu")) is None
+    assert small_matmul_hopper.chosen(16, 4096, 4096, torch.device("cuda")) is None
+    assert small_matmul_hopper.chosen(257, 4096, 4096, torch.device("cuda")) is None
+
+
+def test_what_the_kernel_does_not_take_is_said() -> None:
+    x, weight = torch.zeros(20, 64, dtype=torch.bfloat16), torch.zeros(40, 64, dtype=torch.bfloat16)
+    refuses = small_matmul_hopper.refuses
+    assert refuses(x, weight) == "" == refuses(x, weight, torch.zeros(40, dtype=torch.bfloat16))
+    assert "bfloat16" in refuses(x.float(), weight)
+    assert "16 bytes" in refuses(x[:, 1:], weight[:, 1:])
+    assert "[M, K]" in refuses(x[:, :32], weight)
+    assert "multiple of 8" in refuses(x, weight[:33])
+    assert "256" in refuses(torch.zeros(257, 64, dtype=torch.bfloat16), weight)
+
+
+@pytest.fixture
+def rows() -> small_matmul_hopper.HopperRows:
+    try:
+        return small_matmul_hopper.HopperRows()
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+def _inputs(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(m + n + k)
+    x, weight, bias = (
+        torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16)
+        for shape in ((m, k + 8), (n, k), n)
+    )
+    return x[:, :k], weight * k**-0.5, bias
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(4096, 14336), (1000, 520), (40, 72), (8, 8), (6144, 4096)])
+@pytest.mark.parametrize("m", [17, 32, 50, 64, 100, 128, 200, 256])
+def test_every_plan_gives_the_product_and_every_run_the_same(
+    rows: small_matmul_hopper.HopperRows, m: int, n: int, k: int
+) -> None:
+    x, weight, bias = _inputs(m, n, k)
+    want = x.double() @ weight.double().T + bias.double()
+    of_torch = (F.linear(x, weight, bias).double() - want).norm()
+    for plan in [plan_rows(m, n, k), *candidates(m, n, k)]:
+        got = rows(x, weight, bias, plan=plan)
+        assert (got.double() - want).norm() <= 2 * of_torch, plan
+        for pdl in (False, True):
+            assert torch.equal(got, rows(x, weight, bias, plan=plan, pdl=pdl)), plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [17, 64, 100, 128, 256])
+@pytest.mark.parametrize(("features", "k"), [(14336, 4096), (520, 200)])
+def test_the_gate_is_applied_to_the_sums(rows: small_matmul_hopper.HopperRows, m: int, features: int, k: int) -> None:
+    x, weight, _ = _inputs(m, 2 * features, k)
+    gate, up = (x.double() @ weight.double().T).chunk(2, 1)
+    want = F.silu(gate) * up
+    rounded = want.to(x.dtype)
+    tried = candidates(m, features, k, gated=True)
+    assert tried
+    for plan in tried:
+        got = rows(x, weight, plan=plan)
+        assert (got.double() - want).norm() <= 2 * (rounded.double() - want).norm(), plan
+        assert torch.equal(got, rows(x, weight, plan=plan, pdl=True)), plan
+
+
+@pytest.mark.gpu
+def test_launches_on_one_stream_in_a_graph_follow_each_other(rows: small_matmul_hopper.HopperRows) -> None:
+    x, weight, _ = _inputs(100, 1024, 1024)
+    weights = [weight, weight.flip(0).contiguous(), weight.flip(1).contiguous()]
+    plans = candidates(100, 1024, 1024)
+    assert any(plan.parts(1024) for plan in plans)
+    want = x
+    for i in range(3 * len(plans)):
+        want = F.linear(want, weights[i % 3])
+    rows(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x
+        for i in range(3 * len(plans)):
+            y = rows(y, weights[i % 3], pdl=True, plan=plans[i % len(plans)])
+    graph.replay()
+    first = y.clone()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(y, first)
+    assert (first.float() - want.float()).norm() <= 0.1 * want.float().norm()
+
+
+@pytest.mark.gpu
+def test_what_it_does_not_take_raises(rows: small_matmul_hopper.HopperRows) -> None:
+    x, weight, _ = _inputs(40, 64, 64)
+    with pytest.raises(ValueError, match="16 bytes"):
+        rows(x[:, 1:], weight[:, 1:])
+    with pytest.raises(ValueError, match="rows"):
+        rows(x, weight, plan=Plan(*next(cut for cut in CUTS if cut[0] and cut[2] < 64), 1, 0, 2))
+
+
+def test_flags_hold_a_counter_for_every_block_of_every_plan() -> None:
+    for m in ROWS:
+        for n, k in SIZES:
+            for plan in candidates(m, n, k):
+                assert not plan.parts(n) or plan.grid(n) <= FLAGS, plan
