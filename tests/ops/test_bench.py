@@ -160,6 +160,17 @@ def test_a_result_file_grows_and_forgets_what_was_measured_again(tmp_path: Path)
     assert set(results.read(path)["runs"]) == {"2", "3"}
 
 
+def test_rows_of_cases_that_are_gone_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "ops.json"
+    results.merge(path, {"commit": "a"}, [_timing("sum", "1"), _timing("gelu", "1")])
+    results.merge(path, {"commit": "b"}, [_timing("gelu", "2")])
+    before = path.read_text()
+    assert results.forget(path, {("sum", "1"), ("gelu", "1"), ("gelu", "2")}) == 0 and path.read_text() == before
+    assert results.forget(path, {("gelu", "2"), ("gelu", "3")}) == 2
+    kept = results.read(path)
+    assert [(row["op"], row["case"]) for row in kept["rows"]] == [("gelu", "2")] and set(kept["runs"]) == {"2"}
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": []}'])
 def test_a_file_that_is_no_result_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"

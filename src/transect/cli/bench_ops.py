@@ -64,6 +64,13 @@ def command(
     rows = _measure(wanted, limits, found, case, left_out, check, limit, workers, keep)
     if not rows and not left_out:
         raise ValueError(f"no case's name contains {case!r}; `transect bench ops --list` shows them")
+    if json is not None and json.is_file():
+        import torch
+
+        from ..ops.tools.bench import cases_on
+
+        places = torch.device("cpu"), torch.device("cuda")
+        results.forget(json, {(op.name, c.name) for op in everything for place in places for c in cases_on(op, place)})
     if plot is not None:
         from ..ops.tools.plots import draw
 

@@ -9,7 +9,7 @@ several runs and still say of each row where it comes from.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,24 @@ def merge(path: Path, run: Mapping[str, Any], rows: Sequence[Timing], digests: M
     everything = sorted([*kept, *fresh], key=lambda row: row["op"])  # stable: cases stay in their order
     used = {row["run"] for row in everything}
     runs = {n: made for n, made in {**known["runs"], number: dict(run)}.items() if n in used}
+    _write(path, runs, everything)
+
+
+def forget(path: Path, known: Collection[tuple[str, str]]) -> int:
+    """Drop the rows of (operator, case) pairs that are not ``known`` any more; returns how many."""
+    kept = read(path)
+    rows = [row for row in kept["rows"] if (row["op"], row["case"]) in known]
+    dropped = len(kept["rows"]) - len(rows)
+    if dropped:
+        used = {row["run"] for row in rows}
+        _write(path, {number: made for number, made in kept["runs"].items() if number in used}, rows)
+    return dropped
+
+
+def _write(path: Path, runs: Mapping[str, Any], rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(_dumps(runs, everything))
+    temporary.write_text(_dumps(runs, rows))
     temporary.replace(path)
 
 
