@@ -18,6 +18,7 @@ from transect.train.config import LoRAConfig
 from transect.train.lora import attach
 from transect.train.loss import batch_loss
 from transect.train.merged_layers import MergedLayers, Step, cannot_merge
+from transect.train.model import training_ops
 from transect.train.qlora import quantize_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,9 +41,9 @@ def batch():
     return made.to(torch.device(DEVICE))
 
 
-def model_of(config=CONFIG, task="finetune"):
-    model = Decoder(config, device=DEVICE, dtype=torch.float32, ops=resolve_ops(DEVICE))
-    model.init_weights(std=0.2, generator=torch.Generator(DEVICE).manual_seed(1))
+def model_of(config=CONFIG, task="finetune", *, dtype=torch.float32, ops=None):
+    model = Decoder(config, device=DEVICE, dtype=dtype, ops=ops or resolve_ops(DEVICE))
+    model.init_weights(std=1.6 * config.dim**-0.5, generator=torch.Generator(DEVICE).manual_seed(1))
     with torch.no_grad():
         for layer in model.layers:
             layer.attention_norm.weight.mul_(1.3)
@@ -133,3 +134,31 @@ def test_a_layer_keeps_what_the_memory_account_says(task: str, plan: str) -> Non
     targets = ("q", "v", "up", "down") if task == "some" else LoRAConfig().targets
     account = merged_kept(CONFIG, targets, 0 if task == "finetune" else 4, 4)
     assert sum(held.values()) == tokens * account.under(plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 on the kernels of a GPU")
+@pytest.mark.parametrize("task", ["finetune", "lora"])
+def test_in_bfloat16_gradients_are_as_near_to_float32_as_the_model_s_own(task: str) -> None:
+    config = replace(CONFIG, vocab_size=1000, dim=512, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=128, ffn_dim=1536)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 1000, (1536,), generator=generator)
+    bounds = torch.tensor([0, 700, 1536], dtype=torch.int32)
+    positions = torch.cat([torch.arange(700), torch.arange(836)])
+    packed = Batch(tokens, tokens.roll(-1), positions, bounds, 1536, 836).to(torch.device("cuda"))
+
+    def found(model: Decoder) -> dict[str, torch.Tensor]:
+        batch_loss(model, packed, linear_cross_entropy).backward()
+        return {name: p.grad.float() for name, p in model.named_parameters() if p.requires_grad}
+
+    half = [model_of(config, task, dtype=torch.bfloat16, ops=training_ops(torch.device("cuda"))) for _ in range(2)]
+    exact = model_of(config, task)
+    exact.load_state_dict({name: t.float() for name, t in half[0].state_dict().items()})
+    half[1].stack = MergedLayers(half[1], "none")
+    expected, own, merged = found(exact), found(half[0]), found(half[1])
+
+    def error(made: dict[str, torch.Tensor], name: str) -> float:
+        return float((made[name] - expected[name]).norm() / expected[name].norm())
+
+    worst = max(expected, key=lambda name: error(merged, name) / error(own, name))
+    assert error(merged, worst) < 1.25 * error(own, worst), (worst, error(merged, worst), error(own, worst))
