@@ -10,26 +10,37 @@ What all of them lean on:
 * ``norms.py``: what the four norms share; ``peers.py``: ``torch.compile`` as a peer
 * ``tuning.py``, ``tuned/``: launch configurations found on a device; ``shapes.py``: true shapes of known models
 
-Operators of the decoder:
+Begin with ``vector_add.py``, which has every part of an operator at its smallest; then ``sum.py``, ``dot.py``,
+``softmax.py``.
 
-* ``linear.py``: matrix product with bias
+Products:
+
+* ``linear.py``: matrix product with bias; on a GPU one of the two below, by the number of rows
+* ``matmul.py``: many rows, with fused epilogues; ``matmul_tiles.py``: how it is cut; ``matmul_ladder.py``: in CUDA C++,
+  from naive to tensor cores
+* ``small_matmul.py``: up to 256 rows, bound by the weight's bytes; ``small_matmul_hopper.py``: from 17 rows on Hopper
+* ``gate_up.py``: gate and up projections of an MLP in one product, with the gate
+* ``int4_matmul.py``: few rows by 4-bit weights; ``int4_packing.py``: how those lie in memory; ``int4_dequantize.py``
+
+Of a decoder layer:
+
 * ``rms_norm.py``, ``layer_norm.py``; ``add_rms_norm.py``, ``add_layer_norm.py``: with the residual added first
 * ``rotary.py``: rotary position embedding of q and k
 * ``swiglu.py``, ``gelu.py``: activations of the MLP
-* ``attention.py``: causal attention over packed documents (training, whole prompts)
+* ``attention.py``: causal attention over packed documents (training, whole prompts): on a GPU ``flash_attention.py``,
+  ``flash_attention_backward.py`` (what they share: ``attention_tiles.py``), and for Hopper
+  ``flash_attention_hopper.py``, ``flash_attention_backward_hopper.py``
 * ``paged_batch.py``: the ragged batch of an engine step, and what is worked out from it once per step
 * ``kv_cache_write.py``: keys and values into the paged cache; ``rotary_kv_write.py``: both in one launch, with the
   QK-norm of some models before
 * ``paged_attention.py``: causal attention through the block table
-* ``sampling.py``: the next token of every row, on the device; ``philox.py``: its random numbers, without a state
-* ``cpu/``: the C++ kernels for the processor
 
-Operators on the GPU that no model runs on yet:
+Before and after the layers, and for training:
 
-* ``vector_add.py`` (begin here), ``sum.py``, ``dot.py``, ``softmax.py``
-* ``matmul.py``: tiled and persistent, with fused epilogues; ``small_matmul.py``: few rows; ``int4_matmul.py``
-* ``flash_attention.py``, ``flash_attention_backward.py`` (what they share: ``attention_tiles.py``), and for Hopper
-  ``flash_attention_hopper.py``, ``flash_attention_backward_hopper.py``
-* ``linear_cross_entropy.py``: the loss without the logits
-* ``*.cu``: CUDA C++ versions of some of them, the ladder of matrix products among them
+* ``adjust_logits.py``: bias, masks and penalties; ``sampling.py``: the next token of every row, on the device;
+  ``philox.py``: its random numbers, without a state
+* ``linear_cross_entropy.py``: the loss without the logits; ``..._torch.py``, ``..._cpu.py``: without a GPU
+* ``adamw.py``: one step of the optimizer over all tensors
+
+``cpu/`` has the C++ kernels for the processor, ``*.cu`` the CUDA C++ versions beside the Triton files.
 """
