@@ -1,8 +1,8 @@
 """What is derived from the registry, with no operator named anywhere.
 
 * ``accuracy.py``  every implementation against float64, beside the error of torch's own operator
-* ``bench.py``     measured time beside its floor and its peers; ``bench_run.py``, ``bench_worker.py``: in a process that
-  may fail; ``timing.py``: how one call is timed; ``results.py``: the file of rows; ``sources.py``: what a row was
+* ``bench.py``     measured time beside its floor and its peers; ``bench_run.py``, ``bench_worker.py``: in a process
+  that may fail; ``timing.py``: how one call is timed; ``results.py``: the file of rows; ``sources.py``: what a row was
   measured of; ``plots.py``
 * ``compile.py``   compiles kernels ahead of time for a GPU that need not be there, and reads the result
   (``machine_code.py``); ``inspection.py``: the table of ``transect inspect``
