@@ -206,6 +206,28 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+// Of the J blocks of 8 columns every ``sharers``-th is this rank's: the sum of what all left of it, in the order of the ranks.
+// Sixteen reads at a time, or each would wait for the one before.
+template <int J, typename Read, typename Store>
+__device__ __forceinline__ void add_shares(int rank, int sharers, Read read, Store store) {
+  for (int j0 = rank; j0 < J; j0 += 4 * sharers) {
+    float4 sum[4];
+#pragma unroll
+    for (int q = 0; q < 4; q++) sum[q] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int other = 0; other < sharers; other++) {
+      float4 v[4];
+#pragma unroll
+      for (int q = 0; q < 4; q++) v[q] = read(min(j0 + q * sharers, J - 1), other);
+#pragma unroll
+      for (int q = 0; q < 4; q++) sum[q] = add(sum[q], v[q]);
+    }
+#pragma unroll
+    for (int q = 0; q < 4; q++)
+      if (j0 + q * sharers < J) store(j0 + q * sharers, sum[q]);
+  }
+}
+
 template <bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __nv_bfloat16* bias,
@@ -422,14 +444,9 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 #pragma unroll
       for (int r = 0; r < RM; r++) {
         const int left = left_of(own) + (group * RM + r) * 64 + warp % 4 * 16;
-        for (int j = rank; j < J; j += sharers) {
-          const float4* from = parts + ((size_t)(own * sharers) * PAIR + half) * (RM * J * WORKERS) + (r * J + j) * WORKERS + t;
-          float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-          for (int other = 0; other < sharers; other++)
-            sum = add(sum, __ldcg(from + (size_t)other * PAIR * (RM * J * WORKERS)));
-          y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane);
-        }
+        const float4* from = parts + ((size_t)(own * sharers) * PAIR + half) * (RM * J * WORKERS) + r * J * WORKERS + t;
+        add_shares<J>(rank, sharers, [&](int j, int other) { return __ldcg(from + ((size_t)other * PAIR * RM * J + j) * WORKERS); },
+                      [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
       }
       asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
       if (t == 0 && atomicAdd(counter, 1 << 16) >> 16 == sharers - 1) *counter = 0;  // ready for the next launch
@@ -454,12 +471,11 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 #pragma unroll
       for (int r = 0; r < RM; r++) {
         const int left = left_of(own) + (group * RM + r) * 64 + warp % 4 * 16;
-        for (int j = rank; j < J; j += ranks) {
-          float4 sum = make_float4(0, 0, 0, 0);
-          for (int other = 0; other < ranks; other++)
-            sum = add(sum, read4_of_rank(ring + ((r * J + j) * WORKERS + threadIdx.x) * 16, other * PAIR + half));
-          y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane);
-        }
+        add_shares<J>(rank, ranks,
+                      [&](int j, int other) {
+                        return read4_of_rank(ring + ((r * J + j) * WORKERS + threadIdx.x) * 16, other * PAIR + half);
+                      },
+                      [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
       }
     }
     __syncwarp();
