@@ -136,8 +136,14 @@ class AdaptedProduct(Product):
                 self.parameters += [matrix.a, matrix.b]
                 at += rank
         self.ranks, self.spare = at, -(-at // ROUND) * ROUND
+        self.low: Tensor | None = None  # all A's; the parameters become views
         self.example = next(t for t in itertools.chain(self.bases[0].buffers(), self.bases[0].parameters())
                             if t.is_floating_point())  # fmt: skip
+        if self.adapters:
+            self.low = self.example.new_zeros((self.spare, self.inputs))
+            for a, (_, columns) in zip(self.parameters[::2], self.adapters, strict=True):
+                self.low[columns].copy_(a.detach())
+                a.data = self.low[columns]
         self.whole: Tensor | None = None
         if all(isinstance(base, Linear) for base in self.bases):
             self.whole = self._allocate()
@@ -157,15 +163,13 @@ class AdaptedProduct(Product):
             else:
                 part.copy_(base.weight.detach())
         whole[:, self.inputs :].zero_()
-        whole[self.outputs :].zero_()
 
     def _adapt(self, whole: Tensor) -> None:
         """A and B into their places in E."""
-        n, k = self.outputs, self.inputs
-        for index, (rows, columns) in enumerate(self.adapters):
-            a, b = self.parameters[2 * index], self.parameters[2 * index + 1]
-            whole[n + columns.start : n + columns.stop, :k].copy_(a.detach())
-            whole[rows, k + columns.start : k + columns.stop].copy_(b.detach())
+        if self.low is not None:
+            whole[self.outputs :, : self.inputs].copy_(self.low)
+        for b, (rows, columns) in zip(self.parameters[1::2], self.adapters, strict=True):
+            whole[rows, self.inputs + columns.start : self.inputs + columns.stop].copy_(b.detach())
 
     def _matrix(self) -> Tensor:
         """E."""
