@@ -10,7 +10,7 @@ from transect.engine.gpu_graphs import GraphCache
 from transect.engine.gpu_runner import GPURunner
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.engine.step_sizes import token_bucket
+from transect.engine.step_sizes import row_bucket, row_buckets, token_bucket
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, join_weights
@@ -115,6 +115,13 @@ def test_token_buckets():
     assert [token_bucket(n) for n in (1, 64, 65, 128, 129, 200, 1025, 8192)] == [64, 64, 80, 128, 160, 224, 1280, 8192]
     for tokens in range(65, 3000):
         assert tokens <= token_bucket(tokens) <= 1.25 * tokens
+
+
+def test_fine_buckets_of_rows():
+    assert [row_bucket(n, fine=True) for n in (3, 65, 129, 160, 161, 225, 256, 257)] == [
+        *(4, 128, 160, 160, 192, 256, 256, 512),
+    ]  # fmt: skip
+    assert row_buckets(200, fine=True) == [224, 192, 160, 128, 64, 32, 16, 8, 4, 2, 1]
 
 
 class Recorded:

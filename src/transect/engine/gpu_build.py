@@ -123,6 +123,10 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     tricks: dict[str, Any] = {
         "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
         "prune_last_layer": config.prune_last_layer,
+        # Products on Hopper take any number of rows (ops/small_matmul.py), but not in deterministic mode.
+        "fine_rows": dtype == torch.bfloat16
+        and not config.deterministic
+        and torch.cuda.get_device_capability(device) == (9, 0),
         "graph_tokens": graph_tokens(model_config) if config.prefill_graphs and config.cuda_graphs != "off" else 0,
     }
     work = warm_kernels.Work(
@@ -133,6 +137,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
         dependent_launch=config.dependent_launch,
         fused_operators=config.fused_operators,
         whole_prompts=tricks["whole_prompts"],
+        fine_rows=tricks["fine_rows"],
         **limits,
     )
     warming = warm_kernels.start(work, device)
@@ -162,7 +167,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     torch.cuda.empty_cache()
     times.done("dry run")
     per_token = kv_bytes_per_token(model_config, storage)
-    captured = 0 if config.cuda_graphs == "off" else len(row_buckets(max_seqs))
+    captured = 0 if config.cuda_graphs == "off" else len(row_buckets(max_seqs, tricks["fine_rows"]))
     graphs = kept_for_graphs(model_config.vocab_size, max_seqs, captured)
     graphs += int(peak * min(1.0, tricks["graph_tokens"] / max_tokens))
     account = MemoryAccount(
@@ -190,7 +195,7 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     )
     times.done("KV cache")
     if config.cuda_graphs == "on":
-        runner.warm(row_buckets(max_seqs), WARM_WIDTHS)
+        runner.warm(row_buckets(max_seqs, tricks["fine_rows"]), WARM_WIDTHS)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
     name = torch.cuda.get_device_name(device)
     how = [f"Triton kernels on {name} in {str(dtype).removeprefix('torch.')}"]

@@ -106,6 +106,7 @@ class GPURunner:
             rounding. None: never.
         graph_tokens: steps with prefill chunks of up to so many tokens are captured too, when one of their size comes
             for the second time; their prompts go through the cache.
+        fine_rows: see ``step_sizes.row_bucket``.
         prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
             from (keys and values for all).
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
@@ -126,6 +127,7 @@ class GPURunner:
         whole_prompts: tuple[int, int] | None = None,
         prune_last_layer: bool = False,
         graph_tokens: int = 0,
+        fine_rows: bool = False,
         pad_tokens: int | None = None,
     ) -> None:
         self._model = model
@@ -172,6 +174,7 @@ class GPURunner:
             whole_prompts=whole_prompts,
             prune_last_layer=prune_last_layer,
             graph_tokens=graph_tokens,
+            fine_rows=fine_rows,
             pad_tokens=pad_tokens,
         )
 
@@ -214,7 +217,7 @@ class GPURunner:
                 with self._on_stream():
                     self._run(*self._padding_step(StepLayout(count, count, count, width)))
                     each = self._full_step // count
-                    if count >= FEWEST_ROWS and 0 < each <= width * self._block_size:
+                    if count >= FEWEST_ROWS and count == row_bucket(count) and 0 < each <= width * self._block_size:
                         layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
                         plan, fields = self._padding_step(layout)
                         plan = plan._replace(decode=False, graph=True, prune=self._prune_last_layer)

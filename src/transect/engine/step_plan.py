@@ -80,7 +80,7 @@ class StepPlanner:
         max_num_seqs: sequences that a step may have.
         max_draws: draws that a step may have.
         inputs_at: where the step's numbers lie on the device, in bytes from the beginning of the arena.
-        whole_prompts, prune_last_layer, graph_tokens, pad_tokens: see ``GPURunner``.
+        whole_prompts, prune_last_layer, graph_tokens, fine_rows, pad_tokens: see ``GPURunner``.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class StepPlanner:
         whole_prompts: tuple[int, int] | None,
         prune_last_layer: bool,
         graph_tokens: int,
+        fine_rows: bool,
         pad_tokens: int,
     ) -> None:
         self._adjust = adjust
@@ -106,6 +107,7 @@ class StepPlanner:
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
         self._graph_tokens = graph_tokens
+        self._fine_rows = fine_rows
         self._pad_tokens = pad_tokens
         self.step = 0
         """Steps planned so far."""
@@ -135,7 +137,7 @@ class StepPlanner:
             table.draw(draw, step)
         starts = np.array([row.start for row in scheduled], np.int32)
         ends = starts + 1
-        rows = row_bucket(count)
+        rows = row_bucket(count, self._fine_rows)
         width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(rows, rows, rows, width)
         fields = layout.numpy(memory)

@@ -8,18 +8,21 @@ SMALLEST_WIDTH = 1024
 """Positions that the narrowest block table of a graph covers."""
 
 
-def row_bucket(rows: int) -> int:
+def row_bucket(rows: int, fine: bool = False) -> int:
     """Rows that a graph for ``rows`` has: a power of two, above 256 a multiple of 256.
 
     The products' tiles have such heights, and bulk copies of a tile that reaches past the end of a tensor are slow: a
-    step of an 8B model takes 17 ms for 160 rows, and 13 for 256 (H200).
+    step of an 8B model takes 17 ms for 160 rows, and 13 for 256 (H200). ``fine``: multiples of 32 between 128 and 256,
+    where the products take any number of rows.
     """
+    if fine and 128 < rows <= 256:
+        return -(-rows // 32) * 32
     return 1 << (rows - 1).bit_length() if rows <= 256 else -(-rows // 256) * 256
 
 
-def row_buckets(max_num_seqs: int) -> list[int]:
+def row_buckets(max_num_seqs: int, fine: bool = False) -> list[int]:
     """Every number of rows that a decode step of up to ``max_num_seqs`` sequences is padded to, the largest first."""
-    return sorted({row_bucket(rows) for rows in range(1, max_num_seqs + 1)}, reverse=True)
+    return sorted({row_bucket(rows, fine) for rows in range(1, max_num_seqs + 1)}, reverse=True)
 
 
 def token_bucket(tokens: int) -> int:

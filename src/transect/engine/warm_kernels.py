@@ -53,6 +53,7 @@ class Work:
     dependent_launch: bool
     fused_operators: bool
     whole_prompts: tuple[int, int] | None = None
+    fine_rows: bool = False
     share: int = 0
     """This process takes the sizes number ``share``, ``share + of``, ..."""
     of: int = 1
@@ -158,8 +159,8 @@ class Task(NamedTuple):
 
 def tasks(work: Work) -> list[Task]:
     """All that is to be run, what takes longest first."""
-    sizes = row_buckets(work.max_num_seqs)
-    ragged = [rows for rows in sizes if rows >= FEWEST_ROWS] or [FEWEST_ROWS]
+    sizes = row_buckets(work.max_num_seqs, work.fine_rows)
+    ragged = [rows for rows in row_buckets(work.max_num_seqs) if rows >= FEWEST_ROWS] or [FEWEST_ROWS]
     found = [Task(sizes[0], 1, True)]
     found += [Task(rows, 1, False) for rows in sizes]
     for rows in ragged:
