@@ -155,6 +155,13 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return min((row for row in rows if "us" in row), key=lambda row: row["us"])
 
 
+def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The peers, the quickest plan with the number of those tried, and what failed."""
+    plans = [row for row in rows if row["choice"]["by"] == "hopper"]
+    quickest = [best(plans) | {"plans": len(plans)}] if any("us" in row for row in plans) else []
+    return [row for row in rows if row not in plans] + quickest + [row for row in plans if "failed" in row]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -175,7 +182,7 @@ def main() -> None:
         race = Race(n, k, gated)
         for m in hopper.ROWS:
             rows = race.run(m, asked.only is None, 31 if asked.only else 11)
-            found += rows
+            found += kept(rows)
             first = best(rows)
             choices[hopper.key(m, n, k, gated)] = first["choice"]
             peer = next(row["us"] for row in rows if row["name"] == "cublas")

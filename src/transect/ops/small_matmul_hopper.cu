@@ -1,13 +1,17 @@
-// Y = X W^T + b for 17 to 256 rows of X on Hopper, bfloat16 in and out, float32 sums: W streamed once by the bulk copy engine,
-// multiplied by wgmma with W as the left operand. See small_matmul_hopper.py for the arithmetic.
+// Y = X W^T + b for up to 256 rows of X on Hopper, bfloat16 in and out, float32 sums: W streamed once by the bulk copy engine,
+// multiplied by wgmma. See small_matmul_hopper.py for the arithmetic.
 //
-// * A tile of Y is 64 RM WGS rows of W by all rows of X (NX of them, padded with zeros). One warp fetches: chunks of 64 k of
-//   W's tile and of X into a ring in shared memory, as far ahead as it has room. WGS warpgroups multiply, 64 RM rows of W each.
-// * PAIR blocks of a cluster take neighbouring tiles and the same k: each fetches a part of X and sends it to both.
-// * Work is cut one of three ways. Stream (ranks = 0): all chunks of all tiles stand in one row and every cluster takes an equal
+// * A tile of a block is AR = 64 RM WGS rows of the left operand by NB of the right. With SWAP the left one is W and all rows of
+//   X are the right one; else the left one is X. One warp fetches chunks of 64 k of both into a ring in shared memory, as far
+//   ahead as it has room; WGS warpgroups multiply, 64 RM rows of the left operand each.
+// * PAIR blocks of a cluster have different rows on the left and the same on the right: each fetches a part of those and sends
+//   it to both.
+// * Work is cut in one of three ways. ranks = 0: the chunks of all tiles stand in one row, and every cluster takes an equal
 //   stretch of it. What it has of a tile that begins before its stretch it leaves in memory; whoever has the tile's first k
-//   comes to it last, and adds what the others left, in the order of k. Split (ranks > 0): the k of a tile are dealt out to
-//   the ranks of a cluster, which add their sums over each other's shared memory, in the order of the ranks. Or (ranks < 0) to as many clusters, which add over memory.
+//   comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are dealt out to the ranks of
+//   a cluster, which add their sums over each other's shared memory. ranks < 0: to as many clusters, which add over memory. Both
+//   add in the order of the ranks, every rank a part of the tile.
+// * GATE: half of a tile's NB rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
 
 #include <cuda.h>
@@ -38,9 +42,6 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
 }
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-#ifdef TRANSECT_TRAP
-  long long begin = clock64();
-#endif
   uint32_t done = 0;
   while (!done) {
     asm volatile(
@@ -48,9 +49,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
-#ifdef TRANSECT_TRAP
-    if (clock64() - begin > 2000000000ll) __trap();
-#endif
   }
 }
 
@@ -125,8 +123,8 @@ __device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
                : __VA_ARGS__                                                                                      \
                : "l"(left), "l"(right))
 
-// c += W's 64 rows at ``left`` times X's NX rows at ``right``, 16 k. Of warp w of the warpgroup, lane l: c[4 j], c[4 j + 1] are
-// row 16 w + l / 4 of W and rows 8 j + 2 (l % 4), + 1 of X; c[4 j + 2], c[4 j + 3] the same of W's row 8 further down.
+// c += 64 rows at ``left`` times NB rows at ``right``, 16 k. Of warp w of the warpgroup, lane l: c[4 j], c[4 j + 1] are
+// row 16 w + l / 4 on the left and rows 8 j + 2 (l % 4), + 1 on the right; c[4 j + 2], c[4 j + 3] the same 8 rows further down.
 template <int NB>
 __device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint64_t right) {
 #ifdef TRANSECT_HOPPER
@@ -158,7 +156,8 @@ struct Bool {
   static constexpr bool value = VALUE;
 };
 
-// Where a block's results go: to Y in pieces of 4 bytes, or (STAGED) first to shared memory, from where they go in pieces of 16.
+// Where a block's results go: to Y in pieces of 4 bytes, or (STAGED) first to shared memory, from where they go in pieces of
+// 16. bias [N] or null.
 struct Out {
   __nv_bfloat16* y;
   const __nv_bfloat16* bias;
@@ -360,14 +359,8 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
           const int from_block = other * PAIR + half;
           if (t == 0) {
             int there = 0;
-#ifdef TRANSECT_TRAP
-            long long begin = clock64();
-#endif
             while (!there) {
               asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flags + from_block) : "memory");
-#ifdef TRANSECT_TRAP
-              if (clock64() - begin > 2000000000ll) __trap();
-#endif
             }
             flags[from_block] = 0;  // ready for the next launch
           }
@@ -430,14 +423,8 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       if (t == 0) {
         asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
         int arrived = 0;
-#ifdef TRANSECT_TRAP
-        long long begin = clock64();
-#endif
         while ((arrived & 0xFFFF) < sharers) {
           asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-#ifdef TRANSECT_TRAP
-          if (clock64() - begin > 2000000000ll) __trap();
-#endif
         }
       }
       asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
@@ -532,15 +519,21 @@ int start(const void* x, const void* weight, const void* bias, void* out, void* 
 
 }  // namespace
 
-#define TRANSECT_CUT(SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS)                                                                \
-  if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && blocks == BLOCKS)             \
-    return start<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(x, weight, bias, out, parts, flags, M, N, K, x_stride, w_stride,   \
-                                                  ranks, clusters, stages, dependent, stream);
+#define TRANSECT_CUT(SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS)                                                              \
+  if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && blocks == BLOCKS) \
+    return start<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(x, weight, bias, out, parts, flags, M, N, K, x_stride, w_stride, \
+                                                        ranks, clusters, stages, dependent, stream);
 
+// x [M, K] and weight [N, K] (with ``gate`` [2 N, K]) with the given strides between rows, out [M, N] contiguous, bias [N] or
+// null; N, K and both strides multiples of 8, x and weight on 16 bytes. parts: float32 for every tile of every block, where
+// blocks add over memory; flags: int32 zeros for every block, zeros again afterwards. swap to blocks: one of the cuts listed
+// below; ranks, clusters (with ranks = 0), stages: see above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that
+// asks for W before the kernel before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not
+// take, -2 where the tensors cannot be described to the copy engine.
 extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, const void* bias, void* out, void* parts,
                                             void* flags, int M, int N, int K, long long x_stride, long long w_stride,
-                                            int swap, int gate, int right, int groups, int repeats, int pair, int blocks, int ranks,
-                                            int clusters, int stages, int dependent, void* stream) {
+                                            int swap, int gate, int right, int groups, int repeats, int pair, int blocks,
+                                            int ranks, int clusters, int stages, int dependent, void* stream) {
   if (M < 1 || N < 8 || N % 8 || K < 8 || K % 8 || x_stride % 8 || w_stride % 8) return -1;
   TRANSECT_CUT(1, 0, 32, 2, 1, 1, 2)
   TRANSECT_CUT(1, 0, 32, 1, 1, 1, 2)
