@@ -58,7 +58,8 @@ def compile_source(source: Path, target: str, output: Path, *, shared: bool = Fa
         RuntimeError: the source does not compile; the message is the compiler's.
     """
     number = architecture(target)
-    kind = ["-shared", "-Xcompiler", "-fPIC"] if shared else ["-cubin"]
+    # Somebody may wait for a library, so its kernels are optimized by as many threads as there are cores (CUDA 12.1).
+    kind = ["-shared", "-Xcompiler", "-fPIC", "--split-compile=0"] if shared else ["-cubin"]
     code = f"-gencode=arch=compute_{number},code=sm_{number}"
     return _nvcc([code, "-Xptxas", "-v", *kind, "-o", str(output)], source, target)
 
