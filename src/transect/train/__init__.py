@@ -4,7 +4,8 @@
 * ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: text, chats and token files to
   streams, and the position in them. ``batches.py``: documents packed side by side.
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
-  what is kept for the backward pass.
+  what is kept for the backward pass. ``merged_layers.py``: a layer as one node with a hand-written backward pass, on a
+  GPU; ``merged_products.py``: its products, with adapters inside.
 * ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model
   is, measured through the engine.
 * ``loss.py``: the fused loss. ``optim/``: AdamW, 8-bit AdamW, Muon. ``schedule.py``: the learning rate.
