@@ -14,7 +14,8 @@ instead of T x V, and the products are the same three that autograd makes.
 Shapes: x ``[T, D]``, weight ``[V, D]`` of one dtype, target ``[T]`` int64 (``ignore_index`` counts for nothing), loss
 a float32 scalar. Logits are rounded to x's dtype, sums over the vocabulary are float32. dW is kept in the weight's
 dtype while the chunks' shares are added to it: on Hopper each share is rounded, and the copy engine has the L2 cache
-add it, which saves reading dW; elsewhere the sum is float32 and rounded once a chunk.
+add it, which saves reading dW; elsewhere the sum is float32 and rounded once a chunk. ``choose`` says which products
+are left to cuBLAS.
 
 Bound by arithmetic: 6 T V D FLOPs with gradients against 2 (T + V) D elements read.
 Source: chunks as in Liger (Hsu et al. 2024, arXiv:2410.10989); never holding logits: Wijmans et al. 2024,
