@@ -22,7 +22,9 @@ import cpu_vs_llamacpp
 import engine_tables
 import http_vs_offline
 import ladder_tables
+import numerics
 import ops_tables
+import pretrain_tables
 import record
 import request_walk
 import train_tables
@@ -37,6 +39,7 @@ PAGES = (
     "docs/operators-reference.md",
     "docs/operators-results.md",
     "docs/cpu-training.md",
+    "docs/pretraining.md",
 )
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -148,9 +151,21 @@ def kills() -> str:
     )
 
 
+def pretrain(table: Callable[[dict[str, Any]], str], run: str) -> Callable[[], str]:
+    """One of the tables of a pretraining run on one GPU."""
+    return lambda: table(_load("h200/pretrain.json")[run])
+
+
+def pretrain_published() -> str:
+    """Pretraining on Tiny Shakespeare beside nanoGPT's published losses."""
+    runs = (_load(f"{machine}/pretrain.json")["shakespeare"] for machine in ("h200", "cpu"))
+    return pretrain_tables.beside_published(*runs)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
+    "numerics": numerics.page,
     "llamacpp": llamacpp,
     "batching": batching_table,
     "lora": lora,
