@@ -89,6 +89,7 @@ def page() -> str:
     Raises:
         FileNotFoundError: nothing is recorded.
     """
+    all_ops()
     made, sanitizer = (json.loads(path.read_text()) for path in (RESULT, SANITIZER))
     rows = [row for row in made["rows"] if row["compared"]]
     compared = sum(row["compared"] for row in rows)
