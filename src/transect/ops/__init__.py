@@ -33,7 +33,7 @@ Of a decoder layer:
 * ``paged_batch.py``: the ragged batch of an engine step, and what is worked out from it once per step
 * ``kv_cache_write.py``: keys and values into the paged cache; ``rotary_kv_write.py``: both in one launch, with the
   QK-norm of some models before
-* ``paged_attention.py``: causal attention through the block table
+* ``paged_attention.py``: causal attention through the block table; ``paged_attention_hopper.py``: prefill chunks
 
 Before and after the layers, and for training:
 

@@ -19,7 +19,8 @@ Source: Kwon et al. 2023, arXiv:2309.06180 (paging); Dao et al. 2022, arXiv:2205
 On a GPU (``PagedTriton``) a program holds one tile of queries of one key head: the heads that share it lie together,
 so K and V are read once for all of them. Prefill chunks take ``BM / G`` queries to a tile. A decode row has only its
 G heads, too few programs to fill the chip when rows are few, so its positions are cut into splits, each with its own m,
-l and o, which are combined by the same rule (flash decoding, Dao et al. 2023) by the split that finishes last.
+l and o, which are combined by the same rule (flash decoding, Dao et al. 2023): of 16 neighbours by the one that
+finishes last, and what came of those likewise.
 
 The host needs shapes and two bounds, no lengths, so a step can be captured in a CUDA graph and replayed with other
 lengths (see ``PagedBatch``). The number of splits a row may have follows from the number of rows. How long they are is
@@ -42,6 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import paged_attention_hopper as hopper
 from . import shapes, tuning
 from .counting import visible_keys, visible_pairs
 from .flash_attention import LOG2E, find_tile
@@ -420,6 +422,8 @@ class PagedTriton:
     cuts the same in every batch."""
 
     tiles: Tiles | None = None
+    bulk: bool = False
+    """Prefill chunks by the kernel of ``paged_attention_hopper.py``, where that takes the inputs."""
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
@@ -459,7 +463,12 @@ class PagedTriton:
         numbers = (
             rows, scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], tables.stride(0),
         )  # fmt: skip
-        if tiles.whole or not decode_only:
+        bulk = self.bulk and not tiles.whole
+        if bulk and not hopper.refuses(q, k_cache, v_cache, batch, scale, window):
+            hopper.prefill(
+                q, k_cache, v_cache, tables, batch.query_starts, batch.seq_lens, batch.max_seq_len, scale, out
+            )
+        elif tiles.whole or not decode_only:
             stages = min(tiles.stages, 2) if torch.version.hip else tiles.stages  # 64 KB of shared memory
             _paged[(tokens // (bm // padded_group) + rows, kv_heads)](
                 *inputs, None, None, None, *numbers, 0, 1, **shared, BM=bm, BN=tiles.bn, DECODE=False, SPLIT=False,
@@ -686,6 +695,7 @@ def _kernels() -> Sequence[Kernel]:
             )
             for name, stages, targets in (("prefill", 3, ("sm_80", "sm_90")), ("prefill_amd", 2, ("gfx942",)))
         ),
+        *hopper.kernels(),
     ]  # fmt: skip
 
 
@@ -698,6 +708,13 @@ register(
             "torch": Implementation("torch", lambda: tiled, ("any",)),
             "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
             "triton": Implementation("triton", available(PagedTriton()), TRITON_TARGETS),
+            "hopper": Implementation(
+                "triton",
+                hopper.available(PagedTriton(bulk=True)),
+                ("sm_90",),
+                dtypes=("bfloat16", "float16"),
+                refuses=hopper.refuses,
+            ),
             "triton_uniform": Implementation(
                 "triton",
                 available(PagedTriton(Tiles(bm=64, warps=4, whole=True))),
