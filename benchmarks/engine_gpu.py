@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import os
 import re
@@ -22,7 +23,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,8 @@ def decode(llm: LLM, model: str, batch: int, runs: int) -> dict[str, Any]:
 
 def prefill(llm: LLM, model: str, runs: int) -> dict[str, Any]:
     """256 prompts of 512 tokens, one token drawn for each."""
-    times = record.summary([prefill_seconds(llm, prompts(256, seed)) for seed in range(runs + 1)][1:])
+    prefill_seconds(llm, prompts(48 if large(model) else 256, runs))
+    times = record.summary([prefill_seconds(llm, prompts(256, seed)) for seed in range(runs)])
     floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * 256, RATES).seconds
     print(
         f"  prefill {model} 256 x {PROMPT}: {times['median']:.3f} s, floor {floor:.3f}, {floor / times['median']:.1%}"
@@ -108,8 +111,8 @@ def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
         print(f"  {error}")
         meter = None
     times, energies, steps = [], [], 0
-    if not large(model):
-        run_all(llm, work)
+    # The same steps with prompts, whose graphs are captured when they first come.
+    run_all(llm, [replace(each, output_tokens=20) for each in (work[:16] if large(model) else work)])
     for _ in range(runs):
         with meter or nullcontext():
             seconds, steps = run_all(llm, work)
@@ -144,12 +147,11 @@ def trace(llm: LLM, model: str, batch: int, mixed: bool) -> dict[str, Any]:
     return {**traced_steps(llm, prompts(batch, 1), mixed), "floor_s": floor}
 
 
-def deterministic(model: str) -> dict[str, Any]:
-    """The throughput protocol with and without batch-invariant mode, one after the other."""
-    rates = {}
-    for name, mode in (("fast", False), ("deterministic", True)):
-        llm = engine(model, deterministic=mode)
-        run_all(llm, throughput_protocol(32, 100, 300))
+def deterministic(model: str, fast: dict[str, Any] | None) -> dict[str, Any]:
+    """The throughput protocol in batch-invariant mode, beside the usual one of the same run."""
+    rates = {} if fast is None else {"fast": fast}
+    for name in ("deterministic",) if rates else ("fast", "deterministic"):
+        llm = engine(model, deterministic=name == "deterministic")
         rates[name] = throughput(llm, model, 1)
         del llm
         release()
@@ -172,6 +174,33 @@ print("STARTUP", imported - start, built - imported, time.time() - built)
 """
 
 
+def build_parts(printed: str) -> dict[str, float]:
+    """Seconds by part, from what an engine prints when it starts."""
+    line = next(line for line in printed.splitlines() if "start-up: " in line).split("start-up: ")[1]
+    return {name.strip(): float(seconds) for name, seconds in re.findall(r"([^,]+?) ([\d.]+) s(?:,|$)", line)}
+
+
+def since_start() -> float:
+    """Seconds since this process began (Linux)."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def first_start(model: str) -> tuple[LLM, list[dict[str, Any]]]:
+    """An engine, and what it took from the beginning of this process to its first token."""
+    imported = since_start()
+    printed = io.StringIO()
+    with redirect_stderr(printed):
+        llm = engine(model)
+    built = since_start()
+    prefill_seconds(llm, [[1, 2, 3, 4, 5]])
+    total = since_start()
+    parts = {"import": imported, **build_parts(printed.getvalue()), "first token": total - built}
+    shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+    print(f"  start of {model}, caches empty: {total:.1f} s ({shown})", flush=True)
+    return llm, [{"caches": "empty", "total_s": total, "parts_s": parts}]
+
+
 def startup(model: str) -> list[dict[str, Any]]:
     """Process start to first token, twice: with empty caches, so that every kernel is compiled, and again."""
     found = []
@@ -186,8 +215,6 @@ def startup(model: str) -> list[dict[str, Any]]:
             if line is None:
                 raise RuntimeError(done.stderr[-3000:])
             imported, built, first = map(float, line.split()[1:])
-            named = next((line for line in done.stderr.splitlines() if "start-up: " in line), "start-up: ")
-            parts = dict(re.findall(r"([^,]+?) ([\d.]+) s(?:,|$)", named.split("start-up: ")[1]))
             found.append(
                 {
                     "caches": caches,
@@ -195,7 +222,7 @@ def startup(model: str) -> list[dict[str, Any]]:
                     "parts_s": {
                         "interpreter and exit": total - imported - built - first,
                         "import": imported,
-                        **{name.strip(): float(seconds) for name, seconds in parts.items()},
+                        **build_parts(done.stderr),
                         "first token": first,
                     },
                 }
@@ -222,38 +249,45 @@ class Kept:
         kept["sections"][section] = {"commit": self.commit, "result": result}
         record.write(self.path, kept)
 
-    def attempt(self, section: str, work: Callable[[], Any]) -> None:
-        """Measure and keep; a failure is printed, and the next section begins."""
+    def attempt(self, section: str, work: Callable[[], Any]) -> Any:
+        """Measure, keep, and return; a failure is printed, None returned, and the next section begins."""
+        result = None
         try:
-            self.put(section, work())
+            result = work()
+            self.put(section, result)
         except Exception:
             traceback.print_exc()
         sys.stdout.flush()
+        return result
 
 
-def measure(model: str, sections: set[str], kept: Kept, runs: int) -> None:
+def measure(model: str, sections: set[str], kept: Kept, runs: int, fresh: bool) -> None:
     """The sections of one model."""
     if "startup" in sections:
         kept.attempt("startup", lambda: startup(model))
+    fast = None
     if {"decode", "prefill", "trace", "throughput"} & sections:
-        llm = engine(model)
-        largest = max(BATCHES[model])
-        decode_steps(llm, prompts(largest, 99), 8, -(-largest * PROMPT // 8192) + 2)  # warm
+        if fresh:
+            llm, began = first_start(model)
+            kept.put("startup", began)
+        else:
+            llm = engine(model)
+        decode_steps(llm, prompts(16, 99), 8, 4)  # warm
         if "decode" in sections:
             for batch in BATCHES[model]:
                 kept.attempt(f"decode {batch}", lambda batch=batch: decode(llm, model, batch, runs))
         if "prefill" in sections:
             kept.attempt("prefill", lambda: prefill(llm, model, runs))
+        if "throughput" in sections:
+            fast = kept.attempt("throughput", lambda: throughput(llm, model, runs))
         if "trace" in sections:
             for batch, mixed in TRACES:
                 name = f"trace {batch}{' mixed' if mixed else ''}"
                 kept.attempt(name, lambda b=batch, m=mixed: trace(llm, model, b, m))
-        if "throughput" in sections:
-            kept.attempt("throughput", lambda: throughput(llm, model, runs))
         del llm
         release()
     if "deterministic" in sections:
-        kept.attempt("deterministic", lambda: deterministic(model))
+        kept.attempt("deterministic", lambda: deterministic(model, fast))
     if "ablation" in sections:
         build = lambda **settings: engine(model, **{"cuda_graphs": "lazy", **settings})  # noqa: E731
         ablation(
@@ -275,6 +309,7 @@ def main() -> None:
     parser.add_argument("--models", default=DEFAULT_MODELS)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--fresh", action="store_true", help="caches are empty: keep how long the first start takes")
     parser.add_argument("--merge", type=Path)
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
@@ -285,7 +320,9 @@ def main() -> None:
     for model in options.models.split(","):
         print(model, flush=True)
         sections = set(options.sections or ONLY.get(model, SECTIONS))
-        measure(model, sections, Kept(options.out / f"engine_{model}.json"), options.runs)
+        kept = Kept(options.out / f"engine_{model}.json")
+        measure(model, sections, kept, options.runs, options.fresh)
+        options.fresh = False
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """HTTP on one GPU: ``transect bench serve`` against ``transect serve``, beside the same requests without HTTP.
 
-    python benchmarks/engine_http.py [saturation] [streams] [--out DIRECTORY]
+    python benchmarks/engine_http.py [saturation] [streams] [--out DIRECTORY] [--beside FILE]
 
-saturation: Llama-3.1-8B's shape, 256 requests at a time, lengths uniform in 100 to 1024; output tokens per second.
+saturation: Llama-3.1-8B's shape and the 256 requests of the throughput protocol, all at once; output tokens per second.
 streams: 64 streaming clients on Qwen3-0.6B's shape, 512 tokens in and 256 out; the gap between a client's tokens beside
 the engine's steps. Random weights. First the server with its load generator, then the engine alone, each with the GPU
-for itself.
+for itself. ``--beside`` takes the engine alone from a file that ``engine_gpu.py`` has just written with these sources.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
@@ -26,19 +25,23 @@ from typing import Any
 import torch
 
 import record
+from transect.bench.lengths import Lengths
+from transect.bench.load_test import WorkSource
+from transect.bench.summary import distribution
+from transect.bench.workload import Work, throughput_protocol
+from transect.engine.llm import LLM
+from transect.engine.sampling_params import SamplingParams
 
-WORK: dict[str, dict[str, Any]] = {
-    "saturation": {"model": "llama-3.1-8b", "at_once": 256, "prompt": "uniform:100-1024", "output": "uniform:100-1024"},
-    "streams": {"model": "qwen3-0.6b", "at_once": 64, "prompt": "512", "output": "256"},
-}
-
+MODELS = {"saturation": ("llama-3.1-8b", 256), "streams": ("qwen3-0.6b", 64)}
+"""Shape, and requests under way."""
 WARM_UP = 2
 """Requests before those that count."""
 
 
 @contextmanager
-def server(model: str, at_once: int) -> Iterator[str]:
-    """``transect serve`` for the length of the block; its URL."""
+def server(model: str, at_once: int) -> Iterator[tuple[str, float]]:
+    """``transect serve`` for the length of the block; its URL, and the seconds until it was ready."""
+    start = time.perf_counter()
     command = [sys.executable, "-m", "transect", "serve", model, "--port", "0", "--load-format", "dummy"]
     command += ["--max-model-len", "2048", "--max-num-seqs", str(at_once), "--no-prefix-caching"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -48,46 +51,42 @@ def server(model: str, at_once: int) -> Iterator[str]:
             if " ready on " not in line:
                 raise RuntimeError(f"the server did not start: {line}")
             print(line.strip(), flush=True)
-            yield line.split(" ready on ")[1].split()[0]
+            yield line.split(" ready on ")[1].split()[0], time.perf_counter() - start
         finally:
             process.terminate()
 
 
-def over_http(url: str, work: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What ``transect bench serve`` reports."""
-    path = folder / "level.json"
+def requests(name: str) -> list[Work]:
+    """What is asked."""
+    if name == "saturation":
+        return throughput_protocol()
+    source = WorkSource(Lengths.parse("512"), Lengths.parse("256"))
+    return source.draw(MODELS[name][1], "clients")
+
+
+def over_http(url: str, work: list[Work], folder: Path) -> dict[str, Any]:
+    """What ``transect bench serve`` reports of these requests, all sent at once."""
+    trace, report = folder / "trace.jsonl", folder / "report.json"
+    lines = [{"arrival_s": 0.0, "prompt_token_ids": each.prompt, "output_tokens": each.output_tokens} for each in work]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [sys.executable, "-m", "transect", "bench", "serve", "--url", url, "--temperature", "0.6"]
-    command += ["--warm-up", str(WARM_UP), "--concurrency", str(work["at_once"]), "--requests", str(work["at_once"])]
-    command += ["--json", str(path), "--prompt-tokens", work["prompt"], "--output-tokens", work["output"]]
+    command += ["--trace", str(trace), "--warm-up", str(WARM_UP), "--json", str(report)]
     subprocess.run(command, check=True, timeout=120)
-    return json.loads(path.read_text())["levels"][0]
+    return json.loads(report.read_text())["levels"][0]
 
 
-def alone(work: dict[str, Any]) -> dict[str, Any]:
+def alone(name: str) -> dict[str, Any]:
     """The same requests given to ``LLM`` at once: tokens per second, and each sequence's gaps between tokens."""
-    from transect.bench.lengths import Lengths
-    from transect.bench.load_test import WorkSource
-    from transect.bench.summary import distribution
-    from transect.engine.llm import LLM
-    from transect.engine.sampling_params import SamplingParams
-
-    source = WorkSource(Lengths.parse(work["prompt"]), Lengths.parse(work["output"]))
-    llm = LLM(
-        work["model"],
-        load_format="dummy",
-        max_model_len=2048,
-        max_num_seqs=work["at_once"],
-        enable_prefix_caching=False,
-        seed=0,
-    )
-    given = source.draw(work["at_once"], f"concurrency {work['at_once']}")
+    model, at_once = MODELS[name]
+    llm = LLM(model, load_format="dummy", max_model_len=2048, max_num_seqs=at_once, enable_prefix_caching=False, seed=0)
     result: dict[str, Any] = {}
-    for drawn in (source.draw(WARM_UP, "warm-up"), given):
+    for drawn in (requests(name)[:WARM_UP], requests(name)):
         last: dict[str, float] = {}
         gaps: list[float] = []
         start = time.perf_counter()
         for each in drawn:
-            llm.submit(each.prompt, SamplingParams(max_tokens=each.output_tokens, temperature=0.6, ignore_eos=True))
+            params = SamplingParams(max_tokens=each.output_tokens, temperature=0.6, ignore_eos=True)
+            llm.submit(each.prompt, params)
         while llm.has_work:
             outputs = llm.step()
             now = time.perf_counter()
@@ -95,27 +94,43 @@ def alone(work: dict[str, Any]) -> dict[str, Any]:
                 if output.request_id in last:
                     gaps.append(now - last[output.request_id])
                 last[output.request_id] = now
-        seconds = time.perf_counter() - start
         tokens = sum(each.output_tokens for each in drawn)
-        result = {"output_tokens_per_second": tokens / seconds, "itl": distribution(gaps)}
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
+        rate = tokens / (time.perf_counter() - start)
+        result = {"output_tokens_per_second": rate, "itl": distribution(gaps)}
     return result
+
+
+def beside(path: Path) -> dict[str, Any]:
+    """The throughput protocol as ``engine_gpu.py`` has measured it.
+
+    Raises:
+        ValueError: with other sources than these.
+    """
+    section = json.loads(path.read_text())["sections"]["throughput"]
+    if section["commit"] != record.commit():
+        raise ValueError(f"{path} was measured at commit {section['commit']}, this is {record.commit()}: leave it out")
+    return {"output_tokens_per_second": section["result"]["tokens_per_s"], "itl": None}
+
+
+def gaps(level: dict[str, Any]) -> str:
+    """For people."""
+    return "" if level["itl"] is None else ", ".join(f"{p} {level['itl'][p] * 1e3:.2f} ms" for p in ("p50", "p99"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(WORK)}; default: all")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200")
+    parser.add_argument("--beside", type=Path, help="for saturation: engine_llama-3.1-8b.json of the same sources")
     options = parser.parse_args()
     path = options.out / "engine_http.json"
-    for name in options.names or WORK:
-        work = WORK[name]
+    for name in options.names or MODELS:
+        model, at_once = MODELS[name]
+        work = requests(name)
         try:
-            with tempfile.TemporaryDirectory() as folder, server(work["model"], work["at_once"]) as url:
+            with tempfile.TemporaryDirectory() as folder, server(model, at_once) as (url, ready_s):
                 http = over_http(url, work, Path(folder))
-            offline = alone(work)
+            offline = beside(options.beside) if options.beside and name == "saturation" else alone(name)
         except Exception:
             traceback.print_exc()
             continue
@@ -124,15 +139,12 @@ def main() -> None:
         kept["command"] = "python benchmarks/engine_http.py"
         kept["environment"] = record.environment(("torch", "triton"))
         kept["gpu"] = torch.cuda.get_device_name()
-        kept["work"][name] = {**work, "http": http, "offline": offline, "ratio": ratio}
+        result = {"model": model, "at_once": at_once, "ready_s": ready_s, "http": http, "offline": offline}
+        kept["work"][name] = {**result, "commit": record.commit(), "ratio": ratio}
         record.write(path, kept)
-        gaps = ", ".join(
-            f"{way} gap p50 {each['itl']['p50'] * 1e3:.2f} ms, p99 {each['itl']['p99'] * 1e3:.2f}"
-            for way, each in (("HTTP", http), ("alone", offline))
-        )
         print(
             f"{name}: HTTP {http['output_tokens_per_second']:.0f} tok/s, alone "
-            f"{offline['output_tokens_per_second']:.0f}, {ratio:.1%}; {gaps}",
+            f"{offline['output_tokens_per_second']:.0f}, {ratio:.1%}; gaps {gaps(http)}; alone {gaps(offline)}",
             flush=True,
         )
 

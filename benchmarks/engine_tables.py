@@ -222,18 +222,17 @@ def http_table(result: dict[str, Any]) -> str:
     """Over HTTP and without it, on one GPU."""
     rows = []
     for name, work in result["work"].items():
-        shape = f"{work['model']}, {work['at_once']} at a time, {work['prompt']} in, {work['output']} out"
         for way, title in (("offline", "engine alone"), ("http", "`bench serve`")):
             rate, gaps = work[way]["output_tokens_per_second"], work[way]["itl"]
             share = f"{work['ratio']:.1%}" if way == "http" else ""
-            cells = (f"{rate:,.0f}", share, *(f"{gaps[point] * 1e3:.2f} ms" for point in ("p50", "p99")))
-            rows.append((name, shape, title, *cells))
+            times = (f"{gaps[point] * 1e3:.2f} ms" if gaps else "" for point in ("p50", "p99"))
+            rows.append((name, f"{work['model']}, {work['at_once']} at a time", title, f"{rate:,.0f}", share, *times))
     head = ("case", "work", "way", "output tok/s", "of engine alone", "gap between tokens, p50", "p99")
     machine = result["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    commits = ", ".join(dict.fromkeys(work["commit"] for work in result["work"].values()))
     return _rows(head, rows) + (
-        f"\n`{result['command']}` on one {result['gpu']} and {machine['cores']} cores, {packages}, commit "
-        f"{machine['commit']}.\n"
+        f"\n`{result['command']}` on one {result['gpu']} and {machine['cores']} cores, {packages}, commit {commits}.\n"
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 
-WARM, TIMED, TRACED = 30, 100, 20
+WARM, TIMED, TRACED = 20, 60, 20
 """Steps."""
 MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
