@@ -28,6 +28,7 @@ import pretrain_tables
 import record
 import request_walk
 import train_tables
+import tuning_table
 
 PAGES = (
     "README.md",
@@ -38,6 +39,7 @@ PAGES = (
     "docs/engine-gpu.md",
     "docs/operators-reference.md",
     "docs/operators-results.md",
+    "docs/operators-tools.md",
     "docs/cpu-training.md",
     "docs/pretraining.md",
 )
@@ -166,6 +168,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
     "numerics": numerics.page,
+    "tuning": tuning_table.table,
     "llamacpp": llamacpp,
     "batching": batching_table,
     "lora": lora,

@@ -63,6 +63,15 @@ def test_best_worth_and_rejections() -> None:
     assert set(reasons) == {8, 16, 32}
 
 
+def test_what_gains_next_to_nothing_is_not_kept() -> None:
+    def nearly(calls: Any, replays: int) -> list[float]:
+        return [1.0 if calls[0].keywords["config"] == {"block": 4, "warps": 8} else 0.995] * replays
+
+    found = search.search(_knobs(), CASE, "cpu", timer=nearly)
+    assert found.best.config != found.default and found.choice == found.default
+    assert search.search(_knobs(), CASE, "cpu", timer=_timer).choice == {"block": 2, "warps": 4}
+
+
 def test_a_launcher_may_differ_between_runs_where_it_says_so() -> None:
     found = search.search(_knobs(exact=False), CASE, "cpu", timer=_timer)
     assert found.best.config["block"] == 32

@@ -60,7 +60,7 @@ def command(
         found.append(search.search(knobs, case, seconds=seconds, in_use=in_use))
         _show(found[-1])
         if keep:
-            finding = {knobs.name: {found[-1].bucket: found[-1].best.config}}
+            finding = {knobs.name: {found[-1].bucket: found[-1].choice}}
             path = tuning.save(device, finding, tuning.SHIPPED if ship else None)
         if json is not None:
             _write(json, device, found)

@@ -27,6 +27,8 @@ from .timing import Calls, time_graph
 REPEATS = 5
 """Runs whose bits must be equal."""
 REPLAYS = 9
+WORTH = 1.01
+"""What a configuration must gain to be kept: less is within the spread, and each one kept is one more to compile."""
 ROUNDING = 16
 """Largest difference from the heuristic's result, in units of the result's precision, in the 2-norm."""
 
@@ -62,6 +64,11 @@ class Found:
     def gain(self) -> float | None:
         """The heuristic's time over the best's; None where the heuristic's did not run."""
         return None if self.trials[0].seconds is None else self.trials[0].seconds / (self.best.seconds or 1.0)
+
+    @property
+    def choice(self) -> Mapping[str, Any]:
+        """What to run with from now on: the best, or the heuristic's where that is as good."""
+        return self.best.config if self.gain is None or self.gain >= WORTH else self.default
 
     def worth(self) -> dict[str, float | None]:
         """For each knob: the best time with it at its default over the best time with it free (1.0: worth nothing).

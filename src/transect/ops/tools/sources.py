@@ -49,11 +49,15 @@ def _imports(path: Path) -> list[str]:
 
 
 def digest(op: Op, device_name: str, folder: Path = SOURCES) -> str:
-    """12 hexadecimal digits of the operator's files and of its launchers' choices that are shipped for a device."""
+    """12 hexadecimal digits of the operator's files and of its launchers' choices that are shipped for a device: those
+    in the device's file, and that in the folder of a module's name."""
     made = hashlib.sha256()
+    tuned, file = folder / tuning.SHIPPED.name, tuning.file_name(device_name)
     for path in files_of(op, folder):
         made.update(f"{path.name}\n".encode() + path.read_bytes())
-    shipped = folder / tuning.SHIPPED.name / tuning.file_name(device_name)
+        own = tuned / path.stem / file
+        made.update(own.read_bytes() if path.suffix == ".py" and own.is_file() else b"")
+    shipped = tuned / file
     choices = json.loads(shipped.read_text())["choices"] if shipped.is_file() else {}
     mine = {knobs.name: choices[knobs.name] for knobs in op.knobs if knobs.name in choices}
     made.update(json.dumps(mine, sort_keys=True).encode())
