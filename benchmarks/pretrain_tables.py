@@ -62,34 +62,36 @@ def library_kinds(result: dict[str, Any]) -> str:
     lines = ["| held out | bits per byte |", "|---|---|"]
     lines += [f"| {LIBRARY_KINDS[name]} | {bits:.3f} |" for name, bits in result["bits_per_byte"].items()]
     others = ", ".join(f"{name} {bits:.2f}" for name, bits in result["compressors_bits_per_byte"].items())
-    seconds = result["seconds"]
-    total = sum(value for name, value in seconds.items() if name != "steps")
+    total = sum(result["seconds"].values())
     return (
         "\n".join(lines) + f"\n\nCompressors on the same text: {others}. "
         f"{result['steps']:,} steps of {result['tokens_per_step']:,} bytes, "
         f"{result['tokens_per_second'] / 1e6:.2f} million bytes a second (median step), "
-        f"{result['peak_bytes'] / 2**30:.1f} GiB; {seconds['steps']:.0f} s of steps, "
-        f"{total:.0f} s for all of the command after the fetch.\n\n{origin(result, 'one H200')}.\n"
+        f"{result['peak_bytes'] / 2**30:.1f} GiB; "
+        f"{result['mfu']:.0%} MFU; {result['seconds_of_steps']:.0f} s of steps, {total:.0f} s for all of the command "
+        f"when the text is fetched and tokenized.\n\n{origin(result, 'one H200')}.\n"
     )
 
 
 def samples(result: dict[str, Any], count: int) -> str:
-    """What the server wrote, after the prompts in bold."""
+    """What the server wrote, each after its prompt and a bar."""
     found = []
     for sample in result["samples"][:count]:
-        quoted = (sample["prompt"] + "\u2588" + sample["text"]).strip("\n").split("\n")
+        quoted = (sample["prompt"] + "\u2502" + sample["text"]).strip("\n").split("\n")
         found.append("```text\n" + "\n".join(quoted) + "\n```\n")
     return "\n".join(found)
 
 
 def race(result: dict[str, Any]) -> str:
-    """This trainer beside transformers."""
-    lines = ["| | bytes/s | GB | largest difference of a loss |", "|---|---|---|---|"]
-    for row in result["rows"]:
-        far = row.get("largest_difference")
-        shown = "" if far is None else f"{far:.4f}"
-        lines.append(
-            f"| {row['contender']} | {row['tokens_per_second']:,.0f} | {row['peak_bytes'] / 1e9:.1f} | {shown} |"
-        )
-    steps = len(result["rows"][0]["losses"])
-    return "\n".join(lines) + f"\n\n{steps} steps; {result['method']}. {origin(result, 'one H200')}.\n"
+    """The losses of this trainer beside those of transformers."""
+    ours, theirs = result["rows"][0]["losses"], result["rows"][1]["losses"]
+    last = len(ours) - 1
+    shown = [*range(0, last, 10), last]
+    lines = [
+        "| step | " + " | ".join(str(step + 1) for step in shown) + " | peak memory |",
+        f"|{'---|' * (len(shown) + 2)}",
+    ]
+    for row, losses in zip(result["rows"], (ours, theirs), strict=True):
+        values = " | ".join(f"{losses[step]:.3f}" for step in shown)
+        lines.append(f"| {row['contender']} | {values} | {row['peak_bytes'] / 1e9:.1f} GB |")
+    return "\n".join(lines) + f"\n\n{result['method']}. {origin(result, 'one H200')}.\n"

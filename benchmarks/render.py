@@ -189,6 +189,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "memory-bound": memory_bound,
     "ladder": ladder_tables.table,
     "kills": kills,
+    "pretrain-published": pretrain_published,
+    "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),
+    "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),
+    "pretrain-samples": pretrain(lambda result: pretrain_tables.samples(result, 6), "library"),
+    "pretrain-race": pretrain(pretrain_tables.race, "race"),
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-memory": gpu_training(train_tables.memory),
 }

@@ -21,6 +21,7 @@ import math
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -141,6 +142,28 @@ def serve_and_ask(model: Path, prompts: tuple[str, ...], max_tokens: int, option
             server.wait()
 
 
+def of_log(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the log of a run says: sizes, speed, memory, and validation over tokens."""
+    steps = [line for line in log if line["kind"] == "step"]
+    per_step = steps[0]["tokens"]
+    half = statistics.median(line["seconds"] for line in steps)
+    return {
+        "steps": len(steps),
+        "tokens_per_step": per_step,
+        "tokens": per_step * len(steps),
+        "median_step_seconds": half,
+        "tokens_per_second": per_step / half,
+        "mfu": statistics.median(line["mfu"] for line in steps) if "mfu" in steps[0] else None,
+        "seconds_of_steps": sum(line["seconds"] for line in steps),
+        "peak_bytes": max(line["peak_bytes"] for line in steps),
+        "validation": [
+            {"tokens": line["step"] * per_step, "nats": line["loss"], "bits_per_byte": line["bits_per_byte"]}
+            for line in log
+            if line["kind"] == "evaluation"
+        ],
+    }
+
+
 def command_of(options: argparse.Namespace) -> str:
     """The command as another user would type it: without this machine's folders."""
     words = ["python", "examples/pretrain/run.py", options.task, "--preset", options.preset]
@@ -177,7 +200,7 @@ def bits_by_file(model: Path, files: list[Path], settings: Any) -> dict[str, flo
     return found
 
 
-def compressed_bits(train: Path, held_out: list[Path]) -> dict[str, float]:
+def compressed_bits(held_out: list[Path]) -> dict[str, float]:
     """What bzip2 and xz need for the validation text, in bits per byte, for comparison."""
     data = b"".join(text_of(file) for file in held_out)
     return {name: 8 * len(tool.compress(data)) / len(data) for name, tool in (("bzip2", bz2), ("xz", lzma))}
@@ -226,31 +249,17 @@ def main() -> None:
     device = [] if settings.device == "auto" else ["--device", settings.device]
     samples = serve_and_ask(run / "last", PROMPTS[options.task], options.tokens, device)
 
-    stepped = [line for line in log if line["kind"] == "step"]
-    per_step = stepped[0]["tokens"]
-    half = sorted(line["seconds"] for line in stepped)[len(stepped) // 2]
     result = {
         "command": command_of(options),
         "corpus": {file.name: len(text_of(file)) for file in files},
-        "steps": len(stepped),
-        "tokens_per_step": per_step,
-        "tokens": per_step * len(stepped),
-        "median_step_seconds": half,
-        "tokens_per_second": per_step / half,
-        "mfu": stepped[-1].get("mfu"),
-        "peak_bytes": max(line["peak_bytes"] for line in stepped),
+        **of_log(log),
         "seconds": {
             "prepare": prepared - begin,
             "train": trained - prepared,
-            "steps": sum(line["seconds"] for line in stepped),
             "plot, serve, ask": time.perf_counter() - trained,
         },
-        "validation": [
-            {"tokens": line["step"] * per_step, "nats": line["loss"], "bits_per_byte": line["bits_per_byte"]}
-            for line in evaluations
-        ],
         "bits_per_byte": bits_by_file(run / "last", token_files[1:], settings),
-        "compressors_bits_per_byte": compressed_bits(files[0], files[1:]),
+        "compressors_bits_per_byte": compressed_bits(files[1:]),
         "published": PUBLISHED.get(name),
         "samples": samples,
         "environment": environment(("torch", "numpy", "triton", "transformers")),
