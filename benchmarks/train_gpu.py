@@ -6,26 +6,30 @@ Each contender runs in a process of its own on random tokens, 2 x 4096 a step: b
 AdamW (fused), no gradient clipping. Random weights of the true shapes. Nobody checkpoints activations but ours in
 QLoRA, which is told to stay within 24 GB and chooses for itself. A step's time is that between two events on the GPU;
 the host may be one step ahead, and no peer is made to read its loss in each step (ours does, and stops if it is not
-finite).
+finite). Processes warm up side by side and are timed one at a time, when all have; one that torch.compile takes a
+minute for compiles meanwhile, on cores of its own, and is timed last. transformers alone, which needs much memory,
+comes after the others.
 
 Then the account of memory that the trainer makes before it builds anything is compared with the allocator's peak, for
-every plan of checkpointing at these shapes.
+the other plans of checkpointing at these shapes.
 Contenders that need a package that is not installed are listed with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +49,12 @@ CONTENDERS = {
 }
 LIMIT = {"qlora 8b": "24GB"}
 """Memory that a run of ours is told to stay within."""
-PLANS = {
-    "full 1b": ("none", "selective", "full"),
-    "lora 8b": ("none", "selective", "full"),
-    "qlora 8b": ("none", "selective", "full"),
-}
-"""Plans of checkpointing whose memory is compared with the account."""
+OTHERS = 6
+"""Cores of those that do not compile."""
+LAST = ("transformers",)
+"""Timed alone, after the others."""
+PLANS = {"full 1b": ("selective", "full"), "lora 8b": ("selective", "full"), "qlora 8b": ("none", "full")}
+"""Plans of checkpointing whose memory is compared with the account, beside those of the race."""
 PEAK_RATE = 750e12
 """FLOP/s that the MFU is a share of: what an H200 sustains in bfloat16."""
 
@@ -134,8 +138,34 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], 
     return step
 
 
-def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
-    """In this process: warm up, then time steps for a while."""
+class Turns:
+    """A file that processes lock: together while they warm up, each alone while it is timed."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_WRONLY) if path else None
+
+    def warming(self) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def alone(self) -> None:
+        """Wait until nobody else warms up or is timed."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def over(self) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, Any]:
+    """In this process: warm up, then, when it is its turn, time steps for a while."""
+    compiled, turns = "compiled" in contender, Turns(path)
+    cores = sorted(os.sched_getaffinity(0))
+    if path and len(cores) > 2 * OTHERS:
+        os.sched_setaffinity(0, cores[OTHERS:] if compiled else cores[:OTHERS])
+    if not compiled:
+        turns.warming()
     import torch
 
     begin = time.perf_counter()
@@ -145,6 +175,7 @@ def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
         facts["checkpointing"] = ours.memory.checkpointing
         facts["layers_without"] = ours.memory.whole
         facts["predicted_bytes"] = ours.memory.estimate.peak
+        facts["worst"] = ours.memory.estimate.worst.name
 
         def step() -> Any:
             return ours.step().loss
@@ -156,6 +187,9 @@ def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
         loss = step()
     torch.cuda.synchronize()
     warm = time.perf_counter() - begin - built
+    turns.alone()
+    for _ in range(2):  # again at the clock of a GPU at work
+        loss = step()
     marks = [torch.cuda.Event(enable_timing=True)]
     marks[0].record()
     end = time.perf_counter() + seconds
@@ -165,6 +199,7 @@ def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
         marks[-1].record()
         marks[-2].synchronize()
     torch.cuda.synchronize()
+    turns.over()
     times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     median = statistics.median(times)
     return {
@@ -181,8 +216,10 @@ def measure(work: str, contender: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def memory(work: str) -> list[dict[str, Any]]:
+def memory(work: str, path: str) -> list[dict[str, Any]]:
     """In this process: for each plan, what the trainer's account says and the allocator's peak over 2 steps."""
+    turns = Turns(path)
+    turns.warming()
     import torch
 
     rows = []
@@ -240,50 +277,69 @@ def main() -> None:
     parser.add_argument("--one", nargs=2)
     parser.add_argument("--memory", default="", help="compare the account for this work alone")
     parser.add_argument("--profile", default="")
+    parser.add_argument("--turns", default="", help="a file by which processes take turns")
     arguments = parser.parse_args()
     if arguments.profile:
         profile(arguments.profile, str(arguments.out))
         return
     if arguments.one:
-        arguments.out.write_text(json.dumps(measure(*arguments.one, arguments.seconds)))
+        arguments.out.write_text(json.dumps(measure(*arguments.one, arguments.seconds, arguments.turns)))
         return
     if arguments.memory:
-        arguments.out.write_text(json.dumps(memory(arguments.memory)))
+        arguments.out.write_text(json.dumps(memory(arguments.memory, arguments.turns)))
         return
+    race(arguments.out, arguments.only.split(",") if arguments.only else list(WORK), arguments.seconds)
+
+
+def race(out: Path, chosen: list[str], seconds: float) -> None:
+    """All contenders, then the accounts of memory; the file is written anew whenever something is known."""
     import torch
 
     from transect.hardware.environment import environment
 
-    chosen = arguments.only.split(",") if arguments.only else list(WORK)
-    rows: list[dict[str, Any]] = []
+    turns = str(Path(tempfile.mkdtemp()) / "turns")
+    pairs = [(work, contender) for work in chosen for contender in CONTENDERS[work]]
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     accounts: list[dict[str, Any]] = []
 
     def save() -> None:
         result = {
             "command": "python benchmarks/train_gpu.py OUT.json",
             "method": "each contender in its own process, 2 x 4096 random tokens a step, bfloat16 weights and AdamW "
-            "state; medians of the time between two steps' events on the GPU; MFU by useful FLOPs at 750 TFLOP/s",
-            "rows": rows,
-            "memory": accounts,
+            "state, timed one at a time; medians of the time between two steps' events on the GPU; MFU by useful FLOPs "
+            "at 750 TFLOP/s",
+            "rows": [rows[pair] for pair in pairs if pair in rows],
+            "memory": sorted(accounts, key=lambda row: chosen.index(row["work"])),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "environment": environment(("torch", "triton", "transformers", "peft", "liger-kernel")),
         }
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
-    for work in chosen:
-        for contender in CONTENDERS[work]:
-            found, reason = in_process("--seconds", str(arguments.seconds), "--one", work, contender)
-            rows.append({"work": work, "contender": contender, "error": reason} if found is None else found)
-            print({k: v for k, v in rows[-1].items() if k != "step_seconds"}, flush=True)
+    def enter(pair: tuple[str, str], answer: tuple[Any, list[str]]) -> None:
+        found, reason = answer
+        rows[pair] = found or {"work": pair[0], "contender": pair[1], "error": reason}
+        print({k: v for k, v in rows[pair].items() if k != "step_seconds"}, flush=True)
+        save()
+
+    def one(pair: tuple[str, str], *more: str) -> tuple[Any, list[str]]:
+        return in_process("--seconds", str(seconds), *more, "--one", *pair)
+
+    with ThreadPoolExecutor() as pool:
+        first = {pool.submit(one, pair, "--turns", turns): pair for pair in pairs if pair[1] not in LAST}
+        slow = [future for future, pair in first.items() if "compiled" in pair[1]]
+        for done in as_completed([future for future in first if future not in slow]):
+            enter(first[done], done.result())
+        told = {pool.submit(in_process, "--turns", turns, "--memory", work): work for work in chosen}
+        for done in as_completed(told):
+            found, reason = done.result()
+            accounts += [{"work": told[done], "error": reason}] if found is None else found
+            print(found or reason, flush=True)
             save()
-    with ThreadPoolExecutor() as pool:  # no times are taken here, so all at once
-        for work, (found, reason) in zip(
-            chosen, pool.map(lambda work: in_process("--memory", work), chosen), strict=True
-        ):
-            accounts += [{"work": work, "error": reason}] if found is None else found
-    for row in accounts:
-        print(row, flush=True)
-    save()
+        for done in as_completed(slow):
+            enter(first[done], done.result())
+    for pair in pairs:
+        if pair[1] in LAST:
+            enter(pair, one(pair))
 
 
 def in_process(*arguments: str) -> tuple[Any, list[str]]:

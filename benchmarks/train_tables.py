@@ -44,7 +44,18 @@ def memory(result: dict[str, Any]) -> str:
         "| work | `checkpointing` | predicted | measured | ratio | at its worst |",
         "|---|---|---|---|---|---|",
     ]
-    for row in result["memory"]:
+    raced = [
+        {
+            **row,
+            "checkpointing": row["checkpointing"]
+            + (f", the last {row['layers_without']} layers without" if row["layers_without"] else ""),
+            "measured_bytes": row["peak_bytes"],
+            "ratio": row["predicted_bytes"] / row["peak_bytes"],
+        }
+        for row in result["rows"]
+        if "predicted_bytes" in row
+    ]
+    for row in [*raced, *result["memory"]]:
         if "error" in row:
             lines.append(f"| {NAMES[row['work']]} | did not run: {' '.join(row['error'])} | | | | |")
             continue
