@@ -65,6 +65,17 @@ def test_nothing_is_chosen_without_a_gpu_or_outside_the_rows() -> None:
     assert small_matmul_hopper.chosen(257, 4096, 4096, torch.device("cuda")) is None
 
 
+def test_between_the_measured_rows_cublas_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    place, chosen = torch.device("cuda", 5), small_matmul_hopper.chosen
+    measured = {m: chosen(m, 28672, 4096, place) for m in (50, 64, 128, 256)}
+    assert all(choice is not None and choice.by == "hopper" for choice in measured.values())
+    assert measured[50] == measured[64]
+    assert {chosen(m, 28672, 4096, place).by for m in (65, 100, 127, 129, 255)} == {"cublas"}
+    assert chosen(100, 28673, 4096, place) is None
+    chosen.cache_clear()
+
+
 def test_what_the_kernel_does_not_take_is_said() -> None:
     x, weight = torch.zeros(20, 64, dtype=torch.bfloat16), torch.zeros(40, 64, dtype=torch.bfloat16)
     refuses = small_matmul_hopper.refuses

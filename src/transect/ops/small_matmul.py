@@ -18,9 +18,11 @@ needs about 185. So the weights are read once, at the full width of memory, and 
 * With SWAP the weights are the left operand of the tensor cores: rows of W fill their 64 or 128 rows where 8 rows
   of X would leave most of them empty.
 
-Two kernels. ``small_matmul.cu``, bfloat16, for 1 to 16 rows (32 of a small weight): rows of W dealt out evenly, the k
+Three kernels. ``small_matmul.cu``, bfloat16, for 1 to 16 rows (32 of a small weight): rows of W dealt out evenly, the k
 of a block among its warps, no sums between blocks; with ``pdl`` the next launch fetches its weights while this one
-ends, which is worth 0.5 to 1.5 us a launch. The Triton kernels below for the rest, and for other dtypes and GPUs. At 32
+ends, which is worth 0.5 to 1.5 us a launch. ``small_matmul_hopper.py``'s, bfloat16, for 17 rows
+and more on Hopper. The Triton kernels below for other dtypes and GPUs. For 17 rows and more a file of choices,
+measured for each device, says which of them runs a weight, or that cuBLAS does (``best_launcher``). With Triton, at 32
 rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than memory's 4.3, and more
 bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
 

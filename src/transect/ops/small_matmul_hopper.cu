@@ -538,7 +538,6 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(1, 0, 32, 2, 1, 1, 2)
   TRANSECT_CUT(1, 0, 32, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 32, 3, 1, 1, 1)
-  TRANSECT_CUT(1, 0, 64, 2, 1, 1, 2)
   TRANSECT_CUT(1, 0, 64, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 64, 3, 1, 1, 1)
   TRANSECT_CUT(1, 0, 128, 2, 1, 1, 1)
@@ -555,11 +554,9 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(0, 1, 128, 1, 1, 1, 2)
   TRANSECT_CUT(0, 1, 192, 1, 1, 1, 2)
   TRANSECT_CUT(0, 1, 224, 1, 1, 1, 2)
-  TRANSECT_CUT(0, 1, 48, 2, 1, 1, 2)
   TRANSECT_CUT(0, 1, 128, 2, 1, 1, 1)
   TRANSECT_CUT(0, 1, 192, 2, 1, 1, 1)
   TRANSECT_CUT(0, 1, 224, 2, 1, 1, 1)
   TRANSECT_CUT(0, 1, 224, 2, 1, 2, 1)
-  TRANSECT_CUT(0, 1, 112, 2, 2, 1, 1)
   return -1;
 }

@@ -18,9 +18,19 @@ all of X for it: X comes from the L2 cache once for each tile of W's rows. So
 * the gate of a gated MLP is applied to the sums in registers, where both its halves are in one tile.
 
 What a row gets depends on how many rows there are: for the same bits in any batch see ``linear.triton_fixed_rows``.
+Bits are the same in every run.
 
-Which plan, and whether cuBLAS is quicker, was measured for the models' weights (``benchmarks/ops_many_rows.py``), and
-is kept as data for each device. Bits are the same in every run.
+Predicted for 128 rows and W of 28672 x 4096 before it was written: 55 us to read W, 59 to 60 with X arriving once for
+each 224 rows of W. Measured on an H200: 64 when sums went to Y in pieces of 4 bytes, 60.2 by way of shared memory;
+cuBLAS 66.0. With the gate 60.3, where cuBLAS and a kernel for the gate take 69.7. Reading the other ranks' sums sixteen
+at a time instead of one after another was worth 1.7 to 2.3 us of each product whose K is shared out. Lost: multicast of
+X to 2, 4 or 8 blocks (no less time, as what the multiprocessors take in stays the same), k in a rotated order, other
+widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5% slower.
+
+cuBLAS stays quicker, and runs, where the weights of 33 to 50 MB (qkv and out of an 8B model) meet 64 rows and more (by
+1 to 3 us of 14: what it costs that ranks add up, which nothing hides), for the heads at 128 and 256 rows, for most
+weights at 256 rows, and for most of the smaller models' from 64 rows on. Which one, with which plan, is measured by
+``benchmarks/ops_many_rows.py`` and kept as data for each device; all times are in ``results/h200/ops_many_rows.json``.
 """
 
 from __future__ import annotations
@@ -58,7 +68,6 @@ CUTS: tuple[Cut, ...] = (
     (1, 0, 32, 2, 1, 1, 2),
     (1, 0, 32, 1, 1, 1, 2),
     (1, 0, 32, 3, 1, 1, 1),
-    (1, 0, 64, 2, 1, 1, 2),
     (1, 0, 64, 1, 1, 1, 2),
     (1, 0, 64, 3, 1, 1, 1),
     (1, 0, 128, 2, 1, 1, 1),
@@ -75,12 +84,10 @@ CUTS: tuple[Cut, ...] = (
     (0, 1, 128, 1, 1, 1, 2),
     (0, 1, 192, 1, 1, 1, 2),
     (0, 1, 224, 1, 1, 1, 2),
-    (0, 1, 48, 2, 1, 1, 2),
     (0, 1, 128, 2, 1, 1, 1),
     (0, 1, 192, 2, 1, 1, 1),
     (0, 1, 224, 2, 1, 1, 1),
     (0, 1, 224, 2, 1, 2, 1),
-    (0, 1, 112, 2, 2, 1, 1),
 )
 """(swap, gated, right, groups, repeats, pair, blocks) that are compiled; see ``Plan``."""
 
@@ -244,10 +251,15 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
 
 @cache
 def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False) -> Choice | None:
-    """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured."""
+    """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured.
+
+    Above 64 rows only at the numbers that were measured; cuBLAS in between. Copies that reach past X's last row are
+    slow: 160 rows by the plan for 256 take 90 us with W of 28672 x 4096, cuBLAS 66 (H200).
+    """
     if device.type != "cuda" or not FEWEST_ROWS <= m <= MOST_ROWS:
         return None
-    return choices(torch.cuda.get_device_name(device)).get(key(m, n, k, gated))
+    found = choices(torch.cuda.get_device_name(device)).get(key(m, n, k, gated))
+    return Choice("cublas") if found is not None and m > 64 and m not in ROWS else found
 
 
 def refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
