@@ -324,19 +324,36 @@ def race(out: Path, chosen: list[str], seconds: float) -> None:
     def one(pair: tuple[str, str], *more: str) -> tuple[Any, list[str]]:
         return in_process("--seconds", str(seconds), *more, "--one", *pair)
 
-    with ThreadPoolExecutor() as pool:
-        first = {pool.submit(one, pair, "--turns", turns): pair for pair in pairs if pair[1] not in LAST}
+    def told(work: str, answer: tuple[Any, list[str]]) -> None:
+        found, reason = answer
+        accounts.extend([{"work": work, "error": reason}] if found is None else found)
+        print(found or reason, flush=True)
+        save()
+
+    # So many at a time as fit beside each other in the memory of the GPU.
+    with ThreadPoolExecutor(16) as pool:
+        first = {
+            pool.submit(one, pair, "--turns", turns): pair
+            for pair in pairs
+            if pair[1] not in LAST and pair[0] not in LIMIT
+        }
         slow = [future for future, pair in first.items() if "compiled" in pair[1]]
         for done in as_completed([future for future in first if future not in slow]):
             enter(first[done], done.result())
-        told = {pool.submit(in_process, "--turns", turns, "--memory", work): work for work in chosen}
-        for done in as_completed(told):
-            found, reason = done.result()
-            accounts += [{"work": told[done], "error": reason}] if found is None else found
-            print(found or reason, flush=True)
-            save()
+        second = {pool.submit(one, pair, "--turns", turns): pair for pair in pairs if pair[0] in LIMIT}
+        others = {
+            pool.submit(in_process, "--turns", turns, "--memory", work): work for work in chosen if work not in LIMIT
+        }
+        for done in as_completed([*second, *others]):
+            if done in second:
+                enter(second[done], done.result())
+            else:
+                told(others[done], done.result())
         for done in as_completed(slow):
             enter(first[done], done.result())
+    for work in chosen:
+        if work in LIMIT:
+            told(work, in_process("--memory", work))
     for pair in pairs:
         if pair[1] in LAST:
             enter(pair, one(pair))
