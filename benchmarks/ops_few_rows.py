@@ -21,6 +21,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from transect.ops import int4_matmul as i4
+from transect.ops import int4_rows
 from transect.ops import small_matmul as sm
 
 COPY, RATE = 4.28e12, 790e12
@@ -76,7 +77,7 @@ def main() -> None:
             line += f" | {name} {median:.2f} ({floor / median:.2f})"
         print(line, flush=True)
 
-    rows, codes_rows = sm.CudaRows(), i4.CudaCodes()
+    rows, codes_rows = sm.CudaRows(), int4_rows.CudaCodes()
     for k, n in SHAPES:
         weights = [normal(n, k, scale=k**-0.5) for _ in range(max(4, min(24, -(-250_000_000 // (2 * n * k)))))]
         main_shapes = (k, n) in SHAPES[:5]
@@ -104,7 +105,7 @@ def main() -> None:
             zero = (-7.5 * scale).to(torch.bfloat16)
             if i == 0:
                 first = (codes, scale, zero)
-            sets.append(i4.repack(codes, scale, zero))
+            sets.append(int4_rows.repack(codes, scale, zero))
         dense = [normal(n, k, scale=k**-0.5) for _ in range(max(2, min(6, -(-250_000_000 // (2 * n * k)))))]
         for m in (1, 8, 16, 64):
             x = normal(m, k)

@@ -1,4 +1,4 @@
-r"""Product of 1 to 256 rows with a weight of 4-bit codes in groups, unpacked in registers.
+r"""Product of a few to some thousand rows with a weight of 4-bit codes in groups.
 
     Y = X W^T + b        W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
 
@@ -9,28 +9,34 @@ For each group g of G neighbouring k the scale leaves the sum, and so does the z
 The inner product of codes and x runs on the tensor cores. A code c becomes a bfloat16 by an or: the bits 0x4300 are
 128 with a step of 1, so 0x4300 | c is 128 + c, and 128 times the sum of x is taken off with the zero. Codes are exact
 that way; no weight is ever rounded, which a kernel that rebuilds W in bfloat16 cannot say. float16 has 0x6400, 1024 +
-c.
+c. In float32 8 is taken off the code instead: zeros lie near -8 scale, and their share would cancel against the codes'.
 
-Packing: pairs of groups share bytes, so that unpacking moves nothing between threads. Byte j of pair p of a row holds
-code 2 p G + j in its low half and code (2 p + 1) G + j in its high half (``pack``).
-
-Shapes: x ``[M, K]``, codes uint8 ``[N, K / 2]``, scale and zero ``[N,
-K / G]`` of one floating dtype (fastest as transposed views of ``[K / G, N]``), bias ``[N]``, result ``[M, N]``. G is
-32, 64 or 128 and K a multiple of 2 G. Inference only.
+Shapes: x ``[M, K]``, codes uint8 ``[N, K / 2]`` (``pack`` of ``int4_packing.py``), scale and zero ``[N, K / G]`` of one
+floating dtype (fastest as transposed views of ``[K / G, N]``), bias ``[N]``, result ``[M, N]``. G is 32, 64 or 128 and
+K a multiple of 2 G. Inference only.
 
 Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 16-bit scales, against 2 in bfloat16.
+Four ways, chosen by ``way`` from what was measured on an H200 (fractions of the byte floor, in a chain of launches):
+
+* ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows: N 28672, K 4096 at 75, 68 and 51% for 1, 8 and 16 rows, N 4096,
+  K 14336 at 63, 52 and 33%, N 4096, K 4096 at 40, 33 and 24%. All of X lies in shared memory, which at 16 rows leaves
+  a short ring for W; below some 30 MB the 3 to 4 us that begin and end a launch are what is left.
+* ``int4_matmul_hopper.cu`` (``int4_hopper.py``), 17 to 64 rows, and heads: X is streamed beside W. Its first version
+  had N 128256, K 4096 at 91, 92 and 86% for 1, 8 and 16 rows (the other kernel: 91, 84, 62%), and N 28672 at 44 and 33%
+  for 32 and 64 rows, 1.6 and 1.8 times as fast as the Triton kernel: there instructions and products bound it.
+* the Triton kernel below, 17 to 64 rows of narrow weights, other dtypes and GPUs.
+* from 65 rows on W is rebuilt and multiplied by cuBLAS: 75 + 68 us at 128 rows of 28672 x 4096, the Triton kernel 175.
+
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
 the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,49 +44,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cuda, shapes
-from .int4_packing import GROUPS, pack, unpack
+from .int4_dequantize import triton_dequantize
+from .int4_hopper import CHOICES, HOPPER_ROWS, HopperCodes, hopper_refuses
+from .int4_hopper import rule as hopper_rule
+from .int4_packing import GROUPS, pack, repack, unpack
+from .int4_rows import CUDA_ROWS, CudaCodes, cuda_refuses
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl, triton
 from .numerics import compute_dtype, sample
-from .registry import Case, Cost, Implementation, Kernel, Op, register
-from .small_matmul import SHARED, Counters, Cut, add_parts, bind
+from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, Unavailable, register
+from .small_matmul import Counters, Cut, add_parts
 from .tiles import INTERPRETS, after_previous, dot
+from .tuning import choose
 
-OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
-"""What the or-trick adds to a code; float32 does without it."""
-
-
-def repack(codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """The order that ``int4_matmul.cu`` reads: done once, when a weight is loaded.
-
-    Args:
-        codes: uint8 ``[N, K / 2]`` from ``pack``.
-        scale, zero: ``[N, K / G]``; rounded to bfloat16.
-
-    Returns:
-        codes int32 ``[B, K / 128, 4, 32, 2]`` for B = N / 16 blocks of rows (the last filled up with zeros): of each
-        32 k, for every lane l of a warp, two words, one for each 16 k. A word holds rows l / 4 and l / 4 + 8, k = 2 (l
-        % 4) and the next, and both 8 further: what the lane feeds to one product, in the order in which shifts by four
-        bits bring it out. And scale and zero bfloat16 ``[B, K / 128, 128 / G, 8, 2, 2]``: rows r and r + 8, scale and
-        zero.
-
-    Raises:
-        ValueError: K is not a multiple of 128.
-    """
-    n, half = codes.shape
-    k, groups = 2 * half, scale.shape[1]
-    if k % 128:
-        raise ValueError(f"int4_matmul.cu: K must be a multiple of 128, not {k}")
-    group, blocks = k // groups, -(-n // 16)
-    whole = F.pad(unpack(codes, group).to(torch.int32), (0, 0, 0, blocks * 16 - n))
-    #             block, row / 8, row % 8, chunk, 32 k, 16 k, 8 k, thread, pair
-    parts = whole.view(blocks, 2, 8, k // 128, 4, 2, 2, 4, 2)
-    words = torch.zeros((blocks, 8, k // 128, 4, 2, 4), dtype=torch.int32, device=codes.device)
-    for below, right, odd in product(range(2), repeat=3):
-        words |= parts[:, below, :, :, :, :, right, :, odd] << (4 * (below + 2 * right) + 16 * odd)
-    words = words.permute(0, 2, 3, 1, 5, 4).reshape(blocks, k // 128, 4, 32, 2).contiguous()
-    both = F.pad(torch.stack((scale, zero), -1).to(torch.bfloat16), (0, 0, 0, 0, 0, blocks * 16 - n))
-    both = both.view(blocks, 2, 8, k // 128, 128 // group, 2).permute(0, 3, 4, 2, 1, 5).contiguous()
-    return words, both
+log = logging.getLogger(__name__)
+OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: -8}
+"""What comes on top of a code before the product."""
+DENSE_ROWS = 65
+"""From so many rows on it is quicker to rebuild W and multiply by it."""
+TRITON_CHOICES = {"bn": (32, 64, 128), "split": (1, 2, 4, 8), "warps": (2, 4, 8), "stages": (2, 3, 4)}
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -96,7 +77,7 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tenso
 @kernel
 def _as_float(nibbles, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """0..15 as OFFSET + nibble: the bits of OFFSET with the nibble in their lowest places."""
-    if INTERPRETS or OFFSET == 0:
+    if INTERPRETS or OFFSET < 0:
         number = nibbles.to(tl.float32) + OFFSET
     else:
         BITS: tl.constexpr = 0x4300 if OFFSET == 128 else 0x6400
@@ -171,27 +152,41 @@ def _codes(  # type: ignore[no-untyped-def]
         tl.store(out + rows * out_m + columns, acc.to(out.dtype.element_ty), (rows < M) & (columns < N))
 
 
-def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Cut:
-    """The cut for a shape (``bk`` is the pair of groups). Measured on an H200; elsewhere a guess from the same
-    numbers."""
+def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
+    """Knobs of the Triton kernel for m, n, k. Measured on an H200; elsewhere a guess from the same numbers."""
+    m, n, _ = size
+    count = multiprocessors(torch.device("cuda")) if torch.cuda.is_available() else 132
+    tiles = -(-n // 64) * -(-m // rows_of_a_tile(m))
+    split = 1 << max(0, min(3, ((8 if m <= 16 else 4) * count // tiles).bit_length() - 1))
+    return {"bn": 64, "split": split, "warps": 4, "stages": 3 if split > 2 else 4}
+
+
+def rows_of_a_tile(m: int) -> int:
+    """Of X, in the Triton kernel."""
+    return max(16, min(64, next_power_of_2(m)))
+
+
+def cut_of(m: int, n: int, k: int, group: int, device: torch.device, config: Mapping[str, Any] | None = None) -> Cut:
+    """How the Triton kernel cuts a product up (``bk`` is a pair of groups): by ``config``, else tuned, else by rule."""
     if INTERPRETED:
         return Cut(16, 16, 2 * group, 2, warps=1, stages=1)
+    knobs = config or choose("int4_matmul", (m, n, k), device, triton_rule)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    bm = max(16, min(64, next_power_of_2(m)))
-    tiles = -(-n // 64) * -(-m // bm)
-    wanted = 8 * multiprocessors(device) if bm <= 16 else 4 * multiprocessors(device)
-    split = 1 << max(0, min(3, (wanted // tiles).bit_length() - 1))
-    return Cut(bm, 64, 2 * group, min(split, k // (2 * group)), stages=3 if split > 2 else 4, early=hopper)
+    return Cut(
+        rows_of_a_tile(m), knobs["bn"], 2 * group, min(knobs["split"], k // (2 * group)), warps=knobs["warps"],
+        stages=knobs["stages"], early=hopper,
+    )  # fmt: skip
 
 
 def launcher() -> Callable[..., Tensor]:
-    """A new ``int4_matmul`` with counters of its own (see ``small_matmul.Counters``)."""
+    """A new call of the Triton kernel with counters of its own (see ``small_matmul.Counters``)."""
     counters = Counters()
 
     def call(
-        x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *, cut: Cut | None = None
-    ) -> Tensor:
-        """As ``reference``, on the GPU."""
+        x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *,
+        config: Mapping[str, Any] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As ``reference``, on the GPU. ``config``: of ``TRITON_CHOICES``, instead of the tuned one."""
         require("int4_matmul", *(t for t in (x, scale, zero, bias) if t is not None))
         m, k = x.shape
         n = codes.shape[0]
@@ -208,7 +203,7 @@ def launcher() -> Callable[..., Tensor]:
         out = x.new_empty((m, n))
         if out.numel() == 0:
             return out
-        cut = cut or choose(m, n, k, group, x.device)
+        cut = cut_of(m, n, k, group, x.device, config)
         pairs = k // (2 * group)
         grid = (triton.cdiv(n, cut.bn), triton.cdiv(m, cut.bm))
         part_pairs = triton.cdiv(pairs, cut.split)
@@ -228,145 +223,63 @@ def launcher() -> Callable[..., Tensor]:
     return call
 
 
-int4_matmul = launcher()
+by_triton = launcher()
 
 
-# --------------------------------------------------------------------------------------------------------- CUDA C++
+def rebuilt(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``reference`` for many rows, on the GPU: W is rebuilt in x's dtype, which rounds it, and takes 2 N K bytes for
+    the time of the call."""
+    return F.linear(x, triton_dequantize(codes, scale.to(x.dtype), zero.to(x.dtype)), bias)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How ``int4_matmul.cu`` cuts a product up; the fields are the arguments of its launcher."""
-
-    rows: int
-    """Of X at a time."""
-    columns: int
-    """Rows of W in a group, in sixteens."""
-    stages: int
-    warps: int
-    per: int
-    """Sixteens of rows of W for a block."""
-    ranks: int
-    """Blocks of a cluster that share K."""
+def way(m: int, n: int) -> str:
+    """What was quickest on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows``
+    (``int4_matmul.cu``), ``hopper`` (``int4_matmul_hopper.cu``), ``triton`` or ``rebuilt``."""
+    if m >= DENSE_ROWS:
+        return "rebuilt"
+    if n >= 65536 or (m > CUDA_ROWS and n >= 16384):
+        return "hopper"
+    return "rows" if m <= CUDA_ROWS else "triton"
 
 
-CUDA_ROWS = 16
-"""Up to so many rows of X ``int4_matmul.cu`` is the quicker one; it takes more, sixteen at a time."""
-KERNELS = {8: ((4, 3), (4, 2), (2, 3), (2, 2), (1, 3)), 16: ((2, 3), (2, 2), (1, 3))}
-"""(columns, stages) that are compiled for each number of rows."""
+def best_launcher() -> Callable[..., Tensor]:
+    """A new ``int4_matmul(x, codes, scale, zero, bias=None, *, pdl=False)``: on a Hopper GPU whatever ``way`` says, if
+    it takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
 
-
-def shared_bytes(plan: Plan, m: int, k: int, group: int) -> int:
-    """Shared memory of a block."""
-    held = min(m, plan.rows)
-    steps = -(-(k // 128) // (plan.warps * plan.ranks))
-    ring = plan.warps * plan.stages * plan.columns * (1024 + 128 // group * 64)
-    sums = plan.warps * plan.rows * (plan.columns * 16 + 4) * (1 + (plan.per > plan.columns))
-    part = held * (plan.per + plan.columns) * 16 if plan.ranks > 1 else 0
-    return (
-        ring
-        + 4 * (sums + part + plan.warps * steps * (128 // group) * plan.rows)
-        + (plan.warps * held * (steps * 256 + 16))
-    )
-
-
-def plan_codes(m: int, n: int, k: int, group: int, clusters: Mapping[int, int]) -> Plan:
-    """A plan by a rule from times on an H200 (no search). ``clusters``: how many of each size run at once.
-
-    A block keeps its part of X in shared memory, so a long K is shared by a cluster. Many warps hide the time between
-    unpacking and multiplying; wide groups end less often, which pays where a block has many rows.
-
-    Raises:
-        ValueError: X does not fit the shared memory of eight blocks.
+    Which one runs is decided by the shape, the strides and the dtype alone. The CUDA kernels read W in orders of their
+    own, each made at its first call and kept as long as the codes live: a weight that meets both up to 16 and 17 to 64
+    rows is held three times. Where they cannot be built, that is said once, in the log.
     """
-    rows, sixteens = 8 if m <= 8 else 16, -(-n // 16)
-    for ranks in (1, 2, 4, 8):
-        per = -(-sixteens // max(1, clusters[ranks]))
-        if rows == 16 and ranks == 1 and per <= 3:
-            continue
-        wide = [(4, 3, 8), (2, 3, 16), (4, 2, 8)] if per >= 28 else [(2, 2, 16), (4, 2, 8)]
-        order = (wide if rows == 8 else [(2, 2, 16), (2, 3, 8), (2, 2, 8)]) + [(2, 2, 8), (1, 3, 8), (1, 3, 4)]
-        for columns, stages, warps in order:
-            plan = Plan(rows, columns, stages, warps, per, ranks)
-            if columns <= per and shared_bytes(plan, m, k, group) <= SHARED:
-                return plan
-    raise ValueError(f"int4_matmul.cu: {m} rows of {k} do not fit in shared memory; use the Triton kernel")
+    by_tiles = launcher()
+    built: dict[torch.device, dict[str, Callable[..., Tensor]]] = {}
 
+    def build(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+        if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+            return {}
+        try:
+            return {"rows": CudaCodes(), "hopper": HopperCodes()}
+        except Unavailable as error:
+            log.warning("int4_matmul runs its Triton kernel, which is slower: %s", error)
+            return {}
 
-class CudaCodes:
-    """``int4_matmul`` by ``int4_matmul.cu``: ``packed`` for weights in its own order, or called as ``reference``.
-
-    Raises:
-        Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
-    """
-
-    def __init__(self) -> None:
-        self._launch = bind("int4_matmul", "transect_int4_matmul", "pppppiiiiliiiiiiip")
-        at_once = bind("int4_matmul", "transect_int4_clusters", "i")
-        hopper = torch.cuda.get_device_capability()[0] >= 9
-        count = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-        self._clusters = {1: count} | {size: at_once(size) if hopper else 0 for size in (2, 4, 8)}
-        self._dependent = hopper
-        self._plans: dict[tuple[int, int, int, int], Plan] = {}
-        self._repacked: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, Tensor]]] = {}
-
-    def packed(
-        self, x: Tensor, words: Tensor, scales: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
-        plan: Plan | None = None,
-    ) -> Tensor:  # fmt: skip
-        """x bfloat16 ``[M, K]``, words and scales from ``repack`` of a weight of ``n`` rows -> ``[M, n]``.
-
-        ``pdl``: as in ``small_matmul.CudaRows``.
-
-        Raises:
-            RuntimeError: the launch failed.
-        """
-        m, k = x.shape
-        group = 128 // scales.shape[2]
-        out = x.new_empty((m, n))
-        if m == 0 or n == 0:
-            return out
-        key = (m, n, k, group)
-        cut = plan or self._plans.get(key)
-        if cut is None:
-            cut = self._plans[key] = plan_codes(m, n, k, group, self._clusters)
-        code = self._launch(
-            x.data_ptr(), words.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            m, n, k, group, x.stride(0), cut.rows, cut.columns, cut.stages, cut.warps, cut.per, cut.ranks,
-            (2 if pdl else 1) if self._dependent else 0, torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
-        if code:
-            raise RuntimeError(f"int4_matmul.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
-        return out
-
-    def __call__(
-        self, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *, pdl: bool = False
+    def call(
+        x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *, pdl: bool = False
     ) -> Tensor:
-        """As ``reference``. A weight is repacked at its first call; the result is kept as long as ``codes`` lives.
+        """As ``reference``, on the GPU; ``pdl`` as in ``CudaRows``."""
+        chosen = way(x.shape[0], codes.shape[0])
+        if chosen == "rebuilt" and x.element_size() == 2:
+            return rebuilt(x, codes, scale, zero, bias)
+        if x.device not in built:
+            built[x.device] = build(x.device)
+        kernel = built[x.device].get(chosen)
+        if kernel is not None and not cuda_refuses(x, codes, scale, zero, bias):
+            return kernel(x, codes, scale, zero, bias, pdl=pdl)
+        return by_tiles(x, codes, scale, zero, bias)
 
-        Raises:
-            ValueError: see ``cuda_refuses``.
-        """
-        reason = cuda_refuses(x, codes, scale, zero, bias)
-        if reason:
-            raise ValueError(f"int4_matmul.cu: {reason}")
-        held = self._repacked.get(id(codes))
-        if held is None or held[0]() is not codes or held[1] != codes._version:
-            key = id(codes)
-            kept = weakref.ref(codes, lambda _: self._repacked.pop(key, None))
-            held = self._repacked[id(codes)] = (kept, codes._version, repack(codes, scale, zero))
-        return self.packed(x, *held[2], codes.shape[0], bias, pdl=pdl)
+    return call
 
 
-def cuda_refuses(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> str:
-    """Why ``int4_matmul.cu`` does not take these arguments, or ``""``."""
-    if any(t is not None and t.dtype != torch.bfloat16 for t in (x, scale, zero, bias)):
-        return "it computes in bfloat16, scales and zeros included"
-    if x.shape[1] % 128 or x.shape[1] != 2 * codes.shape[1] or x.shape[1] // scale.shape[1] not in GROUPS:
-        return f"K must be a multiple of 128, and a group one of {GROUPS}"
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        return "it reads 16 bytes of x at a time: the rows' stride and the address must be multiples of 16 bytes"
-    return ""
+int4_matmul = best_launcher()
 
 
 # ----------------------------------------------------------------------------------------------------- registry entry
@@ -449,13 +362,33 @@ def _kernels() -> Sequence[Kernel]:
     ]
 
 
+def _size(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
+    x = inputs["x"]
+    return x.shape[0], inputs["codes"].shape[0], x.shape[1]
+
+
+@cache
+def _hopper() -> HopperCodes:
+    return HopperCodes()
+
+
+def _repack_case(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of ``HopperCodes.packed`` for a case's."""
+    weight = repack(inputs["codes"], inputs["scale"], inputs["zero"])
+    return {"x": inputs["x"], "weight": weight, "n": inputs["codes"].shape[0]}
+
+
+def _launch_hopper(x: Tensor, weight: Tensor, n: int, *, config: Mapping[str, Any]) -> Tensor:
+    return _hopper().packed(x, weight, n, pdl=True, config=config)
+
+
 register(
     Op(
         name="int4_matmul",
         reference=reference,
         cost=cost,
         implementations={
-            "triton": Implementation("triton", available(int4_matmul), TRITON_TARGETS),
+            "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
             "cuda": Implementation(
                 "cuda",
                 lambda: CudaCodes(),
@@ -472,12 +405,38 @@ register(
                 refuses=cuda_refuses,
                 source="int4_matmul.cu",
             ),
+            "hopper": Implementation(
+                "cuda",
+                lambda: HopperCodes(),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refuses=hopper_refuses,
+                source="int4_matmul_hopper.cu",
+            ),
+            "hopper_pdl": Implementation(
+                "cuda",
+                lambda: partial(HopperCodes(), pdl=True),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refuses=hopper_refuses,
+                source="int4_matmul_hopper.cu",
+            ),
         },
         examples=_examples,
         peers={"torch": _peer},
         cases=_cases,
         kernels=_kernels,
-        error_ratio=4.0,
-        error_note="in float32 the zero's share cancels against the codes' in the sum",
+        knobs=[
+            Knobs("int4_matmul", TRITON_CHOICES, triton_rule, by_triton, dict, _size),
+            Knobs(
+                "int4_matmul_hopper.cu",
+                CHOICES,
+                hopper_rule,
+                _launch_hopper,
+                _repack_case,
+                _size,
+                applies=lambda inputs: inputs["x"].shape[0] <= HOPPER_ROWS and not hopper_refuses(**inputs),
+            ),
+        ],
     )
 )

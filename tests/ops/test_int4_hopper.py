@@ -1,0 +1,123 @@
+"""``int4_matmul_hopper.cu``: its plans everywhere, the kernel on a GPU."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from transect.ops import int4_hopper, int4_matmul
+from transect.ops.int4_packing import pack
+from transect.ops.registry import Unavailable
+
+CLUSTERS = {1: 132, 2: 66, 4: 33, 8: 16}
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (48, 128), (5, 1024)]
+
+
+def _weight(n: int, k: int, group: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
+    scale = ((torch.rand(n, k // group, generator=generator) + 0.1) * k**-0.5 / 4).to(torch.bfloat16)
+    zero = (-7.5 * scale).to(torch.bfloat16)
+    return pack(codes, group).to(device), scale.to(device), zero.to(device)
+
+
+def _fits(plan: int4_hopper.Plan, m: int, n: int, k: int, group: int) -> None:
+    """What the launcher asks for, and that all of W is covered."""
+    assert plan.columns in int4_hopper.kernels(group)[plan.rows]
+    assert plan.warps * plan.teams <= int4_hopper.MOST_WARPS[plan.rows]
+    assert plan.stages >= plan.teams
+    assert plan.ranks <= k // 128
+    wide = int4_hopper.tiles_at_once(plan)
+    assert plan.columns <= wide <= plan.warps * plan.columns
+    assert plan.ranks * plan.teams == 1 or wide == plan.per
+    assert int4_hopper.shared_bytes(plan, m, group) <= int4_hopper.SHARED
+    assert plan.per * CLUSTERS[plan.ranks] * 2 >= -(-n // 16)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 64, 100])
+def test_the_rule_gives_a_plan_that_fits(m: int, n: int, k: int, group: int) -> None:
+    _fits(int4_hopper.plan_codes(m, n, k, group, CLUSTERS), m, n, k, group)
+
+
+def test_every_choice_fits_or_is_refused() -> None:
+    kept = 0
+    for values in itertools.product(*int4_hopper.CHOICES.values()):
+        config = dict(zip(int4_hopper.CHOICES, values, strict=True))
+        plan = int4_hopper.plan_of(config, 16, 4096, 14336, 128, CLUSTERS)
+        if plan is not None:
+            _fits(plan, 16, 4096, 14336, 128)
+            kept += 1
+    assert kept > 5
+
+
+def test_a_choice_that_leaves_room_takes_less_than_half() -> None:
+    config = dict(int4_hopper.rule((8, 28672, 4096))) | {"ranks": 1, "blocks": 1}
+    for beside in (True, False):
+        plan = int4_hopper.plan_of(config | {"beside": beside}, 8, 28672, 4096, 128, CLUSTERS)
+        assert plan is not None
+        assert (int4_hopper.shared_bytes(plan, 8, 128) <= int4_hopper.BESIDE) == beside
+
+
+@pytest.fixture
+def kernel() -> int4_hopper.HopperCodes:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    try:
+        return int4_hopper.HopperCodes()
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group"),
+    [(1, 37, 256, 128), (5, 200, 1024, 64), (8, 520, 4096, 32), (16, 520, 4096, 128), (16, 256, 14336, 128),
+     (9, 4096, 14336, 128), (23, 1000, 1024, 64), (16, 28672, 512, 32), (64, 4096, 4096, 128), (100, 1000, 1024, 128)],
+)  # fmt: skip
+def test_error_is_that_of_torch_and_every_run_gives_the_same(
+    kernel: int4_hopper.HopperCodes, m: int, n: int, k: int, group: int, pdl: bool
+) -> None:
+    weight = _weight(n, k, group, "cuda")
+    generator = torch.Generator("cuda").manual_seed(m)
+    x = torch.randn(m, k + 8, device="cuda", dtype=torch.bfloat16, generator=generator)[:, :k]
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16, generator=generator)
+    want = int4_matmul.reference(x.double(), weight[0], *(t.double() for t in (*weight[1:], bias)))
+    got = kernel(x, *weight, bias, pdl=pdl)
+    of_torch = (int4_matmul._peer(x, *weight, bias).double() - want).norm()
+    assert (got.double() - want).norm() <= 2 * of_torch
+    for _ in range(5):
+        assert torch.equal(got, kernel(x, *weight, bias, pdl=pdl))
+
+
+@pytest.mark.gpu
+def test_every_plan_gives_the_product(kernel: int4_hopper.HopperCodes) -> None:
+    m, n, k = 13, 4000, 2048
+    weight = _weight(n, k, 128, "cuda")
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(3))
+    want = int4_matmul.reference(x.double(), weight[0], *(t.double() for t in weight[1:]))
+    of_torch = (int4_matmul._peer(x, *weight).double() - want).norm()
+    words = kernel.repacked(*weight)
+    tried = 0
+    for values in itertools.product(*int4_hopper.CHOICES.values()):
+        config = dict(zip(int4_hopper.CHOICES, values, strict=True))
+        if int4_hopper.plan_of(config, m, n, k, 128, kernel._clusters) is not None:
+            got = kernel.packed(x, words, n, config=config, pdl=True)
+            assert (got.double() - want).norm() <= 2 * of_torch, config
+            tried += 1
+    assert tried > 5
+
+
+@pytest.mark.gpu
+def test_a_changed_weight_is_repacked_and_a_dropped_one_forgotten(kernel: int4_hopper.HopperCodes) -> None:
+    codes, scale, zero = _weight(64, 256, 128, "cuda")
+    x = torch.ones(1, 256, device="cuda", dtype=torch.bfloat16)
+    before = kernel(x, codes, scale, zero)
+    codes.copy_(15 - codes % 16)
+    assert not torch.equal(before, kernel(x, codes, scale, zero))
+    del codes
+    gc.collect()
+    assert not kernel._repacked
