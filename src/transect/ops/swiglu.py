@@ -253,9 +253,16 @@ def _kernels() -> Sequence[Kernel]:
     tensors = ("g_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr")
     forward = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
     backward = {**dict.fromkeys(tensors, "*bf16"), "n": "i32"}
+    merged = {"x_ptr": "*bf16", "y_ptr": "*bf16", "n_cols": "i32", "x_row": "i32", "y_row": "i32", "blocks": "i32"}
+    back = {"g_ptr": "*bf16", "x_ptr": "*bf16", "n_cols": "i32", "g_row": "i32", "x_row": "i32", "blocks": "i32"}
+    block = {"BLOCK": MERGED_BLOCK}
     return [
         Kernel("forward", _forward_kernel, forward, {"BLOCK": 2048}, ("n",)),
         Kernel("backward", _backward_kernel, backward, {"BLOCK": 2048}, ("n",)),
+        Kernel("side by side", _merged_kernel, merged, block, ("n_cols", "x_row", "y_row"), MERGED_WARPS),
+        Kernel(
+            "side by side, backward", _merged_backward_kernel, back, block, ("n_cols", "g_row", "x_row"), MERGED_WARPS
+        ),
     ]
 
 
