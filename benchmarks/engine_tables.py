@@ -71,6 +71,10 @@ def _decodesections(known: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(sections(known, "decode"), key=lambda row: row["batch"])
 
 
+def _spread(low: float, high: float, runs: int, form: str) -> str:
+    return "one run" if runs == 1 else f"{low:{form}} - {high:{form}}"
+
+
 def main_table(files: dict[str, dict[str, Any]]) -> str:
     """Decode, prefill and throughput beside the floor."""
     rows = []
@@ -83,19 +87,20 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
                     f"decode, batch {row['batch']}",
                     f"{floor * 1e3:.2f} ms",
                     f"{step['median'] * 1e3:.2f} ms",
-                    f"{step['min'] * 1e3:.2f} - {step['max'] * 1e3:.2f}",
+                    _spread(step["min"] * 1e3, step["max"] * 1e3, step["runs"], ".2f"),
                     f"{row['of_floor']:.0%}",
                 )
             )
         for row in sections(known, "prefill"):
             found = row["seconds"]
-            spread = f"{found['min']:.2f} - {found['max']:.2f}"
+            spread = _spread(found["min"], found["max"], found["runs"], ".2f")
             cells = (f"{row['floor_s']:.2f} s", f"{found['median']:.2f} s", spread, f"{row['of_floor']:.0%}")
             rows.append((model, f"prefill, 256 x {PROMPT}", *cells))
         for row in sections(known, "throughput"):
             low, high = (row["output_tokens"] / row["seconds"][end] for end in ("max", "min"))
             cells = (f"{row['floor_tokens_per_s']:,.0f} tok/s", f"{row['tokens_per_s']:,.0f} tok/s")
-            rows.append((model, "throughput", *cells, f"{low:,.0f} - {high:,.0f}", f"{row['of_floor']:.0%}"))
+            spread = _spread(low, high, row["seconds"]["runs"], ",.0f")
+            rows.append((model, "throughput", *cells, spread, f"{row['of_floor']:.0%}"))
     head = ("model", "work", "floor", "median", "runs from - to", "of floor")
     return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput"))
 

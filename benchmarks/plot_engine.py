@@ -24,7 +24,7 @@ def main() -> None:
         if not row["mixed_options"]
     ]
     names = [name for name, _ in rows]
-    figure, axes = pyplot.subplots(figsize=(9, 0.62 * len(rows) + 1.4))
+    figure, axes = pyplot.subplots(figsize=(10, 0.62 * len(rows) + 1.4))
     begun = [0.0] * len(rows)
     parts = [engine_tables.parts_of(row) for _, row in rows]
     for part, colour in zip(parts[0], COLOURS, strict=True):
@@ -39,7 +39,7 @@ def main() -> None:
     axes.set_xlim(0, max(begun) * 1.12)
     axes.set_ylim(len(rows) - 0.5, -1.0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, loc="upper right")
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(record.ROOT / "docs/images/engine-step.png", dpi=120)
 
