@@ -1,4 +1,4 @@
-"""The tables of training on one GPU, from ``results/h200/train.json`` (``train_gpu.py``)."""
+"""The tables of training on one GPU, from ``results/h200/train.json`` and ``train_before.json`` (``train_gpu.py``)."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def origin(result: dict[str, Any]) -> str:
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
-        f"`{result['command']}` on one {result['gpu']}, Python {machine['python']}, {versions}, commit "
-        f"{machine['commit']}: {result['method']}."
+        f"`{result['command']}` on one {result.get('gpu', 'NVIDIA H200')}, Python {machine['python']}, {versions}, "
+        f"commit {machine['commit']}: {result['method']}."
     )
