@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -314,8 +315,8 @@ def parts() -> dict[str, Any]:
         x, w, g = torch.randn(STEP_TOKENS, inputs), torch.randn(outputs, inputs), torch.randn(STEP_TOKENS, outputs)
         flops = 2.0 * STEP_TOKENS * outputs * inputs
         for name, a, b in (("x W^T", x, w.mT), ("g W", g, w)):
-            ours = rate(flops, lambda a=a, b=b: native.products([(a, b, 1.0)]))  # type: ignore[misc]
-            theirs = rate(flops, lambda a=a, b=b: a @ b)  # type: ignore[misc]
+            ours = rate(flops, partial(native.products, [(a, b, 1.0)]))
+            theirs = rate(flops, partial(torch.matmul, a, b))
             rows[f"{name}, W {outputs} x {inputs}"] = {"transect": ours, "torch": theirs}
     for length in (512, 128):
         bounds = torch.arange(0, STEP_TOKENS + 1, length, dtype=torch.int32)
@@ -330,8 +331,7 @@ def parts() -> dict[str, Any]:
 
         chosen = {"transect": attention(by_document), "torch": by_document}
         rows[f"attention and its gradient, documents of {length}"] = {
-            side: rate(flops, lambda call=call, both=both: both(call))  # type: ignore[misc]
-            for side, call in chosen.items()
+            side: rate(flops, partial(both, call)) for side, call in chosen.items()
         }
     return {
         "command": "python benchmarks/cpu_lora.py --parts",

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
+from graph_time import graph_times
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
@@ -57,20 +58,7 @@ def floor(config: ModelConfig, rows: int) -> dict[str, float]:
 
 def measure(work: Callable[[], Any], replays: int) -> dict[str, float | int]:
     """Seconds of one replay of a graph of ``work``."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return record.summary([start.elapsed_time(end) / 1e3 for start, end in events])
+    return record.summary(graph_times([work], replays))
 
 
 class Chain:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import record
+from graph_time import graph_times
 from transect.ops import int4_hopper, int4_packing, int4_rows
 from transect.ops import int4_matmul as i4
 
@@ -31,24 +32,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GROUP = 128
 REPLAYS = 15
 Calls = list[Callable[[], Any]]
-
-
-def measure(calls: Calls) -> list[float]:
-    """Microseconds of one call, of each replay of a graph of all of them."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 / len(calls) for start, end in events]
 
 
 def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,7 +78,7 @@ def main() -> None:
             ratio = error_ratio(i4.int4_matmul, x, given[0]) if n < 100_000 else None
             line = f"{name:12} {m:4} floor {floor:6.2f}"
             for way, calls in ways.items():
-                times = measure(calls)
+                times = [seconds * 1e6 for seconds in graph_times(calls, REPLAYS)]
                 median = statistics.median(times)
                 row = {"shape": name, "rows": m, "n": n, "k": k, "group": GROUP, "way": way, "floor_us": floor}
                 found.append(row | {"us": record.summary(times), "of_floor": floor / median})

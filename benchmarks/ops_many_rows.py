@@ -29,13 +29,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
+from graph_time import graph_times
 from record import environment
 from transect.ops import gate_up, shapes, small_matmul
 from transect.ops import small_matmul_hopper as hopper
 
 READ, RATE = 4.33e12, 777e12
 """Measured ceilings of the device: bytes and bfloat16 FLOPs a second."""
-Calls = list[Callable[[], Any]]
 
 
 def sizes() -> list[tuple[int, int, bool]]:
@@ -56,25 +56,6 @@ def sizes() -> list[tuple[int, int, bool]]:
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
-
-
-def measure(calls: Calls, replays: int) -> tuple[float, float, float]:
-    """Median, least and largest microseconds of one call over replays of a graph of all of them."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) * 1e3 / len(calls) for start, end in events]
-    return statistics.median(times), min(times), max(times)
 
 
 def exact(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
@@ -146,7 +127,8 @@ class Race:
                 if row["error_ratio"] > 1.1 or not row["same_bits"]:
                     rows.append(row | {"failed": "wrong or not the same in every run"})
                     continue
-            median, least, most = measure([partial(call, x, w) for w in self.weights], replays)
+            times = [seconds * 1e6 for seconds in graph_times([partial(call, x, w) for w in self.weights], replays)]
+            median, least, most = statistics.median(times), min(times), max(times)
             rows.append(row | {"us": median, "min_us": least, "max_us": most, "floor_us": floor})
         return rows
 
