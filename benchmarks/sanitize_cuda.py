@@ -1,5 +1,7 @@
 """Runs every CUDA C++ implementation of the registry on its small examples under compute-sanitizer.
 
+Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut and every way to share K.
+
 python benchmarks/sanitize_cuda.py [OUT.json]  memcheck and racecheck; exit 1 where one finds something
 python benchmarks/sanitize_cuda.py --inside    the program that is watched
 """
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 
 import record
-from transect.ops.registry import Op, all_ops
+from transect.ops import small_matmul_hopper
+from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 
 EXTRA = {
@@ -55,9 +58,35 @@ def inside() -> int:
     return missed
 
 
+def plans() -> int:
+    """Run every plan of ``small_matmul_hopper.cu`` that a GPU of 8 multiprocessors would be offered for a small
+    product, twice in a row as dependent launches; returns how many were refused."""
+    try:
+        kernel = small_matmul_hopper.HopperRows()
+    except Unavailable as reason:
+        print(f"small_matmul_hopper plans: {reason}")
+        return 0
+    taken = refused = 0
+    n, k = 448, 520  # K is not a multiple of a chunk, nor N of most tiles
+    for m in (23, 64, 100, 200):
+        for gated in (False, True):
+            x, weight = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n * (1 + gated)))
+            for plan in small_matmul_hopper.candidates(m, n, k, gated=gated, units=8):
+                try:
+                    kernel(x, weight, plan=plan, pdl=True)
+                    kernel(x, weight, plan=plan, pdl=True)
+                    torch.cuda.synchronize()
+                    taken += 1
+                except ValueError as reason:
+                    print(reason)
+                    refused += 1
+    print(f"small_matmul_hopper plans: {taken} runs", flush=True)
+    return refused
+
+
 def main() -> int:
     if "--inside" in sys.argv:
-        return 1 if inside() else 0
+        return 1 if inside() + plans() else 0
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         print("compute-sanitizer is not on the PATH: install the CUDA toolkit", file=sys.stderr)
