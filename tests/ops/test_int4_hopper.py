@@ -1,25 +1,15 @@
 """``int4_matmul_hopper.cu``: its plans everywhere, the kernel on a GPU."""
 
-import gc
 import itertools
 
 import pytest
 import torch
+from cuda_kernels import check_int4_product, check_repacking, int4_weight, loaded
 
 from transect.ops import int4_hopper, int4_matmul
-from transect.ops.int4_packing import pack
-from transect.ops.registry import Unavailable
 
 CLUSTERS = {1: 132, 2: 66, 4: 33, 8: 16}
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (48, 128), (5, 1024)]
-
-
-def _weight(n: int, k: int, group: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(n + k)
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
-    scale = ((torch.rand(n, k // group, generator=generator) + 0.1) * k**-0.5 / 4).to(torch.bfloat16)
-    zero = (-7.5 * scale).to(torch.bfloat16)
-    return pack(codes, group).to(device), scale.to(device), zero.to(device)
 
 
 def _fits(plan: int4_hopper.Plan, m: int, n: int, k: int, group: int) -> None:
@@ -63,12 +53,7 @@ def test_a_choice_that_leaves_room_takes_less_than_half() -> None:
 
 @pytest.fixture
 def kernel() -> int4_hopper.HopperCodes:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    try:
-        return int4_hopper.HopperCodes()
-    except Unavailable as error:
-        pytest.skip(str(error))
+    return loaded(int4_hopper.HopperCodes, hopper=True)
 
 
 @pytest.mark.gpu
@@ -81,22 +66,13 @@ def kernel() -> int4_hopper.HopperCodes:
 def test_error_is_that_of_torch_and_every_run_gives_the_same(
     kernel: int4_hopper.HopperCodes, m: int, n: int, k: int, group: int, pdl: bool
 ) -> None:
-    weight = _weight(n, k, group, "cuda")
-    generator = torch.Generator("cuda").manual_seed(m)
-    x = torch.randn(m, k + 8, device="cuda", dtype=torch.bfloat16, generator=generator)[:, :k]
-    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16, generator=generator)
-    want = int4_matmul.reference(x.double(), weight[0], *(t.double() for t in (*weight[1:], bias)))
-    got = kernel(x, *weight, bias, pdl=pdl)
-    of_torch = (int4_matmul._peer(x, *weight, bias).double() - want).norm()
-    assert (got.double() - want).norm() <= 2 * of_torch
-    for _ in range(5):
-        assert torch.equal(got, kernel(x, *weight, bias, pdl=pdl))
+    check_int4_product(kernel, m, n, k, group, pdl=pdl, repeats=5)
 
 
 @pytest.mark.gpu
 def test_every_plan_gives_the_product(kernel: int4_hopper.HopperCodes) -> None:
     m, n, k = 13, 4000, 2048
-    weight = _weight(n, k, 128, "cuda")
+    weight = int4_weight(n, k, 128, "cuda")
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(3))
     want = int4_matmul.reference(x.double(), weight[0], *(t.double() for t in weight[1:]))
     of_torch = (int4_matmul._peer(x, *weight).double() - want).norm()
@@ -113,11 +89,4 @@ def test_every_plan_gives_the_product(kernel: int4_hopper.HopperCodes) -> None:
 
 @pytest.mark.gpu
 def test_a_changed_weight_is_repacked_and_a_dropped_one_forgotten(kernel: int4_hopper.HopperCodes) -> None:
-    codes, scale, zero = _weight(64, 256, 128, "cuda")
-    x = torch.ones(1, 256, device="cuda", dtype=torch.bfloat16)
-    before = kernel(x, codes, scale, zero)
-    codes.copy_(15 - codes % 16)
-    assert not torch.equal(before, kernel(x, codes, scale, zero))
-    del codes
-    gc.collect()
-    assert not kernel._repacked
+    check_repacking(kernel)

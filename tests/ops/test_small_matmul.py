@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_kernels import check_chain, loaded, product_inputs
 
 from transect.ops import small_matmul
-from transect.ops.registry import Unavailable
 
 
 @pytest.mark.parametrize("n", [16, 37, 1024, 3072, 4096, 6144, 28672, 128256])
@@ -29,21 +29,7 @@ def test_what_the_cuda_kernels_do_not_take_is_said() -> None:
 
 @pytest.fixture
 def rows() -> small_matmul.CudaRows:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    try:
-        return small_matmul.CudaRows()
-    except Unavailable as error:
-        pytest.skip(str(error))
-
-
-def _inputs(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(m + n + k)
-    x, weight, bias = (
-        torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16)
-        for shape in ((m, k + 8), (n, k), n)
-    )
-    return x[:, :k], weight * k**-0.5, bias
+    return loaded(small_matmul.CudaRows)
 
 
 @pytest.mark.gpu
@@ -55,8 +41,7 @@ def _inputs(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def test_error_is_that_of_torch_and_every_run_gives_the_same(
     rows: small_matmul.CudaRows, m: int, n: int, k: int, pdl: bool
 ) -> None:
-    x, weight, bias = _inputs(m, n, k)
-    torch.cuda.synchronize()
+    x, weight, bias = product_inputs(m, n, k)
     want = x.double() @ weight.double().T + bias.double()
     got = rows(x, weight, bias, pdl=pdl)
     error, of_torch = ((y.double() - want).norm() for y in (got, F.linear(x, weight, bias)))
@@ -66,7 +51,7 @@ def test_error_is_that_of_torch_and_every_run_gives_the_same(
 
 @pytest.mark.gpu
 def test_every_cut_gives_the_product(rows: small_matmul.CudaRows) -> None:
-    x, weight, bias = _inputs(9, 520, 4096)
+    x, weight, bias = product_inputs(9, 520, 4096)
     want = x.double() @ weight.double().T + bias.double()
     of_torch = (F.linear(x, weight, bias).double() - want).norm()
     for columns, stages in small_matmul.KERNELS:
@@ -80,7 +65,7 @@ def test_every_cut_gives_the_product(rows: small_matmul.CudaRows) -> None:
 
 @pytest.mark.gpu
 def test_a_row_does_not_depend_on_the_others(rows: small_matmul.CudaRows) -> None:
-    x, weight, bias = _inputs(300, 1000, 4096)
+    x, weight, bias = product_inputs(300, 1000, 4096)
     everything = rows(x, weight, bias)
     for m in (1, 7, 8, 9, 16, 17, 32, 33, 256):
         assert torch.equal(rows(x[:m], weight, bias), everything[:m]), m
@@ -89,20 +74,4 @@ def test_a_row_does_not_depend_on_the_others(rows: small_matmul.CudaRows) -> Non
 
 @pytest.mark.gpu
 def test_launches_on_one_stream_in_a_graph_follow_each_other(rows: small_matmul.CudaRows) -> None:
-    x, weight, _ = _inputs(4, 1024, 1024)
-    weights = [weight, weight.flip(0).contiguous(), weight.flip(1).contiguous()]
-    want = x
-    for w in weights * 4:
-        want = F.linear(want, w)
-    rows(x, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = x
-        for w in weights * 4:
-            y = rows(y, w, pdl=True)
-    graph.replay()
-    first = y.clone()
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(y, first)
-    assert (first.float() - want.float()).norm() <= 0.05 * want.float().norm()
+    check_chain(rows, 4, [{}] * 4, 0.05)

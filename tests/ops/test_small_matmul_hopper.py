@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_kernels import check_chain, loaded, product_inputs
 
 from transect.ops import cuda, small_matmul_hopper
-from transect.ops.registry import Unavailable
 from transect.ops.small_matmul_hopper import CUTS, FLAGS, FOLDER, ROWS, Plan, candidates, plan_rows, read_choice
 
 SIZES = [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 2048), (1024, 3072), (40, 64), (8, 8), (1000, 520)]
@@ -89,19 +89,7 @@ def test_what_the_kernel_does_not_take_is_said() -> None:
 
 @pytest.fixture
 def rows() -> small_matmul_hopper.HopperRows:
-    try:
-        return small_matmul_hopper.HopperRows()
-    except Unavailable as error:
-        pytest.skip(str(error))
-
-
-def _inputs(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(m + n + k)
-    x, weight, bias = (
-        torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16)
-        for shape in ((m, k + 8), (n, k), n)
-    )
-    return x[:, :k], weight * k**-0.5, bias
+    return loaded(small_matmul_hopper.HopperRows, hopper=True)
 
 
 @pytest.mark.gpu
@@ -110,7 +98,7 @@ def _inputs(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def test_every_plan_gives_the_product_and_every_run_the_same(
     rows: small_matmul_hopper.HopperRows, m: int, n: int, k: int
 ) -> None:
-    x, weight, bias = _inputs(m, n, k)
+    x, weight, bias = product_inputs(m, n, k)
     want = x.double() @ weight.double().T + bias.double()
     of_torch = (F.linear(x, weight, bias).double() - want).norm()
     for plan in [plan_rows(m, n, k), *candidates(m, n, k)]:
@@ -124,7 +112,7 @@ def test_every_plan_gives_the_product_and_every_run_the_same(
 @pytest.mark.parametrize("m", [17, 64, 100, 128, 256])
 @pytest.mark.parametrize(("features", "k"), [(14336, 4096), (520, 200)])
 def test_the_gate_is_applied_to_the_sums(rows: small_matmul_hopper.HopperRows, m: int, features: int, k: int) -> None:
-    x, weight, _ = _inputs(m, 2 * features, k)
+    x, weight, _ = product_inputs(m, 2 * features, k)
     gate, up = (x.double() @ weight.double().T).chunk(2, 1)
     want = F.silu(gate) * up
     rounded = want.to(x.dtype)
@@ -138,30 +126,14 @@ def test_the_gate_is_applied_to_the_sums(rows: small_matmul_hopper.HopperRows, m
 
 @pytest.mark.gpu
 def test_launches_on_one_stream_in_a_graph_follow_each_other(rows: small_matmul_hopper.HopperRows) -> None:
-    x, weight, _ = _inputs(100, 1024, 1024)
-    weights = [weight, weight.flip(0).contiguous(), weight.flip(1).contiguous()]
     plans = candidates(100, 1024, 1024)
     assert any(plan.parts(1024) for plan in plans)
-    want = x
-    for i in range(3 * len(plans)):
-        want = F.linear(want, weights[i % 3])
-    rows(x, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = x
-        for i in range(3 * len(plans)):
-            y = rows(y, weights[i % 3], pdl=True, plan=plans[i % len(plans)])
-    graph.replay()
-    first = y.clone()
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(y, first)
-    assert (first.float() - want.float()).norm() <= 0.1 * want.float().norm()
+    check_chain(rows, 100, [{"plan": plan} for plan in plans], 0.1)
 
 
 @pytest.mark.gpu
 def test_what_it_does_not_take_raises(rows: small_matmul_hopper.HopperRows) -> None:
-    x, weight, _ = _inputs(40, 64, 64)
+    x, weight, _ = product_inputs(40, 64, 64)
     with pytest.raises(ValueError, match="16 bytes"):
         rows(x[:, 1:], weight[:, 1:])
     with pytest.raises(ValueError, match="rows"):
