@@ -98,13 +98,13 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
-    """A launcher of ``ops/NAME.cu``; its arguments by letter: p pointer, i int, l long long.
+    """A launcher of ``ops/NAME.cu``; its arguments by letter: p pointer, i int, l long long, f float.
 
     Raises:
         Unavailable: no GPU, or no nvcc.
     """
     function = getattr(library(name), symbol)
-    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong}
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong, "f": ctypes.c_float}
     function.argtypes = [kinds[letter] for letter in signature]
     function.restype = ctypes.c_int
     return cast(Callable[..., int], function)
