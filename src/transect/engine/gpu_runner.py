@@ -37,7 +37,7 @@ from .gpu_graphs import GraphCache
 from .penalties import Pick
 from .runner import Done
 from .sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
-from .step_inputs import ALIGNMENT, Fields, StepLayout
+from .step_inputs import ALIGNMENT, Fields, StepLayout, StepMemory
 from .step_plan import StepPlan, StepPlanner, Variant
 from .step_sizes import FEWEST_ROWS, SMALLEST_WIDTH, row_bucket, token_bucket, width_bucket
 
@@ -157,6 +157,7 @@ class GPURunner:
         """What steps draw, then what they read."""
         self._drawn = Drawn.tensors(self._arena, self._max_draws)
         self._inputs = [torch.zeros(largest.nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(RING)]
+        self._memory = [StepMemory(inputs.numpy()) for inputs in self._inputs]
         self._outputs = [torch.zeros(self._inputs_at, dtype=torch.uint8, pin_memory=cuda) for _ in range(RING)]
         self._busy: list[torch.cuda.Event | None] = [None] * RING
         self._stream = torch.cuda.Stream(self._device) if cuda else None
@@ -187,11 +188,10 @@ class GPURunner:
             if busy is not None:
                 busy.synchronize()
             self._copy_blocks(batch.block_copies)
-            plan = self._planner.plan(batch, self._inputs[turn].numpy())
+            plan = self._planner.plan(batch, self._memory[turn])
             used = plan.layout.nbytes
-            inputs = self._arena[self._inputs_at : self._inputs_at + used]
-            inputs.copy_(self._inputs[turn][:used], non_blocking=True)
-            hidden, sampled = self._run(plan, plan.layout.tensors(inputs))
+            self._arena[self._inputs_at : self._inputs_at + used].copy_(self._inputs[turn][:used], non_blocking=True)
+            hidden, sampled = self._run(plan)
             prompt_logprobs = {
                 row.seq_id: self._prompt_logprobs(row, hidden[start : start + row.num_tokens])
                 for row, start in zip(plan.rows, plan.starts, strict=True)
@@ -215,14 +215,14 @@ class GPURunner:
             width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
             for count in rows:
                 with self._on_stream():
-                    self._run(*self._padding_step(StepLayout(count, count, count, width)))
+                    self._run(self._padding_step(StepLayout(count, count, count, width)))
                     each = self._full_step // count
                     if count >= FEWEST_ROWS and count == row_bucket(count) and 0 < each <= width * self._block_size:
                         layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
-                        plan, fields = self._padding_step(layout)
+                        plan = self._padding_step(layout)
                         plan = plan._replace(decode=False, graph=True, prune=self._prune_last_layer)
-                        self._run(plan, fields)
-                        self._run(plan, fields)
+                        self._run(plan)
+                        self._run(plan)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -234,9 +234,8 @@ class GPURunner:
         wide = width_bucket(narrow + 1, self._block_size, self._max_blocks)
         with self._on_stream():
             for width in {narrow, wide} if tokens_each == 1 else {narrow}:
-                plan, fields = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
-                plan = plan._replace(decode=tokens_each == 1, variant=variant or Variant())
-                self._compute(plan, fields)
+                plan = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
+                self._compute(plan._replace(decode=tokens_each == 1, variant=variant or Variant()))
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -246,15 +245,20 @@ class GPURunner:
         width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(rows + prompts * tokens_each, rows + prompts, 0, width)
         with self._on_stream():
-            plan, fields = self._padding_step(layout)
+            plan = self._padding_step(layout)
+            fields = self._fields(layout)
             starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
             fields.start.copy_(torch.tensor(starts, dtype=torch.int32))
             fields.length.copy_(fields.start.diff())
-            self._compute(plan._replace(decode=False, whole=WholePrompts(rows, rows)), fields)
+            self._compute(plan._replace(decode=False, whole=WholePrompts(rows, rows)))
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _padding_step(self, layout: StepLayout) -> tuple[StepPlan, Fields]:
+    def _fields(self, layout: StepLayout) -> Fields:
+        """The inputs of a step on the device."""
+        return layout.tensors(self._arena[self._inputs_at : self._inputs_at + layout.nbytes])
+
+    def _padding_step(self, layout: StepLayout) -> StepPlan:
         """A step of padding rows alone, all of one length, on the device."""
         each = layout.tokens // layout.rows
         memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -265,12 +269,12 @@ class GPURunner:
         fields.source[:] = self._planner.token_source(layout)
         inputs = self._arena[self._inputs_at : self._inputs_at + layout.nbytes]
         inputs.copy_(memory)
-        return StepPlan(layout, True, [], (), Variant(), (), []), layout.tensors(inputs)
+        return StepPlan(layout, True, [], (), Variant(), (), [])
 
     # ---- on the device
 
-    def _run(self, plan: StepPlan, fields: Fields) -> tuple[Tensor, Sampled]:
-        work: Callable[[], tuple[Tensor, Sampled]] = partial(self._compute, plan, fields)
+    def _run(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
+        work: Callable[[], tuple[Tensor, Sampled]] = partial(self._compute, plan)
         if self.graphs is None or not (plan.decode or plan.graph):
             return work()
         generation = self._adjust.generation if plan.variant.adjust else 0
@@ -279,9 +283,10 @@ class GPURunner:
             return self.graphs.run(key, work)
         return self.graphs.run_rare((*key, plan.prune), work)
 
-    def _compute(self, plan: StepPlan, fields: Fields) -> tuple[Tensor, Sampled]:
+    def _compute(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
         """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
         arena, and logprobs returned (or, where the host draws, the logits)."""
+        fields = self._fields(plan.layout)
         tokens_T = self._arena.view(torch.int64).index_select(0, fields.source)
         context = PagedContext(
             self._k_cache,

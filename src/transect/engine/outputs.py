@@ -18,7 +18,7 @@ class RequestTimes(msgspec.Struct, frozen=True):
     finished: float | None = None
 
 
-class EngineOutput(msgspec.Struct, omit_defaults=True):
+class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """News of one choice of one request. For every choice exactly one output has a ``finish_reason``, its last.
 
     The choice's text is the concatenation of ``new_token_ids``. A stop token or EOS that ended the choice is its last

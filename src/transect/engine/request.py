@@ -81,15 +81,20 @@ class Sequence:
         "last_step",
         "length",
         "max_length",
+        "num_cached",
         "num_registered",
         "output_token_ids",
+        "plain",
         "prompt_len",
+        "prompt_token_ids",
         "rank",
         "request",
+        "request_id",
         "scheduled",
         "seq_id",
         "shared_block",
         "status",
+        "stop_ids",
     )
 
     def __init__(self, request: RequestState, seq_id: int, index: int, rank: tuple[int, int, int], seed: int) -> None:
@@ -103,6 +108,9 @@ class Sequence:
         self.status = Status.UNBORN
         self.finish_reason: str | None = None
         self.output_token_ids: list[int] = []
+        self.request_id = spec.request_id
+        self.prompt_token_ids = spec.prompt_token_ids
+        self.stop_ids = request.stop_ids
         self.prompt_len = len(spec.prompt_token_ids)
         self.length = self.prompt_len
         self.max_length = request.max_length
@@ -116,6 +124,10 @@ class Sequence:
         self.num_registered = 0
         """Leading blocks that have been offered to the prefix cache."""
         self.first_token_time: float | None = None
+        self.plain = False
+        """Its first token is out, and no logprobs are wanted: a token is all there is to report of a step."""
+        self.num_cached = 0
+        """``RequestState.num_cached_tokens``, once ``plain``."""
         self.draws = (
             Draw(
                 seq_id=seq_id,
@@ -124,7 +136,7 @@ class Sequence:
                 params=params,
                 prompt_token_ids=spec.prompt_token_ids,
                 output_token_ids=self.output_token_ids,
-                stop_ids=request.stop_ids,
+                stop_ids=self.stop_ids,
                 min_position=self.prompt_len + params.min_tokens,
             ),
         )

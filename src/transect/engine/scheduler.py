@@ -140,6 +140,7 @@ class Scheduler:
         plan = _Plan(self._step + 1)
         block_size = self.config.block_size
         running = self.running
+        step, rows, sequences = plan.step, plan.rows, plan.sequences
         spare = self.config.max_num_batched_tokens - len(running)
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
@@ -148,6 +149,23 @@ class Scheduler:
                 spare += 1
                 continue
             take = length - seq.scheduled
+            if take == 1 and seq.plain and seq.shared_block is None and length <= len(seq.block_ids) * block_size:
+                rows.append(  # what _plan_row would do, for what most rows of most steps are
+                    ScheduledRow(
+                        seq.seq_id,
+                        seq.scheduled,
+                        1,
+                        seq.prompt_token_ids,
+                        seq.output_token_ids,
+                        seq.block_ids,
+                        seq.draws,
+                    )
+                )
+                sequences.append(seq)
+                seq.scheduled = length
+                seq.length = length + 1
+                seq.last_step = step
+                continue
             if take > 1:
                 take = min(take, 1 + spare, self._chunk)
                 spare -= take - 1
@@ -191,7 +209,7 @@ class Scheduler:
                 seq.seq_id,
                 start,
                 end - start,
-                spec.prompt_token_ids,
+                seq.prompt_token_ids,
                 seq.output_token_ids,
                 block_ids,
                 draws,
@@ -317,10 +335,24 @@ class Scheduler:
         self.blocks.step_done(batch.step)
         now = self.clock.now()
         block_size = self.config.block_size
+        tokens, errors = result.tokens, result.errors
         outputs: list[EngineOutput] = []
         for row, seq in zip(batch.rows, sequences, strict=True):
             end = row.start + row.num_tokens
-            if result.errors and (failed := _failures(row, seq, result.errors)):
+            if (
+                seq.plain
+                and not errors
+                and row.draws
+                and end + 1 < seq.max_length
+                and end // block_size == seq.num_registered
+                and seq.finish_reason is None
+                and (token := tokens[seq.seq_id]) not in seq.stop_ids
+            ):  # what most rows of most steps are: a token, and nothing to be done about it
+                seq.output_token_ids.append(token)
+                self._generation_tokens += 1
+                outputs.append(EngineOutput(seq.request_id, seq.index, [token], num_cached_tokens=seq.num_cached))
+                continue
+            if errors and (failed := _failures(row, seq, errors)):
                 self.blocks.distrust(seq)
                 for choice, error in failed:
                     self.blocks.distrust(choice)
@@ -351,6 +383,8 @@ class Scheduler:
             choice.first_token_time = now
             output.times = state.times(choice, None)
             output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+            choice.plain = state.spec.params.logprobs is None
+            choice.num_cached = state.num_cached_tokens
         if token in state.stop_ids and length > choice.draws[0].min_position:
             self._finish(choice, "stop")
             output.stop_reason = None if token in state.eos else token

@@ -7,6 +7,8 @@ say anyway: those that the last two steps did not use are given to others when r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .batch import Draw, ScheduledRow
@@ -27,7 +29,7 @@ class SequenceTable:
         self._slot_of: dict[int, int] = {}
         self._free = list(range(slots))
         self._blocks: list[list[int] | None] = [None] * slots
-        self._known = [0] * slots
+        self._known = np.zeros(slots, np.int32)
         """Entries of the block table that are filled in."""
         self._draws: list[Draw | None] = [None] * slots
         self._used = np.zeros(slots, np.int64)
@@ -63,11 +65,17 @@ class SequenceTable:
         if self._blocks[slot] is not row.block_ids:
             self._blocks[slot] = row.block_ids
             self._known[slot] = 0
-        known = self._known[slot]
+        known = int(self._known[slot])
         if known < needed:
             self.table[slot, known:needed] = row.block_ids[known:needed]
             self._known[slot] = needed
         return slot
+
+    def decode(self, rows: Sequence[ScheduledRow], slots: np.ndarray, ends: np.ndarray, step: int) -> None:
+        """As ``row`` for all rows of a step, whose slots are known and whose lists of blocks are those seen before."""
+        self._used[slots] = step
+        for index in np.flatnonzero(self._known[slots] * self._block_size < ends).tolist():
+            self.row(rows[index], step)
 
     def draw(self, draw: Draw, step: int) -> int:
         """The slot of the sequence that a token is drawn for, its parameters filled in."""

@@ -7,8 +7,9 @@ the device, where it is read. CUDA graphs keep the addresses, so all steps of on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,7 @@ _TYPES = {"seed": np.int64, "token": np.int64} | dict.fromkeys(
     ("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), np.float32
 )
 _TORCH: dict[Any, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+_BYTES: dict[Any, int] = {np.int64: 8, np.int32: 4, np.float32: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class StepLayout:
         """Views of uint8 memory."""
         return Fields(
             *(
-                memory[at : at + int(np.prod(shape)) * np.dtype(kind).itemsize].view(kind).reshape(shape)
+                memory[at : at + prod(shape) * _BYTES[kind]].view(kind).reshape(shape)
                 for at, shape, kind in self.places()
             )
         )
@@ -95,7 +97,7 @@ class StepLayout:
         """Views of a uint8 tensor."""
         return Fields(
             *(
-                memory[at : at + int(np.prod(shape)) * np.dtype(kind).itemsize].view(_TORCH[kind]).view(shape)
+                memory[at : at + prod(shape) * _BYTES[kind]].view(_TORCH[kind]).view(shape)
                 for at, shape, kind in self.places()
             )
         )
@@ -112,6 +114,24 @@ def _places(layout: StepLayout) -> tuple[tuple[tuple[int, tuple[int, ...], type]
     for name, shape in shapes.items():
         kind = _TYPES.get(name, np.int32)
         found.append((at, shape, kind))
-        size = int(np.prod(shape)) * np.dtype(kind).itemsize
+        size = prod(shape) * _BYTES[kind]
         at += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(found), at
+
+
+@dataclass(slots=True)
+class StepMemory:
+    """A piece of host memory that steps are written to, one after another."""
+
+    memory: np.ndarray
+    """uint8."""
+    holds: object = None
+    """Whose constants stand in it, from the last step that was written here: they need not be written again."""
+    _fields: dict[StepLayout, Fields] = field(default_factory=dict)
+
+    def fields(self, layout: StepLayout) -> Fields:
+        """Views for a layout of which there are few."""
+        found = self._fields.get(layout)
+        if found is None:
+            found = self._fields[layout] = layout.numpy(self.memory)
+        return found

@@ -8,7 +8,7 @@ are filled up (``step_sizes.py``) with rows and tokens that belong to nobody and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +17,8 @@ from ..models.context import WholePrompts
 from .adjust_state import AdjustState
 from .batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
 from .sequence_table import SequenceTable
-from .step_inputs import Fields, StepLayout
+from .step_inputs import Fields, StepLayout, StepMemory
 from .step_sizes import FEWEST_ROWS, row_bucket, token_bucket, width_bucket
-
-_start = attrgetter("start")
 
 
 class Variant(NamedTuple):
@@ -71,6 +69,46 @@ class _RaggedShape(NamedTuple):
     graph: bool = False
 
 
+def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
+    """One token of each row, and one draw for its own sequence."""
+    return all(
+        row.num_tokens == 1
+        and len(row.draws) == 1
+        and row.draws[0].seq_id == row.seq_id
+        and row.prompt_logprobs is None
+        for row in rows
+    )
+
+
+class _Group:
+    """Sequences that decode together, step after step: what stays as it is while the same go on."""
+
+    __slots__ = ("_blocks", "_draws", "draws", "order", "sampling", "seq_ids", "slots")
+
+    def __init__(self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int) -> None:
+        self._draws = [row.draws for row in rows]
+        self._blocks = [row.block_ids for row in rows]
+        self.slots = np.array([table.row(row, step) for row in rows])
+        """As scheduled."""
+        for (draw,) in self._draws:
+            table.draw(draw, step)
+        # The longest first: programs of attention start in this order, and the last to end should be short ones.
+        order = sorted(range(len(rows)), key=lambda index: rows[index].start, reverse=True)
+        self.order = np.array(order)
+        self.draws = [rows[index].draws[0] for index in order]
+        self.seq_ids = [draw.seq_id for draw in self.draws]
+        self.sampling: tuple[Variant, Sequence[int]] = Variant(), ()
+
+    def goes_on(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Whether ``rows``, of the step after, decode the same sequences: the same objects say so."""
+        return (
+            len(rows) == len(self._draws)
+            and all(map(is_, [row.draws for row in rows], self._draws))
+            and all(map(is_, [row.block_ids for row in rows], self._blocks))
+            and {row.num_tokens for row in rows} == {1}
+        )
+
+
 class StepPlanner:
     """Plans steps, one after another; it remembers of the sequences what does not change from step to step.
 
@@ -109,54 +147,57 @@ class StepPlanner:
         self._graph_tokens = graph_tokens
         self._fine_rows = fine_rows
         self._pad_tokens = pad_tokens
+        self._group: _Group | None = None
+        """What the last step decoded, if it did nothing else."""
         self.step = 0
         """Steps planned so far."""
 
-    def plan(self, batch: ScheduledBatch, memory: np.ndarray) -> StepPlan:
-        """The next step, its numbers in uint8 ``memory``."""
+    def plan(self, batch: ScheduledBatch, memory: StepMemory) -> StepPlan:
+        """The next step, its numbers in ``memory``."""
         self.step += 1
-        for row in batch.rows:
-            if (
-                row.num_tokens != 1
-                or len(row.draws) != 1
-                or row.draws[0].seq_id != row.seq_id
-                or row.prompt_logprobs is not None
-            ):
-                return self._ragged(batch, memory)
-        return self._decode(batch, memory)
+        rows = batch.rows
+        group = self._group
+        if group is None or not group.goes_on(rows):
+            group = self._group = _Group(rows, self._sequences, self.step) if _only_decode(rows) else None
+        if group is None:
+            memory.holds = None
+            return self._ragged(batch, memory.memory)
+        return self._decode(rows, group, memory)
 
-    def _decode(self, batch: ScheduledBatch, memory: np.ndarray) -> StepPlan:
+    def _decode(self, rows: Sequence[ScheduledRow], group: _Group, memory: StepMemory) -> StepPlan:
         """One token and one draw a row, padded to the size of a graph."""
-        table, step = self._sequences, self.step
-        # The longest first: programs of attention start in this order, and the last to end should be short ones.
-        scheduled = sorted(batch.rows, key=_start, reverse=True)
-        count = len(scheduled)
-        slots = np.array([table.row(row, step) for row in scheduled])
-        draws = [row.draws[0] for row in scheduled]
-        for draw in draws:
-            table.draw(draw, step)
-        starts = np.array([row.start for row in scheduled], np.int32)
+        table, step, slots = self._sequences, self.step, group.slots
+        count = len(rows)
+        starts = np.array([row.start for row in rows], np.int32)
         ends = starts + 1
-        rows = row_bucket(count, self._fine_rows)
+        table.decode(rows, slots, ends, step)
+        order = group.order
+        slots, starts, ends = slots[order], starts[order], ends[order]
+        bucket = row_bucket(count, self._fine_rows)
         width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
-        layout = StepLayout(rows, rows, rows, width)
-        fields = layout.numpy(memory)
-        fields.position[:count], fields.position[count:] = starts, 0
-        fields.length[:count], fields.length[count:] = ends, 1
-        fields.start[:] = np.arange(rows + 1)
+        layout = StepLayout(bucket, bucket, bucket, width)
+        fields = memory.fields(layout)
         fields.table[:count] = table.table[slots, :width]
-        fields.table[count:] = self._padding_block
-        fields.token[:] = 0
-        source = self.token_source(layout)
+        fields.position[:count], fields.length[:count] = starts, ends
         fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts)
-        for index in np.flatnonzero(~fed).tolist():
-            fields.token[index] = max(0, scheduled[index].token_ids[0])
+        source = self.token_source(layout)
+        source[:count][fed] = table.drawn_index[slots[fed]]
         fields.source[:] = source
-        fields.source[:count][fed] = table.drawn_index[slots[fed]]
-        fields.last[:] = np.arange(rows)
-        seq_ids = [draw.seq_id for draw in draws]
-        variant, alternatives = self._draws(fields, draws, slots, ends)
-        return StepPlan(layout, True, seq_ids, draws, variant, alternatives, [])
+        fields.token[:] = 0
+        for index in np.flatnonzero(~fed).tolist():
+            fields.token[index] = max(0, rows[order[index]].token_ids[0])
+        if memory.holds != (group, layout):
+            fields.position[count:], fields.length[count:], fields.table[count:] = 0, 1, self._padding_block
+            fields.start[:], fields.last[:] = np.arange(bucket + 1), np.arange(bucket)
+            variant, alternatives = self._draws(fields, group.draws, slots, ends)
+            # Where logits are adjusted, what is done to them may be another thing at the next position.
+            memory.holds = None if variant.adjust else (group, layout)
+            group.sampling = variant, alternatives
+        else:
+            fields.draw_position[:count] = ends
+            self._note_draws(slots, ends)
+            variant, alternatives = group.sampling
+        return StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
 
     def _ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> StepPlan:
         """Rows of any kind. Tokens, rows and draws are filled up with some that belong to nobody."""
@@ -267,12 +308,16 @@ class StepPlanner:
         adjusted = table.adjusted[slots] | (positions < table.masked_until[slots])
         for index in np.flatnonzero(adjusted).tolist():
             fields.state[index] = self._adjust.line(draws[index], int(positions[index]), step)
-        table.drawn_step[slots] = step
-        table.drawn_position[slots] = positions
-        table.drawn_index[slots] = np.arange(count)
+        self._note_draws(slots, positions)
         alternatives = table.logprobs[slots]
         wanted = bool((alternatives >= 0).any())
         return Variant(bool(adjusted.any()), wanted), alternatives.tolist() if wanted else ()
+
+    def _note_draws(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Where this step's tokens will be found."""
+        table = self._sequences
+        table.drawn_step[slots], table.drawn_position[slots] = self.step, positions
+        table.drawn_index[slots] = np.arange(len(slots))
 
     def token_source(self, layout: StepLayout) -> np.ndarray:
         """Where ``token`` lies, counted in int64 from the beginning of the arena."""
