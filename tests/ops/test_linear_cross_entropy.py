@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from transect.ops import linear_cross_entropy as module
 from transect.ops.jit import INTERPRETED
 from transect.ops.numerics import sample
+from transect.ops.registry import get
+from transect.ops.tools import search
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"),
@@ -69,6 +71,22 @@ def test_products_may_be_left_to_torch(library: str) -> None:
         whole, module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, cut), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [1024, 2048, 4096])
+def test_knobs(dim: int) -> None:
+    (knobs,) = get("linear_cross_entropy").knobs
+    size = (8192, 128256, dim)
+    default, others = search.configurations(knobs, size)
+    assert knobs.valid is not None
+    assert knobs.valid(default, size)
+    assert len(others) > 20
+    x, weight, target = inputs(tokens=23)
+    given = {"x": x, "weight": weight, "target": target}
+    whole = module.loss_and_gradients(x, weight, target, module.IGNORE, True, True)
+    for config in (default, others[0]):
+        for one, other in zip(whole, knobs.launch(**given, config=config), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_no_token_and_no_token_that_counts() -> None:

@@ -39,8 +39,10 @@ from .matmul import _tile_of as tile_of
 from .matmul import matmul
 from .numerics import compute_dtype, sample
 from .peers import compiled
-from .registry import Case, Cost, Implementation, Kernel, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .tiles import describe, dot, fits_descriptor
+from .tuning import Config
+from .tuning import choose as tuned
 
 IGNORE = -100
 CHUNK = 1024
@@ -171,16 +173,39 @@ class Cut:
     """Products left to torch: ``z``, ``dx``, ``dw``."""
 
 
+CHOICES = {
+    "library": ("", "dx", "dw dx", "dx z", "dw dx z"),
+    "group": (4, 8, 16),
+    "stages": (3, 4),
+    "rows": (2, 4),
+    "block": (2048, 4096),
+    "row_warps": (4, 8),
+}
+"""What ``transect tune`` may try: not the tokens of a chunk, which decide about memory."""
+Size = tuple[int, int, int]
+
+
+def chunk_of(dim: int) -> int:
+    """Tokens of a chunk: more where the model is narrow, whose dW is added to so often otherwise."""
+    return CHUNK if dim >= 4096 else 2 * CHUNK
+
+
+def rule(size: Size) -> Config:
+    """Knobs for T, V, D. Measured on an H200, where cuBLAS is faster at some of the products: dX has few tiles and a
+    long sum, which it splits; dW of a narrow model is written so often that reading it costs little."""
+    dim = size[2]
+    knobs: dict[str, Any] = {"group": 8, "stages": 4}
+    if dim >= 4096:
+        return knobs | {"library": "dx", "rows": 2, "block": 4096, "row_warps": 8}
+    return knobs | {"library": "dw dx" if dim >= 2048 else "dw dx z", "rows": 4, "block": 2048, "row_warps": 4}
+
+
 def choose(weight: Tensor, x: Tensor) -> Cut:
-    """Knobs for a product with ``weight``. Measured on an H200, where cuBLAS is faster at some of the products: dX has
-    few tiles and a long sum, which it splits; dW of a narrow model is written so often that reading it costs little."""
-    dim = weight.shape[1]
+    """Knobs for a product with ``weight``: tuned, or by ``rule``."""
     if INTERPRETED or x.element_size() != 2 or torch.cuda.get_device_capability(x.device)[0] < 9:
         return Cut()
-    if dim >= 4096:
-        return Cut(library="dx")
-    library = "dx dw" if dim >= 2048 else "z dx dw"
-    return Cut(chunk=2 * CHUNK, library=library, rows=4, block=2048, row_warps=4)
+    size = (x.shape[0], *weight.shape)
+    return Cut(chunk=chunk_of(size[2]), **tuned("linear_cross_entropy", size, x.device, rule))
 
 
 def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, cut: Cut) -> None:
@@ -420,6 +445,22 @@ def _kernels() -> Sequence[Kernel]:
     ]  # fmt: skip
 
 
+def _size(inputs: Mapping[str, Any]) -> Size:
+    return (inputs["x"].shape[0], *inputs["weight"].shape)
+
+
+def _valid(config: Config, size: Size) -> bool:
+    """8 elements a thread and access, and 16 warps a multiprocessor for the rows' losses; knobs of dW only where
+    it is not left to the library."""
+    rows = config["block"] == 512 * config["row_warps"] and config["rows"] * config["row_warps"] == 16
+    return rows and ("dw" not in config["library"] or (config["group"], config["stages"]) == (8, 4))
+
+
+def _with(config: Config, *, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Any:
+    cut = Cut(chunk=chunk_of(x.shape[1]), **config)
+    return loss_and_gradients(x, weight, target, ignore_index, True, True, cut)
+
+
 register(
     Op(
         name="linear_cross_entropy",
@@ -440,5 +481,6 @@ register(
         directions=("forward", "both"),
         cases=_cases,
         kernels=_kernels,
+        knobs=[Knobs("linear_cross_entropy", CHOICES, rule, _with, dict, _size, _valid)],
     )
 )
