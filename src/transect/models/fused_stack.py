@@ -185,7 +185,7 @@ def join_weights(model: Decoder, device: torch.device | str | None = None) -> No
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta and device is not None:
-                setattr(module, name, _parameter(torch.empty_like(parameter, device=device)))
+                setattr(module, name, _parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
     model.tie_weights()
 
 
