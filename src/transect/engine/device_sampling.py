@@ -32,7 +32,8 @@ class Drawn(NamedTuple):
     finite: Any
     """uint8 (bool on the device): there was a token to draw."""
     raw_finite: Any
-    """uint8 (bool on the device): the model's own logits had a largest one, and it was finite."""
+    """uint8 (bool on the device): the model's own logits had a largest one, and it was finite. Only where logits are
+    adjusted, else it is ``finite``."""
 
     @classmethod
     def tensors(cls, memory: Tensor, draws: int) -> Drawn:
@@ -128,8 +129,6 @@ def device_sampler(device: torch.device) -> Sampler:
         draw(final_RV, *parameters, *key, out=token, finite=finite)
         if adjusts:
             count(state.counts, fields.state, token)
-        else:
-            raw_finite.copy_(finite)
         return measure_logprobs(logits_RV.float(), token) if wants_logprobs else None
 
     return sample

@@ -60,6 +60,8 @@ class _Pending:
     seq_ids: list[int]
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
     max_draws: int
+    adjusted: bool
+    """Logits were adjusted before the draws."""
     logprobs: LogprobTensors | None = None
     """On the host once ``ready``."""
     alternatives: Sequence[int] = ()
@@ -84,7 +86,8 @@ class _Pending:
             for index in np.flatnonzero(finite == 0).tolist():
                 seq_id = self.seq_ids[index]
                 del result.tokens[seq_id]
-                result.errors[seq_id] = NOTHING_LEFT if drawn.raw_finite[index] else NOT_FINITE
+                nothing_left = self.adjusted and drawn.raw_finite[index]
+                result.errors[seq_id] = NOTHING_LEFT if nothing_left else NOT_FINITE
         if self.logprobs is not None:
             wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and finite[i]]
             entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
@@ -205,7 +208,8 @@ class GPURunner:
         output = self._outputs[turn].numpy()
         if ready is None:
             output = output.copy()
-        return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, logprobs, plan.alternatives)
+        more = plan.variant.adjust, logprobs, plan.alternatives
+        return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, *more)
 
     @torch.inference_mode()
     def warm(self, rows: Sequence[int], widths: int) -> None:

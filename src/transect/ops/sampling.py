@@ -48,6 +48,8 @@ GROUP = 128
 CANDIDATES = 8192
 """Tokens of a row that can be collected; as many can have a probability of 2**-13 at the most."""
 SMALLEST_TEMPERATURE = 1e-30
+COLLECTORS = 1024
+"""Programs of ``_collect`` for all rows together, where a row's groups are enough for that."""
 
 
 def reference(
@@ -256,19 +258,19 @@ def _collect(  # type: ignore[no-untyped-def]
         bar = tl.load(bars + row)
         all_groups = tl.arange(0, WIDTH)
         peak = tl.max(tl.load(peaks + row * G + all_groups, all_groups < G, -float("inf")), 0)
-        first = tl.program_id(0) * GROUPS
-        group = first + tl.arange(0, GROUPS)
-        mine = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
-        if _scaled(mine, peak, t) >= bar:
-            ids = first * 128 + tl.arange(0, GROUPS * 128)
-            x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
-            z = _scaled(x, peak, t)
-            keep = ((z >= bar) & (z > -float("inf"))).to(tl.int32)
-            begin = tl.atomic_add(counts + row, tl.sum(keep, 0))
-            at = begin + tl.cumsum(keep, 0) - 1
-            stored = (keep > 0) & (at < CAPACITY)
-            tl.store(found_z + row * CAPACITY + at, z, stored)
-            tl.store(found_id + row * CAPACITY + at, ids, stored)
+        for first in range(tl.program_id(0) * GROUPS, G, tl.num_programs(0) * GROUPS):
+            group = first + tl.arange(0, GROUPS)
+            mine = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
+            if _scaled(mine, peak, t) >= bar:
+                ids = first * 128 + tl.arange(0, GROUPS * 128)
+                x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
+                z = _scaled(x, peak, t)
+                keep = ((z >= bar) & (z > -float("inf"))).to(tl.int32)
+                begin = tl.atomic_add(counts + row, tl.sum(keep, 0))
+                at = begin + tl.cumsum(keep, 0) - 1
+                stored = (keep > 0) & (at < CAPACITY)
+                tl.store(found_z + row * CAPACITY + at, z, stored)
+                tl.store(found_id + row * CAPACITY + at, ids, stored)
 
 
 @kernel
@@ -503,13 +505,14 @@ def sample(
     numbers = (vocab, groups, logits.stride(0))
     knobs = config or tuned("sampling", (rows, vocab), device, rule)
     passes = {"GROUPS": knobs["groups"], "num_warps": knobs["warps"]}
-    grid = (-(-groups // knobs["groups"]), rows)
-    _groups[grid](logits, temperature, peaks, masses, raw_masses, *numbers, RAW=raw, **passes, **early)
+    parts = -(-groups // knobs["groups"])
+    _groups[(parts, rows)](logits, temperature, peaks, masses, raw_masses, *numbers, RAW=raw, **passes, **early)
     _settle[(rows,)](
         logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, bars, totals, lses, counts,
-        *numbers, WIDTH=width, RAW=raw, num_warps=4, **early,
+        *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(16, width // 128)), **early,
     )  # fmt: skip
-    _collect[grid](
+    # Rows that are done keep their programs for nothing, so of many rows each gets few.
+    _collect[(max(1, min(parts, COLLECTORS // rows)), rows)](
         logits, temperature, peaks, mode, bars, counts, found_z, found_id, *numbers, WIDTH=width, CAPACITY=CANDIDATES,
         **passes, **early,
     )  # fmt: skip
