@@ -35,8 +35,8 @@ from torch import Tensor
 
 from . import shapes
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl
-from .matmul import _tile_of as tile_of
 from .matmul import matmul
+from .matmul_kernels import tile_of
 from .numerics import compute_dtype, sample
 from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
