@@ -40,7 +40,7 @@ __device__ float one(float x, float g) {
   return kBackward ? g * slope<kTanh>(x) : x * probability<kTanh>(x, &bell);
 }
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kLoads = 2;  // of 16 bytes a thread, all on their way before the first is used
 
 template <bool kBackward, bool kTanh>
