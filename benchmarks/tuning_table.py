@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import record
 
-RESULT = record.RESULTS / "h200" / "ops_tuning.json"
+RESULTS = record.RESULTS / "h200"
+"""Each run's findings are a file here: ``ops_tuning*.json``."""
 
 
 def table(least: float = 1.01) -> str:
@@ -15,10 +17,13 @@ def table(least: float = 1.01) -> str:
     Raises:
         FileNotFoundError: nothing is recorded.
     """
-    kept = json.loads(RESULT.read_text())
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("ops_tuning*.json"))]
+    if not runs:
+        raise FileNotFoundError(f"no ops_tuning*.json in {RESULTS}")
+    searches = [found for run in runs for found in run["searches"]]
     lines = ["| launcher | shape | tried | rule µs | best µs | gain | worth of each knob |"]
     lines.append("|---|---|---:|---:|---:|---:|---|")
-    better = [found for found in kept["searches"] if found["gain"] and found["gain"] >= least]
+    better = [found for found in searches if found["gain"] and found["gain"] >= least]
     for found in sorted(better, key=lambda found: (found["launcher"], -found["gain"])):
         rule, best = found["trials"][0]["seconds"], found["best"]["seconds"]
         config = found["best"]["config"]
@@ -31,8 +36,14 @@ def table(least: float = 1.01) -> str:
             f"| {found['launcher']} | {found['case']} | {len(found['trials'])} | {rule * 1e6:.2f} | {best * 1e6:.2f} | "
             f"{found['gain'] - 1:.1%} | {worth} |"
         )
-    where = kept["environment"]
+    others = dict.fromkeys(found["launcher"] for found in searches if found not in better)
+    equal = (
+        f"At {len(searches) - len(better)} more shapes of {', '.join(others)} nothing gained {least - 1:.0%}, and the "
+    )
+    return "\n".join(lines) + "\n\n" + "".join(_origin(run) for run in runs) + equal + "rule stays.\n"
+
+
+def _origin(run: dict[str, Any]) -> str:
+    where = run["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
-    equal = len(kept["searches"]) - len(better)
-    origin = f"`transect tune` on one {kept['device']}, {versions}, commit {where['commit']}; at {equal} more shapes "
-    return "\n".join(lines) + "\n\n" + origin + f"nothing gained {least - 1:.0%}, and the rule stays.\n"
+    return f"`transect tune` on one {run['device']}, {versions}, commit {where['commit']}.\n"
