@@ -56,7 +56,8 @@ class Decoder(nn.Module):
     Weights are allocated and not initialised: load them, or draw them with ``init_weights``. With ``device="meta"``
     nothing is allocated. ``ops`` is what the model computes with; by default plain torch on ``device``.
 
-    ``stack`` runs all layers and may be replaced by a callable that does the same in one go.
+    ``stack`` runs all layers and may be replaced by a callable that does the same in one go; one that has ``with_norm``
+    does the last norm too.
     """
 
     def __init__(
@@ -93,6 +94,9 @@ class Decoder(nn.Module):
         x_TD = self.embed(tokens_T)
         if self.position_embed is not None:
             x_TD = x_TD + self.position_embed(positions_T)
+        finished = getattr(self.stack, "with_norm", None)
+        if finished is not None:
+            return finished(x_TD, positions_T, context)
         return self.norm(self.stack(x_TD, positions_T, context))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -71,31 +71,45 @@ class FusedStack:
             raise ValueError(reason)
         assert model.rope is not None
         self._run_layers = model.run_layers
+        assert isinstance(model.norm, RMSNorm)
+        self._norm = model.norm
         self._config = config
         self._ops = model.ops
         self._fusions = fusions or Fusions()
         self._layers = [_FusedLayer(layer, index, config) for index, layer in enumerate(_layers(model))]
         device = model.norm.weight.device
-        self._cos, self._sin = model.rope.cos_sin(torch.arange(max_positions, device=device))
+        self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
+        """Of each position, cosines and then sines."""
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
             return self._run_layers(x_TD, positions_T, context)
-        rotation = self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
+        x_TD, branch_TD = self._run(x_TD, positions_T, context)
+        return x_TD if branch_TD is None else x_TD + branch_TD
+
+    def with_norm(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+        """As ``__call__``, and the model's last norm."""
+        if not isinstance(context, PagedContext):
+            return self._norm(self._run_layers(x_TD, positions_T, context))
+        return self._add_norm(*self._run(x_TD, positions_T, context), self._norm)[1]
+
+    def _run(self, x_TD: Tensor, positions_T: Tensor, context: PagedContext) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what is still to be added to it."""
+        cos, sin = self._rotations.index_select(0, positions_T).chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         wanted = context.wanted
         for layer in self._layers:
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
             last = None if layer is not self._layers[-1] else wanted
-            attended_THd = self._attend(layer, normed_TD, rotation, context, last)
+            attended_THd = self._attend(layer, normed_TD, (cos, sin), context, last)
             if last is not None:
                 x_TD = x_TD.index_select(0, last.tokens_R)
                 if not len(x_TD):
-                    return x_TD
+                    return x_TD, None
             branch_TD = layer.o(attended_THd.flatten(-2))
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.mlp_norm)
             branch_TD = layer.down(self._gated(layer, normed_TD))
-        return x_TD if branch_TD is None else x_TD + branch_TD
+        return x_TD, branch_TD
 
     def _add_norm(self, x_TD: Tensor, branch_TD: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm)."""
