@@ -96,27 +96,34 @@ def _exp2(x):  # type: ignore[no-untyped-def]
 
 
 @_kernel
+def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of ``count`` runs of tokens a tile belongs to; they are numbered as in ``attention_tiles.find_tile``."""
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(starts + middle) // SIZE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@_kernel
 def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first query, begin and end of its document, head) of piece ``index`` of the work.
 
     Heads are taken SHARE at a time, so that their keys and values stay in the L2 cache; of a document the last tile
-    comes first, because with a causal mask it takes longest. Tiles are numbered as in ``attention_tiles.find_tile``.
+    comes first, because with a causal mask it takes longest.
     """
     part = index // (tiles * SHARE)
     rest = index % (tiles * SHARE)
     tile = tiles - 1 - rest // SHARE
     head = part * SHARE + rest % SHARE
-    low = 0
-    high = documents
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(cu + middle) // ROWS + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    begin = gl.load(cu + low)
-    end = gl.load(cu + low + 1)
-    return begin + (tile - begin // ROWS - low) * ROWS, begin, end, head
+    document = _run_of(tile, cu, documents, ROWS)
+    begin = gl.load(cu + document)
+    end = gl.load(cu + document + 1)
+    return begin + (tile - begin // ROWS - document) * ROWS, begin, end, head
 
 
 @_kernel

@@ -709,14 +709,7 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: tiled, ("any",)),
             "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(PagedTriton()), TRITON_TARGETS),
-            "hopper": Implementation(
-                "triton",
-                hopper.available(PagedTriton(bulk=True)),
-                ("sm_90",),
-                dtypes=("bfloat16", "float16"),
-                refuses=hopper.refuses,
-            ),
+            "triton": Implementation("triton", available(PagedTriton(bulk=True)), TRITON_TARGETS),
             "triton_uniform": Implementation(
                 "triton",
                 available(PagedTriton(Tiles(bm=64, warps=4, whole=True))),

@@ -37,9 +37,9 @@ from .flash_attention_hopper import (
     _matrix,
     _note,
     _reach,
+    _run_of,
     _softmax,
     _walk,
-    available,
     fence_async_shared,
     gl,
     gluon,
@@ -53,7 +53,7 @@ from .jit import multiprocessors
 from .paged_batch import PagedBatch
 from .registry import Kernel
 
-__all__ = ["available", "kernels", "prefill", "refuses", "unavailable"]
+__all__ = ["kernels", "prefill", "refuses", "unavailable"]
 
 HEAD_DIMS = (64, 128)
 HALF = 64
@@ -65,37 +65,29 @@ _ROWS, _COLUMNS, _HALF, _PARTS = (n if gl is None else gl.constexpr(n) for n in 
 
 
 @_kernel
-def _find(index, starts, lengths, count, tiles, SHARE: gl.constexpr, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first token, end of its row's tokens, its position, length of the row, row, key head) of piece ``index``.
 
-    Tiles are numbered as in ``attention_tiles.find_tile``; a tile of a row with one query is empty.
+    Key heads are taken ``share`` at a time. A tile of a row with one query is empty.
     """
-    part = index // (tiles * SHARE)
-    rest = index % (tiles * SHARE)
-    tile = tiles - 1 - rest // SHARE
-    head = part * SHARE + rest % SHARE
-    low = 0
-    high = count
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(starts + middle) // QUERIES + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    begin = gl.load(starts + low)
-    end = gl.load(starts + low + 1)
-    length = gl.load(lengths + low)
-    token = begin + (tile - begin // QUERIES - low) * QUERIES
+    part = index // (tiles * share)
+    rest = index % (tiles * share)
+    tile = tiles - 1 - rest // share
+    head = part * share + rest % share
+    row = _run_of(tile, starts, count, QUERIES)
+    begin = gl.load(starts + row)
+    end = gl.load(starts + row + 1)
+    length = gl.load(lengths + row)
+    token = begin + (tile - begin // QUERIES - row) * QUERIES
     position = length - end + token
     if end - begin < 2:
         end = begin
-    return token, end, position, length, low, head
+    return token, end, position, length, row, head
 
 
 @_kernel
 def _seek(  # type: ignore[no-untyped-def]
-    index, counter, starts, lengths, count, tiles, work, SHARE: gl.constexpr, QUERIES: gl.constexpr,
-    SHARED_OUT: gl.constexpr,
+    index, counter, starts, lengths, count, tiles, work, share, QUERIES: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
     """From piece ``index`` of the work on, the first that this program gets with queries in it."""
     token = 0
@@ -105,7 +97,7 @@ def _seek(  # type: ignore[no-untyped-def]
     row = 0
     head = 0
     while (index < work) & (token >= end):
-        token, end, position, length, row, head = _find(index, starts, lengths, count, tiles, SHARE, QUERIES)
+        token, end, position, length, row, head = _find(index, starts, lengths, count, tiles, share, QUERIES)
         if token >= end:
             index = _following(counter, work, SHARED_OUT)
     return index, token, end, position, length, row, head
@@ -197,7 +189,7 @@ def _gather_pairs(  # type: ignore[no-untyped-def]
 @_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts, lengths, count, tiles,
-    work, blocks, table_b, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
+    work, blocks, table_b, share, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """What the copying warp does: chooses tiles, tells the others, and keeps the ring full."""
@@ -206,7 +198,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     told = 0
     tails = 0
     index, token, end, position, length, row, head = _seek(
-        gl.program_id(0), counter, starts, lengths, count, tiles, work, SHARE, QUERIES, SHARED_OUT
+        gl.program_id(0), counter, starts, lengths, count, tiles, work, share, QUERIES, SHARED_OUT
     )
     while index < work:
         buffer = told % 2
@@ -235,7 +227,7 @@ def _fetch(  # type: ignore[no-untyped-def]
             BLOCK, SLOTS,
         )  # fmt: skip
         index, token, end, position, length, row, head = _seek(
-            _following(counter, work, SHARED_OUT), counter, starts, lengths, count, tiles, work, SHARE, QUERIES,
+            _following(counter, work, SHARED_OUT), counter, starts, lengths, count, tiles, work, share, QUERIES,
             SHARED_OUT,
         )  # fmt: skip
         wanted, start, tails, queue = _gather_pairs(
@@ -327,8 +319,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @_kernel
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, scale2, H: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, SHARED_OUT: gl.constexpr,
+    q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2,
+    H: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
     """q describes ``[T, H, d]`` in boxes of 64 rows, k and v the caches in boxes of a block and half a head.
@@ -361,7 +353,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             (_attend, (0, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, SLOTS)),
             (_attend, (1, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, SLOTS)),
             (_fetch, (q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts,
-                      lengths, count, tiles, work, blocks, table_b, GROUP, BLOCK, SLOTS, SHARE, SHARED_OUT, AHEAD)),
+                      lengths, count, tiles, work, blocks, table_b, share, GROUP, BLOCK, SLOTS, SHARED_OUT, AHEAD)),
         ],
         [4, 1],
         [232, 40],  # registers of a thread that computes, and of one that fetches
@@ -426,8 +418,8 @@ def prefill(
         TensorDescriptor.from_tensor(q, [ROWS // group, group, d], _layout(3)),
         TensorDescriptor.from_tensor(k_cache, [1, 1, block, HALF], _layout(4)),
         TensorDescriptor.from_tensor(v_cache, [1, 1, block, HALF], _layout(4)),
-        out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), scale * LOG2E,
-        H=heads, GROUP=group, BLOCK=block, SLOTS=slots or 512 // d, SHARE=share, SHARED_OUT=shared_out, AHEAD=ahead,
+        out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), share,
+        scale * LOG2E, H=heads, GROUP=group, BLOCK=block, SLOTS=slots or 512 // d, SHARED_OUT=shared_out, AHEAD=ahead,
         num_warps=4, maxnreg=MAX_REGISTERS[PARTS],
     )  # fmt: skip
 
@@ -441,8 +433,8 @@ def kernels() -> Sequence[Kernel]:
         tensors = {"q": f"tensordesc<bf16[{ROWS // group}, {group}, {d}],{_layout(3)!r}>"}
         tensors |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[1, 1, {block}, {HALF}],{_layout(4)!r}>")
         pointers = {"out": "*bf16", **dict.fromkeys(("counter", "tables", "starts", "lengths"), "*i32")}
-        ints = dict.fromkeys(("count", "tiles", "work", "blocks", "table_b"), "i32")
-        sizes = {"H": 32, "GROUP": group, "BLOCK": block, "SLOTS": 512 // d, "SHARE": 8}
+        ints = dict.fromkeys(("count", "tiles", "work", "blocks", "table_b", "share"), "i32")
+        sizes = {"H": 32, "GROUP": group, "BLOCK": block, "SLOTS": 512 // d}
         made.append(
             Kernel(
                 name=f"prefill_hopper_{d}",
@@ -450,7 +442,6 @@ def kernels() -> Sequence[Kernel]:
                 arguments={**tensors, **pointers, "scale2": "fp32", **ints},
                 constants={**sizes, "SHARED_OUT": True, "AHEAD": 4},
                 targets=("sm_90",),
-                implementation="hopper",
                 options={"maxnreg": MAX_REGISTERS[PARTS]},
             )
         )
