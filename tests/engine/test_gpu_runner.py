@@ -9,6 +9,7 @@ from runner_fuzz import assert_same, random_arrivals, run_workload
 from transect.engine.gpu_runner import GPURunner
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.step_inputs import Fields
 from transect.engine.step_sizes import row_bucket, width_bucket
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
@@ -96,6 +97,47 @@ def test_workloads_meet_what_is_hard(model):
         totals["preemptions"] += stats.preemptions
         totals["hits"] += stats.prefix_hit_tokens
     assert totals["preemptions"] > 10 and totals["hits"] > 100
+
+
+class InTwoWays:
+    """Two runners on the same batches: one leaves in host memory what stays from step to step, one writes all anew."""
+
+    def __init__(self, model, config):
+        self.usual, self.anew = (executors(model, config)[1] for _ in range(2))
+        self.kept = 0
+
+    def submit(self, batch):
+        memory = self.usual._memory[self.usual._planner.step % len(self.usual._memory)]
+        held = memory.holds
+        usual = self.usual.submit(batch)
+        self.kept += held is not None and memory.holds == held
+        for other in self.anew._memory:
+            other.holds = None
+        self.anew._planner._group = None
+        plans = []
+        plan = self.anew._planner.plan
+        self.anew._planner.plan = lambda *arguments: plans.append(plan(*arguments)) or plans[0]
+        self.anew.submit(batch)
+        self.anew._planner.plan = plan
+        layout = plans[0].layout
+        beside = self.anew._memory[(self.anew._planner.step - 1) % len(self.anew._memory)]
+        for name in Fields._fields:
+            found, wanted = (getattr(layout.numpy(each.memory), name) for each in (memory, beside))
+            assert (found == wanted).all(), name
+        return usual
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_is_kept_in_host_memory_is_what_would_be_written(model, lag):
+    torch.set_num_threads(1)
+    kept = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        config = scheduler_config(rng)
+        twice = InTwoWays(model, config)
+        run_workload(twice, config, random_arrivals(rng, VOCAB, 14), lag=lag)
+        kept += twice.kept
+    assert kept > 5
 
 
 def test_buckets():
