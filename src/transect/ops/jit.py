@@ -92,3 +92,9 @@ def next_power_of_2(n: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 4 in the interpreter, where more would only be slower."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel on this device can be launched while the one before it still runs (Hopper and later)."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -29,7 +29,7 @@ from .norms import launch_backward, launch_forward
 from .numerics import compute_dtype, sample
 from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
-from .tiles import after_previous
+from .tiles import after_previous, let_next_begin, wait_for_previous
 from .tuning import Config, row_rule
 
 
@@ -70,13 +70,14 @@ def forward_kernel(
 def backward_kernel(
     g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, dx_stride,
     eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw and dL/db in registers.
 
     The loads of the next STAGES - 1 rows are on their way to shared memory while a row is worked on. The sums of a row
     are taken in two rounds: those of x and g, then those of the centred x. With ADD, up is added to dL/dx.
     """
+    wait_for_previous(EARLY)
     col = tl.arange(0, BLOCK)
     used = col < n_cols
     w = tl.load(w_ptr + col, mask=used, other=0.0)
@@ -97,6 +98,7 @@ def backward_kernel(
         if ADD:
             dx += tl.load(up_ptr + row * up_stride + col, mask=used, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
+    let_next_begin(EARLY)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)
     tl.store(db_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, db, mask=used)
 

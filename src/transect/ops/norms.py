@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .jit import kernel, multiprocessors, next_power_of_2, require, rows_of, tl
+from .jit import dependent_launch, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
 from .registry import Case, Kernel
+from .tiles import wait_for_previous
 from .tuning import Config, choose, row_rule
 
 MAX_WIDTH = 65536
@@ -93,9 +94,10 @@ def launch_forward(
 
 @kernel
 def _add_shares_kernel(
-    shares_ptr, first_ptr, second_ptr, n_shares, n_cols, SHARES: tl.constexpr, COLS: tl.constexpr
+    shares_ptr, first_ptr, second_ptr, n_shares, n_cols, SHARES: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """COLS columns of one vector a program: the programs' shares ``[vectors, n_shares, n_cols]``, added up."""
+    wait_for_previous(EARLY)
     share = tl.arange(0, SHARES)[:, None]
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
     shares_ptr += tl.program_id(1).to(tl.int64) * n_shares * n_cols
@@ -133,7 +135,8 @@ def launch_backward(
     """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx. ``out``: where
     dL/dx goes, like a matrix x; its rows may be apart.
 
-    A fixed number of programs each keep their share of dL/dw in registers; a second launch adds the shares in order.
+    A fixed number of programs, as many as take equally many rows, each keep their share of dL/dw in registers; a second
+    launch adds the shares in order. Where the device can, both are launched while the kernel before them ends.
     """
     given = (grad, x, weight) if grad_sum is None else (grad, x, grad_sum, weight)
     require(name, *given)
@@ -150,16 +153,19 @@ def launch_backward(
     knobs = config or choose(name, width, x.device, backward_rule)
     block = next_power_of_2(width)
     staged = block * x.element_size() * (2 if grad_sum is None else 3)
-    programs = min(rows, multiprocessors(x.device) * knobs["waves"])
+    rounds = -(-rows // (multiprocessors(x.device) * knobs["waves"]))
+    programs = -(-rows // rounds)
+    early = dependent_launch(x.device)
+    options: dict[str, Any] = {"EARLY": early} | ({"launch_pdl": True} if early else {})
     shares = torch.empty(vectors, programs, width, device=x.device, dtype=torch.float32)
     function[(programs,)](
         g, flat, up, weight.contiguous(), dx, *shares, rows, width, g.stride(0), flat.stride(0), up.stride(0),
         _row_stride(dx), eps,
         ADD=grad_sum is not None, BLOCK=block, STAGES=max(1, min(knobs["stages"], STAGED_BYTES // staged)),
-        num_warps=knobs["warps"],
+        num_warps=knobs["warps"], **options,
     )  # fmt: skip
     grid = (-(-width // 32), vectors)
-    _add_shares_kernel[grid](shares, made[0], made[-1], programs, width, SHARES=32, COLS=32, num_warps=4)
+    _add_shares_kernel[grid](shares, made[0], made[-1], programs, width, SHARES=32, COLS=32, num_warps=4, **options)
     return dx, *made
 
 
@@ -204,9 +210,10 @@ def kernels(forward: Any, backward: Any, *, vectors: int, add: bool) -> Sequence
     sizes = ("n_cols", "x_stride", "r_stride", "y_stride", "g_stride", "up_stride", "dx_stride")
     shares = {"shares_ptr": "*fp32", "first_ptr": "*bf16", "second_ptr": "*bf16", "n_shares": "i32", "n_cols": "i32"}
     one_row = {"ADD": add, "ROWS": 1, "BLOCK": 4096, "EARLY": False}
-    staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3}
+    staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3, "EARLY": False}
+    added = {"SHARES": 32, "COLS": 32, "EARLY": False}
     return [
         Kernel("forward", forward, {**ahead, "eps": "fp32"}, one_row, sizes, warps=8),
         Kernel("backward", backward, {**back, "eps": "fp32"}, staged, sizes, warps=8),
-        Kernel("shares of the weights' gradients", _add_shares_kernel, shares, {"SHARES": 32, "COLS": 32}, ("n_cols",)),
+        Kernel("shares of the weights' gradients", _add_shares_kernel, shares, added, ("n_cols",)),
     ]

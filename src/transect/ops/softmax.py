@@ -29,7 +29,6 @@ additions, so they are worth counting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from . import shapes
 from .jit import (
     TRITON_TARGETS,
     available,
+    dependent_launch,
     kernel,
     multiprocessors,
     next_power_of_2,
@@ -302,16 +302,10 @@ def _parts(x: Tensor, block: int) -> int:
     return parts if parts <= multiprocessors(x.device) else 1
 
 
-@cache
-def _dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel can begin while the one before still runs."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
     """A word for every part of every row, on their way to 0, and the options of the kernel that uses them next."""
     words = torch.empty(rows * parts, device=device, dtype=torch.int64)
-    early = _dependent_launch(device)
+    early = dependent_launch(device)
     _clear_kernel[(-(-words.numel() // 1024),)](words, words.numel(), BLOCK=1024, EARLY=early, num_warps=4)
     options: dict[str, Any] = {"PARTS": parts, "HELD": next_power_of_2(parts), "EARLY": early}
     return words, options | ({"launch_pdl": True} if early else {})

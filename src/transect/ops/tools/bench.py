@@ -20,13 +20,22 @@ from typing import Any
 import torch
 
 from ...hardware.ceilings import Ceilings
+from ..jit import triton
 from ..registry import Case, Cost, OnHost, Op, Unavailable
 from . import accuracy, timing
 
 ROTATE_BYTES = 400 * 2**20
 MOST_COPIES = 16
-EXPECTED = (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError, IndexError, OSError)
-"""What a contender that cannot do a case may raise; RuntimeError includes CUDA's and memory's errors."""
+REST_SECONDS = 0.1
+HEAVY = 300
+"""What does more FLOPs for each byte than this is timed after such a pause: work before it can leave a GPU at its power
+limit, and whoever comes then would be slower for it."""
+EXPECTED: tuple[type[Exception], ...] = (
+    RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError, IndexError, OSError,
+    *(() if triton is None else (triton.errors.TritonError,)),
+)  # fmt: skip
+"""What a contender that cannot do a case may raise; RuntimeError includes CUDA's and memory's errors, TritonError too
+much shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +232,8 @@ def _measure(
         calls = [_call(op, call, values, direction, seed) for seed, values in enumerate(inputs)]
         peak, result = _memory(calls[0])
     row = replace(row, peak_bytes=peak, result_bytes=result)
+    if row.flops > HEAVY * row.bytes:
+        time.sleep(REST_SECONDS)
     try:
         row = _with_times(row, timing.time_graph(calls), "graph")
     except RuntimeError as error:
