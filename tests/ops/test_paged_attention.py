@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from transect.ops.kv_cache_write import reference as kv_cache_write
 from transect.ops.numerics import sample
-from transect.ops.paged_attention import reference, tiled, tiled_uniform
+from transect.ops.paged_attention import reference
+from transect.ops.paged_attention_torch import tiled, tiled_uniform
 from transect.ops.paged_batch import PagedBatch
 
 WAYS = [reference, tiled, tiled_uniform]

@@ -1,4 +1,4 @@
-"""The Triton kernel of paged attention: buffers larger than the batch, splits by length, the same bits in any batch."""
+"""The Triton kernels of paged attention: buffers larger than the batch, shares that begin anywhere, the same bits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 from transect.ops.jit import INTERPRETED
 from transect.ops.kv_cache_write import example_batch
 from transect.ops.numerics import sample
-from transect.ops.paged_attention import PagedTriton, Tiles, reference
+from transect.ops.paged_attention import PagedTriton, reference
 from transect.ops.paged_batch import PagedBatch
+from transect.ops.paged_decode import Cut
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"),
@@ -46,12 +47,12 @@ def roomy(batch: PagedBatch, rows: int, columns: int) -> PagedBatch:
 
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("split", [-1, 0, 32])
-def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, split: int) -> None:
+@pytest.mark.parametrize("programs", [1, 8])
+def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, programs: int) -> None:
     batch = example_batch(rows, 16, 64).to(DEVICE)
     tokens = sum(new for new, _ in rows)
     q = 2 * sample(tokens, 6, 16).to(DEVICE)
-    attend = PagedTriton(Tiles(split=split))
+    attend = PagedTriton(cut=Cut(programs=programs))
     expected = reference(q, *caches(), batch, SCALE, window)
     torch.testing.assert_close(attend(q, *caches(), batch, SCALE, window), expected, rtol=0, atol=2e-5)
     larger = roomy(batch, 9, 40)
@@ -64,28 +65,53 @@ def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, s
     assert not larger.arrivals(1).any()  # every counter is back at 0, ready for the next layer
 
 
-def test_a_row_has_the_same_bits_in_any_batch_with_splits_of_one_length() -> None:
-    attend = PagedTriton(Tiles(split=32))
-    batch = example_batch(DECODE, 16, 64).to(DEVICE)
-    q = sample(len(DECODE), 6, 16).to(DEVICE)
-    together = attend(q, *caches(), batch, SCALE)
-    assert torch.equal(attend(q, *caches(), roomy(batch, 5, 40), SCALE), together)
-    for row in range(len(DECODE)):
-        alone = PagedBatch(
-            batch.block_tables[row : row + 1],
-            torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-            batch.seq_lens[row : row + 1],
-            16,
-        )
-        assert torch.equal(attend(q[row : row + 1], *caches(), alone, SCALE), together[row : row + 1])
+@pytest.mark.parametrize(
+    "rows", [((1, 700), (1, 5)), ((1, 700),), ((1, 16),) * 3 + ((1, 160),) + ((1, 48),) * 4], ids=str
+)
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
+def test_shares_may_begin_anywhere(rows: tuple, programs: int) -> None:
+    """An item in one share, in two, in more than are combined at a time; shares of many items, and of none."""
+    batch = example_batch(rows, 16, 64).to(DEVICE)
+    q = 2 * sample(len(rows), 6, 16).to(DEVICE)
+    out = PagedTriton(cut=Cut(programs=programs))(q, *caches(), batch, SCALE)
+    torch.testing.assert_close(out, reference(q, *caches(), batch, SCALE), rtol=0, atol=2e-5)
 
 
-def test_more_splits_than_are_combined_at_a_time() -> None:
-    batch = example_batch(((1, 700), (1, 5)), 16, 64).to(DEVICE)
-    q = sample(2, 6, 16).to(DEVICE)
-    for tiles in (Tiles(split=16, programs=40), Tiles(programs=40, chunk=2), Tiles(programs=40)):
-        out = PagedTriton(tiles)(q, *caches(), batch, SCALE)
-        torch.testing.assert_close(out, reference(q, *caches(), batch, SCALE), rtol=0, atol=2e-5)
+def test_more_rows_than_programs() -> None:
+    """Rows that are left over come round too."""
+    rows = tuple((1, 1 + 7 * (row % 5)) for row in range(21))
+    batch = roomy(example_batch(rows, 16, 64).to(DEVICE), 40, 12)
+    q = 2 * sample(40, 6, 16).to(DEVICE)
+    out = PagedTriton(cut=Cut(programs=1))(q, *caches(), batch, SCALE)
+    expected = reference(q[:21], *caches(), example_batch(rows, 16, 64).to(DEVICE), SCALE)
+    torch.testing.assert_close(out[:21], expected, rtol=0, atol=2e-5)
+    assert not out[21:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(32, 8, 128), (16, 8, 128), (9, 3, 64), (6, 1, 256)])
+def test_real_sizes_with_nan_where_nothing_is_owned(dtype: torch.dtype, heads: int, kv_heads: int, d: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    lengths = [1, 700, 33, 2000, 64, 5, 1500, 128, 900, 17, 640, 3000]
+    batch = example_batch(tuple((1, length) for length in lengths), 16, 700).to(DEVICE)
+    options = {"device": DEVICE, "dtype": dtype, "generator": generator}
+    q = torch.randn(len(lengths), heads, d, **options)
+    k_cache, v_cache = (torch.randn(700, kv_heads, 16, d, **options) for _ in range(2))
+    owned = torch.zeros(700, 16, dtype=torch.bool, device=DEVICE)
+    for row, length in enumerate(lengths):
+        position = torch.arange(length, device=DEVICE)
+        owned[batch.block_tables[row, position // 16].long(), position % 16] = True
+    hole = ~owned[:, None, :, None]
+    k_cache, v_cache = k_cache.masked_fill(hole, torch.nan), v_cache.masked_fill(hole, torch.nan)
+    for window in (None, 100):
+        exact = reference(q.double(), k_cache.double(), v_cache.double(), batch, d**-0.5, window)
+        out = PagedTriton()(q, k_cache, v_cache, batch, d**-0.5, window)
+        allowed = 2e-5 if dtype == torch.float32 else 1.5 * torch.finfo(dtype).eps
+        assert float((out.double() - exact).norm() / exact.norm()) < allowed
+        for _ in range(5):
+            assert torch.equal(PagedTriton()(q, k_cache, v_cache, batch, d**-0.5, window), out)
 
 
 @pytest.mark.gpu

@@ -33,7 +33,9 @@ Of a decoder layer:
 * ``paged_batch.py``: the ragged batch of an engine step, and what is worked out from it once per step
 * ``kv_cache_write.py``: keys and values into the paged cache; ``rotary_kv_write.py``: both in one launch, with the
   QK-norm of some models before
-* ``paged_attention.py``: causal attention through the block table; ``paged_attention_hopper.py``: prefill chunks
+* ``paged_attention.py``: causal attention through the block table: in torch ``paged_attention_torch.py``, on a GPU
+  ``paged_prefill.py`` for prefill chunks (for Hopper ``paged_attention_hopper.py``) and ``paged_decode.py`` for rows of
+  one query (what they share: ``paged_tile.py``)
 
 Before and after the layers, and for training:
 
