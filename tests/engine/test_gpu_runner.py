@@ -105,8 +105,14 @@ class InTwoWays:
     def __init__(self, model, config):
         self.usual, self.anew = (executors(model, config)[1] for _ in range(2))
         self.kept = 0
+        self.before = ()
 
     def submit(self, batch):
+        if batch.again:
+            for row, before in zip(batch.rows, self.before, strict=True):
+                assert (row.seq_id, row.start, row.num_tokens) == (before.seq_id, before.end, 1)
+                assert row.block_ids is before.block_ids and [draw.seq_id for draw in row.draws] == [row.seq_id]
+        self.before = batch.rows
         memory = self.usual._memory[self.usual._planner.step % len(self.usual._memory)]
         held = memory.holds
         usual = self.usual.submit(batch)

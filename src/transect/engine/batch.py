@@ -115,6 +115,9 @@ class ScheduledBatch:
     block_copies: tuple[tuple[int, int], ...] = ()
     """(source block, destination block) pairs to copy before anything is written: copy-on-write of shared blocks. No
     block is both a source and a destination."""
+    again: bool = False
+    """Every row has one token and one draw, and goes on where the row at its place in the step before has ended, in the
+    same lists. (A step of which this is not said may be like that too.)"""
 
     @property
     def num_tokens(self) -> int:

@@ -82,6 +82,8 @@ class Scheduler:
         self._num_requests = 0
         self._num_sequences = 0
         self._step = 0
+        self._last: list[Sequence] = []
+        """Of the rows of the last step."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
@@ -141,6 +143,7 @@ class Scheduler:
         block_size = self.config.block_size
         running = self.running
         step, rows, sequences = plan.step, plan.rows, plan.sequences
+        again = True  # as long as all rows are of the kind that most are
         spare = self.config.max_num_batched_tokens - len(running)
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
@@ -149,23 +152,20 @@ class Scheduler:
                 spare += 1
                 continue
             take = length - seq.scheduled
-            if take == 1 and seq.plain and seq.shared_block is None and length <= len(seq.block_ids) * block_size:
-                rows.append(  # what _plan_row would do, for what most rows of most steps are
-                    ScheduledRow(
-                        seq.seq_id,
-                        seq.scheduled,
-                        1,
-                        seq.prompt_token_ids,
-                        seq.output_token_ids,
-                        seq.block_ids,
-                        seq.draws,
-                    )
-                )
+            if (
+                take == 1
+                and seq.request.prompt_done
+                and seq.shared_block is None
+                and (length <= len(seq.block_ids) * block_size or self.blocks.grow(seq))
+            ):  # what _plan_row would do, for what most rows of most steps are
+                prompt, output = seq.prompt_token_ids, seq.output_token_ids
+                rows.append(ScheduledRow(seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws))
                 sequences.append(seq)
                 seq.scheduled = length
                 seq.length = length + 1
                 seq.last_step = step
                 continue
+            again = False
             if take > 1:
                 take = min(take, 1 + spare, self._chunk)
                 spare -= take - 1
@@ -184,11 +184,13 @@ class Scheduler:
             leader = seq.request.leader
             if leader.finish_reason is not None and leader.status is Status.RUNNING:
                 self._leave(leader)  # it was aborted, and went on to the end of the prompt for the others
-        if not plan.rows:
+        if not rows:
+            self._last = []
             return None
-        self._step = plan.step
-        batch = ScheduledBatch(plan.step, tuple(plan.rows), tuple(plan.copies))
-        self._in_flight.append((batch, plan.sequences))
+        self._step = step
+        batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again and sequences == self._last)
+        self._last = sequences
+        self._in_flight.append((batch, sequences))
         return batch
 
     def _plan_row(self, seq: Sequence, end: int, plan: _Plan) -> None:

@@ -7,8 +7,6 @@ say anyway: those that the last two steps did not use are given to others when r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from .batch import Draw, ScheduledRow
@@ -71,11 +69,10 @@ class SequenceTable:
             self._known[slot] = needed
         return slot
 
-    def decode(self, rows: Sequence[ScheduledRow], slots: np.ndarray, ends: np.ndarray, step: int) -> None:
-        """As ``row`` for all rows of a step, whose slots are known and whose lists of blocks are those seen before."""
+    def grown(self, slots: np.ndarray, ends: np.ndarray, step: int) -> np.ndarray:
+        """Note that a step uses these slots; which of them (by index) lack blocks of their first ``ends`` tokens."""
         self._used[slots] = step
-        for index in np.flatnonzero(self._known[slots] * self._block_size < ends).tolist():
-            self.row(rows[index], step)
+        return np.flatnonzero(self._known[slots] * self._block_size < ends)
 
     def draw(self, draw: Draw, step: int) -> int:
         """The slot of the sequence that a token is drawn for, its parameters filled in."""

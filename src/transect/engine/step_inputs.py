@@ -127,6 +127,8 @@ class StepMemory:
     """uint8."""
     holds: object = None
     """Whose constants stand in it, from the last step that was written here: they need not be written again."""
+    step: int = 0
+    """The last step that was written here."""
     _fields: dict[StepLayout, Fields] = field(default_factory=dict)
 
     def fields(self, layout: StepLayout) -> Fields:

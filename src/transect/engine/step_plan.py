@@ -7,8 +7,8 @@ are filled up (``step_sizes.py``) with rows and tokens that belong to nobody and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -81,32 +81,25 @@ def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
 
 
 class _Group:
-    """Sequences that decode together, step after step: what stays as it is while the same go on."""
+    """Sequences that decode together, step after step, and what stays as it is while the same go on.
 
-    __slots__ = ("_blocks", "_draws", "draws", "order", "sampling", "seq_ids", "slots")
+    The longest come first: programs of attention start in this order, and the last to end should be short ones.
+    """
+
+    __slots__ = ("draws", "grown", "order", "sampling", "seq_ids", "slots", "starts")
 
     def __init__(self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int) -> None:
-        self._draws = [row.draws for row in rows]
-        self._blocks = [row.block_ids for row in rows]
-        self.slots = np.array([table.row(row, step) for row in rows])
-        """As scheduled."""
-        for (draw,) in self._draws:
+        self.order = sorted(range(len(rows)), key=lambda index: rows[index].start, reverse=True)
+        """Of the rows as they are scheduled; all else is in this order."""
+        self.slots = np.array([table.row(rows[index], step) for index in self.order])
+        self.starts = np.array([rows[index].start for index in self.order], np.int32)
+        self.draws = [rows[index].draws[0] for index in self.order]
+        for draw in self.draws:
             table.draw(draw, step)
-        # The longest first: programs of attention start in this order, and the last to end should be short ones.
-        order = sorted(range(len(rows)), key=lambda index: rows[index].start, reverse=True)
-        self.order = np.array(order)
-        self.draws = [rows[index].draws[0] for index in order]
         self.seq_ids = [draw.seq_id for draw in self.draws]
         self.sampling: tuple[Variant, Sequence[int]] = Variant(), ()
-
-    def goes_on(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether ``rows``, of the step after, decode the same sequences: the same objects say so."""
-        return (
-            len(rows) == len(self._draws)
-            and all(map(is_, [row.draws for row in rows], self._draws))
-            and all(map(is_, [row.block_ids for row in rows], self._blocks))
-            and {row.num_tokens for row in rows} == {1}
-        )
+        self.grown: deque[tuple[int, np.ndarray]] = deque(maxlen=8)
+        """The last steps, and which rows had a new block in each."""
 
 
 class StepPlanner:
@@ -157,7 +150,9 @@ class StepPlanner:
         self.step += 1
         rows = batch.rows
         group = self._group
-        if group is None or not group.goes_on(rows):
+        if group is not None and batch.again:
+            group.starts = group.starts + 1
+        else:
             group = self._group = _Group(rows, self._sequences, self.step) if _only_decode(rows) else None
         if group is None:
             memory.holds = None
@@ -166,18 +161,17 @@ class StepPlanner:
 
     def _decode(self, rows: Sequence[ScheduledRow], group: _Group, memory: StepMemory) -> StepPlan:
         """One token and one draw a row, padded to the size of a graph."""
-        table, step, slots = self._sequences, self.step, group.slots
+        table, step, slots, starts = self._sequences, self.step, group.slots, group.starts
         count = len(rows)
-        starts = np.array([row.start for row in rows], np.int32)
         ends = starts + 1
-        table.decode(rows, slots, ends, step)
-        order = group.order
-        slots, starts, ends = slots[order], starts[order], ends[order]
+        grown = table.grown(slots, ends, step)
+        for index in grown.tolist():
+            table.row(rows[group.order[index]], step)
+        group.grown.append((step, grown))
         bucket = row_bucket(count, self._fine_rows)
         width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(bucket, bucket, bucket, width)
         fields = memory.fields(layout)
-        fields.table[:count] = table.table[slots, :width]
         fields.position[:count], fields.length[:count] = starts, ends
         fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts)
         source = self.token_source(layout)
@@ -185,18 +179,22 @@ class StepPlanner:
         fields.source[:] = source
         fields.token[:] = 0
         for index in np.flatnonzero(~fed).tolist():
-            fields.token[index] = max(0, rows[order[index]].token_ids[0])
-        if memory.holds != (group, layout):
-            fields.position[count:], fields.length[count:], fields.table[count:] = 0, 1, self._padding_block
-            fields.start[:], fields.last[:] = np.arange(bucket + 1), np.arange(bucket)
-            variant, alternatives = self._draws(fields, group.draws, slots, ends)
-            # Where logits are adjusted, what is done to them may be another thing at the next position.
-            memory.holds = None if variant.adjust else (group, layout)
-            group.sampling = variant, alternatives
-        else:
+            fields.token[index] = max(0, rows[group.order[index]].token_ids[0])
+        if memory.holds == (group, layout) and group.grown[0][0] <= memory.step + 1:
+            for written, grown in group.grown:
+                if written > memory.step:
+                    fields.table[grown] = table.table[slots[grown], :width]
             fields.draw_position[:count] = ends
             self._note_draws(slots, ends)
             variant, alternatives = group.sampling
+        else:
+            fields.table[:count] = table.table[slots, :width]
+            fields.position[count:], fields.length[count:], fields.table[count:] = 0, 1, self._padding_block
+            fields.start[:], fields.last[:] = np.arange(bucket + 1), np.arange(bucket)
+            group.sampling = variant, alternatives = self._draws(fields, group.draws, slots, ends)
+            # Where logits are adjusted, what is done to them may be another thing at the next position.
+            memory.holds = None if variant.adjust else (group, layout)
+        memory.step = step
         return StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
 
     def _ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> StepPlan:
