@@ -95,3 +95,9 @@ def test_names_are_sorted_and_known() -> None:
     assert all(a.name < b.name for a, b in pairwise(OPS))
     with pytest.raises(ValueError, match=r"no operator 'nothing'; there are: "):
         get("nothing")
+
+
+def test_every_cuda_source_belongs_to_an_implementation() -> None:
+    """``benchmarks/sanitize_cuda.py`` runs those: so no source goes unwatched."""
+    named = {made.source for op in OPS for made in op.implementations.values() if made.backend == "cuda"}
+    assert {path.name for path in SOURCES.glob("*.cu")} == named
