@@ -316,7 +316,7 @@ class GPURunner:
         """What the draws need: the last token of each draw's sequence, which then is ``draw_position`` long."""
         starts = torch.arange(len(fields.last) + 1, dtype=torch.int32, device=self._device)
         tables = fields.table.index_select(0, fields.draw_row)
-        rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1)
+        rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1, fresh=True)
         return Wanted(fields.last, rows)
 
     def _draw_on_host(

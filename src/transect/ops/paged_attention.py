@@ -16,8 +16,8 @@ Source: Kwon et al. 2023, arXiv:2309.06180 (paging); Dao et al. 2022, arXiv:2205
 
 On a GPU (``PagedTriton``) a program holds one tile of queries of one key head: the heads that share it lie together,
 so K and V are read once for all of them. Rows of several queries (``paged_prefill.py``) and rows of one
-(``paged_decode.py``) are two launches. The host needs shapes and two bounds, no lengths, so a step can be captured in a
-CUDA graph and replayed with other lengths (see ``PagedBatch``).
+(``paged_decode.py``, on Hopper ``paged_decode_hopper.py``) are two launches. The host needs shapes and two bounds, no
+lengths, so a step can be captured in a CUDA graph and replayed with other lengths (see ``PagedBatch``).
 
 Bound by bytes in decode: 4 H d FLOPs for each 2 K d cached elements: H / K FLOPs per byte in bfloat16 (3 for SmolLM2).
 A prefill chunk of c queries reads them once for all c: c H / K, bound by arithmetic from a few hundred on.
@@ -25,7 +25,7 @@ A prefill chunk of c queries reads them once for all c: c H / K, bound by arithm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import paged_attention_hopper as hopper
-from . import paged_decode, paged_prefill, shapes
+from . import paged_decode, paged_decode_hopper, paged_prefill, shapes
 from .counting import visible_keys, visible_pairs
 from .jit import TRITON_TARGETS, available, require
 from .kv_cache_write import BLOCK_SIZE, example_batch
@@ -42,6 +42,7 @@ from .numerics import compute_dtype, sample
 from .paged_attention_torch import tiled, tiled_uniform
 from .paged_batch import PagedBatch
 from .paged_decode import DECODE_CHOICES, Cut, decode_rule
+from .paged_decode_hopper import PagedDecode
 from .paged_prefill import PREFILL_TILES, Tiles
 from .registry import Case, Cost, Implementation, Knobs, Op, register
 
@@ -81,14 +82,27 @@ class PagedTriton:
     """Of decode rows; None: what was tuned for the device."""
     bulk: bool = False
     """Prefill chunks by the kernel of ``paged_attention_hopper.py``, where that takes the inputs."""
+    decode: PagedDecode | None = None
+    """Decode rows by this kernel, where it takes the inputs."""
     whole: bool = False
     """Rows of one query go the way of prefill chunks, in the same tiles: then a query's sums are the same to the bit
     whatever the batch is, and however its prompt is cut into chunks."""
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None = None,
+        *,
+        pdl: bool = False,
     ) -> Tensor:
-        """As ``reference``. Reads no length on the host, so that it can be captured in a CUDA graph."""
+        """As ``reference``. Reads no length on the host, so that it can be captured in a CUDA graph.
+
+        ``pdl``: see ``PagedDecode``; other kernels wait for the one before whatever it says.
+        """
         require("paged_attention", q, k_cache, v_cache)
         tokens, heads, d = q.shape
         kv_heads = k_cache.shape[1]
@@ -113,7 +127,9 @@ class PagedTriton:
             )  # fmt: skip
         elif self.whole or not decode_only:
             paged_prefill.prefill(*inputs, out, tiles=self.tiles, singles=self.whole, early=early)
-        if not self.whole:
+        if self.decode is not None and not paged_decode_hopper.takes_not(q, k_cache, v_cache, batch):
+            self.decode(*inputs, out=out, pdl=pdl)
+        elif not self.whole:
             cut = self.cut or paged_decode.tuned(batch.num_rows * kv_heads, batch.max_seq_len, d, q.device)
             paged_decode.decode(*inputs, out, cut=cut, mixed=not decode_only, early=early)
         return out
@@ -140,6 +156,7 @@ def _examples() -> Sequence[dict[str, Any]]:
         (((40, 40), (1, 7), (33, 130), (2, 2)), 4, 4, 10, 4, None),
         (((1, 200), (70, 90), (5, 5)), 9, 3, 16, 16, 20),
         (((3, 70),), 2, 1, 8, 128, 5),
+        (((1, 90), (1, 3), (1, 32)), 8, 2, 64, 16, 40),
     ):
         n_blocks = sum(-(-length // block_size) for _, length in rows) + 3
         examples.append(
@@ -216,6 +233,10 @@ def _cases() -> Sequence[Case]:
     return [*decode, *others, *chunks, case(shapes.QWEN3_0_6B, 16, 512, 512)]
 
 
+def _hopper() -> Callable[..., Any]:
+    return available(PagedTriton(bulk=True, decode=PagedDecode()))()
+
+
 def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:
     return PagedTriton(cut=replace(Cut(), **config))(q, batch=batch, **others)
 
@@ -242,7 +263,16 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: tiled, ("any",)),
             "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
+            "hopper": Implementation("triton", _hopper, ("sm_90",)),
             "triton": Implementation("triton", available(PagedTriton(bulk=True)), TRITON_TARGETS),
+            "cuda_hopper": Implementation(
+                "cuda",
+                lambda: PagedDecode(),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refuses=paged_decode_hopper.refuses,
+                source="paged_decode_hopper.cu",
+            ),
             "triton_uniform": Implementation(
                 "triton",
                 available(PagedTriton(Tiles(bm=64, warps=4), whole=True)),

@@ -46,6 +46,7 @@ class PagedBatch:
         max_seq_len: no row is longer, now or at any replay; None: what the block table holds.
         max_query_len: no row has more tokens in this step. 1 says that token t is row t's, decode only; None: decode
             only if there are as many tokens as rows.
+        fresh: of rows with one query more keys than the last may have been written in this step, by the kernel before.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class PagedBatch:
         *,
         max_seq_len: int | None = None,
         max_query_len: int | None = None,
+        fresh: bool = False,
     ) -> None:
         self.block_tables = block_tables_BN
         self.query_starts = query_starts_B1
         self.seq_lens = seq_lens_B
         self.block_size = block_size
         self.max_query_len = max_query_len
+        self.fresh = fresh
         widest = block_tables_BN.shape[-1] * block_size
         self.max_seq_len = widest if max_seq_len is None else min(max_seq_len, widest)
         self._arrivals: Tensor | None = None
@@ -90,6 +93,7 @@ class PagedBatch:
             self.block_size,
             max_seq_len=self.max_seq_len,
             max_query_len=self.max_query_len,
+            fresh=self.fresh,
         )
 
     @property

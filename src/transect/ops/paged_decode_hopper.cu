@@ -1,0 +1,595 @@
+// Attention of decode rows (one query each) over a paged cache on Hopper: every key and value streamed once, at the width of
+// memory, however long the rows are. bfloat16 in and out, float32 sums. See paged_decode_hopper.py for the arithmetic.
+//
+// * A unit is the 16 positions of a cache block for one key head: D x 16 keys and as many values, two contiguous pieces. An item
+//   is a row with a key head. The units of all items stand in one line, item after item.
+// * Even cut (ranks = 0): every block takes an equal stretch of that line, every warp of it an equal stretch of the block's. Where
+//   the cuts fall follows from the lengths, which only the device knows: each block sums them up for itself.
+//   By clusters (ranks > 0): the blocks of a cluster share one item, whose units are dealt out to all their warps in turn.
+// * A warp streams its own units through its own ring of S buffers in shared memory, so nobody waits for anybody until the end.
+//   Products have the keys (then the dimensions of a head) as the tall side, so that up to 8 NT query heads fill the short one.
+// * What a warp has of an item it does not hold whole (m, l, o) it leaves in shared memory. Then a warp for each 128 numbers of
+//   each item puts them together; what still is not the whole item goes through memory to the block that holds the item's end,
+//   or through the cluster's shared memory. Always in the same order, so the bits are the same in every run.
+// * Units without a row's last position are asked for before the kernel that writes it has ended (``early``).
+
+#include "few_rows.cuh"
+
+using namespace few_rows;
+
+namespace {
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TRANSECT_HOPPER 1
+#endif
+
+constexpr int kUnit = 16;       // positions of a unit: a block of the cache
+constexpr int kMostWarps = 12;
+constexpr int kMostRows = 1024;
+constexpr int kHeads = 16;      // query heads of a key head at the most
+constexpr int kSlice = 128;     // numbers of an item that a warp puts together
+
+// What a warp knows of a unit: bits of Unit::what.
+constexpr int kHigh = 31, kLowShift = 5, kFirst = 1 << 9, kLast = 1 << 10, kItemShift = 11;
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *(uint32_t*)&both;
+}
+
+__device__ __forceinline__ uint32_t transposed(uint32_t v) {
+  uint32_t t;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
+  return t;
+}
+
+__device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from));
+}
+
+__device__ __forceinline__ float4 read4_of_rank(uint32_t address, int rank) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return v;
+}
+
+// Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that the reader
+// sees which ones are there, and leaves the pattern behind.
+constexpr uint32_t kNothing = 0xFFFFFFFF;
+
+__device__ __forceinline__ void leave(float* to, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ float4 take(const float* from) {
+  uint4 v;
+  do {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from)
+                 : "memory");
+  } while (v.x == kNothing || v.y == kNothing || v.z == kNothing || v.w == kNothing);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
+__device__ __forceinline__ float smaller_first(float m) { return m == -INFINITY ? 0 : m; }
+
+// Parts of one item, added up in the order given.
+struct Sum {
+  float m = -INFINITY, l = 0;
+  float4 o = make_float4(0, 0, 0, 0);
+  __device__ __forceinline__ void add(float m2, float l2, float4 o2) {
+    const float top = fmaxf(m, m2), shift = smaller_first(top);
+    const float a = exp2f(m - shift), b = exp2f(m2 - shift);
+    m = top;
+    l = l * a + l2 * b;
+    o = make_float4(o.x * a + o2.x * b, o.y * a + o2.y * b, o.z * a + o2.z * b, o.w * a + o2.w * b);
+  }
+  __device__ __forceinline__ void store(__nv_bfloat16* to) const {
+    const float scale = l == 0 ? 1 : 1 / l;
+    *(uint2*)to = make_uint2(pack(o.x * scale, o.y * scale), pack(o.z * scale, o.w * scale));
+  }
+};
+
+struct Unit {
+  int piece;  // of the cache: 16 D keys, and values
+  int what;   // how many of its positions count: from bits 5 to 8 on, up to bits 0 to 4; first, last of its item; the item
+};
+
+struct Batch {
+  const int *tables, *starts, *lengths;  // starts: null where token t is row t's
+  int rows, columns, table_stride, window;
+  __device__ __forceinline__ int length(int row) const {
+    const int n = lengths[row];
+    return starts && starts[row + 1] - starts[row] != 1 ? 0 : n;
+  }
+  __device__ __forceinline__ int low(int length) const { return window ? max(0, length - window) : 0; }
+  __device__ __forceinline__ int units(int length) const {
+    return length > 0 ? (length + kUnit - 1) / kUnit - low(length) / kUnit : 0;
+  }
+};
+
+// What TURN needs: the projections of the step's tokens as they are, token t being row t. Queries and keys are turned here (and
+// normalised, with weights), new keys and values written to the cache. See rotary_kv_write.py.
+struct Turn {
+  const __nv_bfloat16 *k, *v;
+  long long k_t, v_t;
+  int k_h, v_h;
+  const float *cos, *sin;  // [rows, D / 2]
+  int cos_t, sin_t;
+  const __nv_bfloat16 *q_weight, *k_weight;  // null without norm
+  float eps;
+};
+
+__device__ __forceinline__ float2 unpack(uint32_t v) { return __bfloat1622float2(*(__nv_bfloat162*)&v); }
+
+template <int D, int NT, int S, bool TURN>
+__global__ void __launch_bounds__(kMostWarps * 32, 1)
+    paged_decode(const __nv_bfloat16* q, __nv_bfloat16* keys, __nv_bfloat16* values, Batch batch, Turn turn, __nv_bfloat16* out,
+                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early) {
+#ifdef TRANSECT_HOPPER
+  constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ int part_what[2 * kMostWarps];
+  __shared__ int sums[kMostWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int numbers = G * D, slices = (numbers + kSlice - 1) / kSlice;
+  float* first_parts = (float*)(memory + warps * S * UNIT);  // [warps][G D], what a warp finishes before its last item
+  Unit(*units)[64] = (Unit(*)[64])(first_parts + warps * numbers);
+  float2(*part_ml)[kHeads] = (float2(*)[kHeads])(units + warps);  // [2 warps] m and l of the parts
+  int* prefix = (int*)(part_ml + 2 * warps);                      // [rows + 1] units before a row; even cut only
+  int* row_lengths = prefix + batch.rows + 1;
+  const uint32_t ring = shared_address(memory) + warp * S * UNIT;
+
+  let_next_begin();
+  bool waited = false;
+  if (!early) {
+    wait_for_previous();
+    waited = true;
+  }
+  if (lane < 2) part_what[2 * warp + lane] = -1;
+
+  // Where this warp's units are: number i is ``begin`` + i ``step``, before ``end``.
+  int begin, end, step = 1, total = 0, takers = 0;
+  int own = 0, own_length = 0, own_block = 0;
+  if (ranks) {
+    own = blockIdx.x / ranks;
+    begin = blockIdx.x % ranks * warps + warp, step = ranks * warps;
+    // Not to wait for the length before it, the table is read as if the row were as long as that.
+    if (!batch.window && begin + lane * step < batch.columns)
+      own_block = batch.tables[(long long)(own / K) * batch.table_stride + begin + lane * step];
+    own_length = batch.length(own / K);
+    end = batch.units(own_length);
+  } else {
+    const int each = (batch.rows + blockDim.x - 1) / blockDim.x, from = threadIdx.x * each;
+    int mine = 0;
+    for (int row = from; row < min(batch.rows, from + each); row++) {
+      const int length = batch.length(row);
+      row_lengths[row] = length;
+      prefix[row] = mine;
+      mine += batch.units(length);
+    }
+    int upto = mine;
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) {
+      const int other = __shfl_up_sync(~0u, upto, far);
+      if (lane >= far) upto += other;
+    }
+    if (lane == 31) sums[warp] = upto;
+    __syncthreads();
+    int before = upto - mine;
+    for (int w = 0; w < warp; w++) before += sums[w];
+    for (int row = from; row < min(batch.rows, from + each); row++) prefix[row] += before;
+    if (threadIdx.x == blockDim.x - 1) prefix[batch.rows] = before + mine;
+    __syncthreads();
+    total = prefix[batch.rows] * K;
+    takers = min((int)gridDim.x, total) * warps;  // every block that takes part has a unit
+    const int taker = blockIdx.x * warps + warp;
+    begin = end = 0;
+    if (taker < takers)
+      begin = (int)((long long)total * taker / takers), end = (int)((long long)total * (taker + 1) / takers);
+  }
+  const int count = begin < end ? (end - begin + step - 1) / step : 0;
+
+  auto look_up = [&](int i, int known) {  // unit i; ``known``: its block in the cache, or -1
+    Unit unit = {0, 0};
+    if (i < count) {
+      const int u = begin + i * step;
+      int row, head, n, b, length;
+      if (ranks) {
+        row = own / K, head = own % K, n = end, b = u, length = own_length;
+      } else {
+        int low = 0, high = batch.rows;
+        while (high - low > 1) {
+          const int middle = (low + high) / 2;
+          if (prefix[middle] * K <= u) low = middle;
+          else high = middle;
+        }
+        row = low, n = prefix[low + 1] - prefix[low], length = row_lengths[low];
+        const int rest = u - prefix[low] * K;
+        head = rest / n, b = rest % n;
+      }
+      const int low = batch.low(length), block = low / kUnit + b;
+      if (known < 0) known = batch.tables[(long long)row * batch.table_stride + block];
+      unit.piece = known * pieces + head;
+      unit.what = min(kUnit, length - block * kUnit) | max(0, low - block * kUnit) << kLowShift | (b == 0 ? kFirst : 0) |
+                  (b == n - 1 ? kLast : 0) | (row * K + head) << kItemShift;
+    }
+    return unit;
+  };
+  Unit ahead = ranks && !batch.window ? look_up(lane, own_block) : look_up(lane, -1);
+  auto publish = [&](int part) {
+    units[warp][(part & 1) * 32 + lane] = ahead;
+    __syncwarp();
+    ahead = look_up(part * 32 + 32 + lane, -1);
+  };
+  publish(0);
+
+  // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank is met
+  // twice.
+  constexpr int PER_ROW = D / 8, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
+  const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
+  const uint32_t copy_to = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
+  auto fetch = [&](int i) {
+    if (i < count) {
+      if (i % 32 == 0 && i) publish(i / 32);
+      const Unit unit = units[warp][i % 64];
+      if (!TURN && !waited && (unit.what & kLast)) {
+        wait_for_previous();
+        waited = true;
+      }
+      const uint32_t to = ring + i % S * UNIT;
+      const int high = (unit.what & kHigh) - (TURN && (unit.what & kLast)), low = unit.what >> kLowShift & 15;
+      const size_t from = (size_t)unit.piece * (kUnit * D) + lane * 8;
+#pragma unroll
+      for (int j = 0; j < kUnit / ROWS; j++) {
+        const int row = copy_row + j * ROWS;
+        copy16((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256, row >= low && row < high);
+      }
+#pragma unroll
+      for (int j = 0; j < kUnit / ROWS; j++) {
+        const int row = copy_row + j * ROWS;
+        copy16((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
+               row >= low && row < high);
+      }
+    }
+    end_group();
+  };
+  for (int s = 0; s < S - 1; s++) fetch(s);
+  if (!waited) wait_for_previous();
+  waited = true;
+
+  // Of lane l = 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16, the same
+  // heads.
+  const int g = lane / 4, c = lane % 4;
+  const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  const uint32_t value_at = PIECE + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
+  uint32_t query[NT][T][2];
+  float o[NT][T][4], m[NT][2], l[NT][2];
+  int item = -1, begins = 0;
+  uint32_t new_key[2], new_value[2];  // of lane l, dimensions 2 l, 2 l + 1, and D / 2 further
+  for (int i = 0; i < count; i++) {
+    const int what = units[warp][i % 64].what;
+    if (what >> kItemShift != item) {
+      item = what >> kItemShift, begins = what & kFirst;
+      const int row = item / K, token = batch.starts ? batch.starts[row] : row;
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const __nv_bfloat16* from = q + token * q_t + (long long)(item % K * G + n * 8 + g) * q_h + c * 2;
+        const bool there = n * 8 + g < G;
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+          query[n][t][0] = there ? *(const uint32_t*)(from + t * 16) : 0;
+          query[n][t][1] = there ? *(const uint32_t*)(from + t * 16 + 8) : 0;
+#pragma unroll
+          for (int e = 0; e < 4; e++) o[n][t][e] = 0;
+        }
+        if constexpr (TURN) {
+          if (n == 0 && lane < D / 4) {
+            const __nv_bfloat16* k = turn.k + row * turn.k_t + (long long)(item % K) * turn.k_h + lane * 2;
+            const __nv_bfloat16* v = turn.v + row * turn.v_t + (long long)(item % K) * turn.v_h + lane * 2;
+            new_key[0] = *(const uint32_t*)k, new_key[1] = *(const uint32_t*)(k + D / 2);
+            new_value[0] = *(const uint32_t*)v, new_value[1] = *(const uint32_t*)(v + D / 2);
+          }
+          float norm = 1;
+          if (turn.q_weight) {
+            float sum = 0;
+#pragma unroll
+            for (int t = 0; t < 2 * T; t++) {
+              const float2 x = unpack(query[n][t / 2][t % 2]);
+              sum += x.x * x.x + x.y * x.y;
+            }
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            norm = 1 / sqrtf(sum / D + turn.eps);
+          }
+#pragma unroll
+          for (int t = 0; t < T; t++) {  // 8 dimensions of either half
+            const int at = t * 8 + c * 2;
+            uint32_t &low = query[n][t / 2][t % 2], &high = query[n][(t + T) / 2][t % 2];
+            const float2 cos = *(const float2*)(turn.cos + (long long)row * turn.cos_t + at);
+            const float2 sin = *(const float2*)(turn.sin + (long long)row * turn.sin_t + at);
+            float2 a = unpack(low), b = unpack(high);
+            if (turn.q_weight) {
+              const float2 u = unpack(*(const uint32_t*)(turn.q_weight + at));
+              const float2 w = unpack(*(const uint32_t*)(turn.q_weight + at + D / 2));
+              a = make_float2(a.x * norm * u.x, a.y * norm * u.y), b = make_float2(b.x * norm * w.x, b.y * norm * w.y);
+            }
+            low = pack(a.x * cos.x - b.x * sin.x, a.y * cos.y - b.y * sin.y);
+            high = pack(b.x * cos.x + a.x * sin.x, b.y * cos.y + a.y * sin.y);
+          }
+        }
+        m[n][0] = m[n][1] = -INFINITY, l[n][0] = l[n][1] = 0;
+      }
+    }
+    wait_groups<S - 2>();
+    __syncwarp();  // the copies of all lanes have landed, and all lanes have read the buffer that is filled again now
+    fetch(i + S - 1);
+    const uint32_t from = ring + i % S * UNIT;
+    if (TURN && (what & kLast)) {  // the new key and value, to the buffer and to the cache
+      const int row = item / K, slot = (what & kHigh) - 1;
+      float2 a = unpack(new_key[0]), b = unpack(new_key[1]);
+      if (turn.k_weight) {
+        float sum = lane < D / 4 ? a.x * a.x + a.y * a.y + (b.x * b.x + b.y * b.y) : 0;
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
+        const float norm = 1 / sqrtf(sum / D + turn.eps);
+        if (lane < D / 4) {
+          const float2 u = unpack(*(const uint32_t*)(turn.k_weight + lane * 2));
+          const float2 w = unpack(*(const uint32_t*)(turn.k_weight + lane * 2 + D / 2));
+          a = make_float2(a.x * norm * u.x, a.y * norm * u.y), b = make_float2(b.x * norm * w.x, b.y * norm * w.y);
+        }
+      }
+      if (lane < D / 4) {
+        const float2 cos = *(const float2*)(turn.cos + (long long)row * turn.cos_t + lane * 2);
+        const float2 sin = *(const float2*)(turn.sin + (long long)row * turn.sin_t + lane * 2);
+        new_key[0] = pack(a.x * cos.x - b.x * sin.x, a.y * cos.y - b.y * sin.y);
+        new_key[1] = pack(b.x * cos.x + a.x * sin.x, b.y * cos.y + a.y * sin.y);
+        const size_t place = (size_t)units[warp][i % 64].piece * (kUnit * D) + slot * D + lane * 2;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int d = lane * 2 + h * (D / 2);
+          const uint32_t to = from + d / 64 * 2048 + slot * 128 + ((d / 8 ^ slot) % 8) * 16 + d % 8 * 2;
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(new_key[h]) : "memory");
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + PIECE), "r"(new_value[h]) : "memory");
+          *(uint32_t*)(keys + place + h * (D / 2)) = new_key[h];
+          *(uint32_t*)(values + place + h * (D / 2)) = new_value[h];
+        }
+      }
+      __syncwarp();
+    }
+    float s[NT][2][4] = {};
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+      uint32_t a[4];
+      read_matrices(a, (from + key_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+      for (int n = 0; n < NT; n++) multiply(s[n][t % 2], a, query[n][t][0], query[n][t][1]);
+    }
+    const int high = what & kHigh, low = what >> kLowShift & 15;
+    const bool seen = g >= low && g < high, seen8 = g + 8 >= low && g + 8 < high;
+    uint32_t p[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float fade[2], e[4];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        e[h] = seen ? (s[n][0][h] + s[n][1][h]) * scale2 : -INFINITY;
+        e[2 + h] = seen8 ? (s[n][0][2 + h] + s[n][1][2 + h]) * scale2 : -INFINITY;
+        float top = fmaxf(e[h], e[2 + h]);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
+        top = fmaxf(top, m[n][h]);
+        const float shift = smaller_first(top);
+        fade[h] = exp2f(m[n][h] - shift);
+        m[n][h] = top;
+        e[h] = exp2f(e[h] - shift), e[2 + h] = exp2f(e[2 + h] - shift);
+        l[n][h] = l[n][h] * fade[h] + (e[h] + e[2 + h]);
+      }
+      p[n][0] = transposed(pack(e[0], e[1])), p[n][1] = transposed(pack(e[2], e[3]));
+#pragma unroll
+      for (int t = 0; t < T; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) o[n][t][j] *= fade[j % 2];
+    }
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+      uint32_t a[4];
+      read_transposed(a, (from + value_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+      for (int n = 0; n < NT; n++) multiply(o[n][t], a, p[n][0], p[n][1]);
+    }
+    const bool ends = i == count - 1;
+    if (!ends && units[warp][(i + 1) % 64].what >> kItemShift == item) continue;
+    // The item ends here, or this warp's share of it.
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        l[n][h] += __shfl_xor_sync(~0u, l[n][h], 4);
+        l[n][h] += __shfl_xor_sync(~0u, l[n][h], 8);
+        l[n][h] += __shfl_xor_sync(~0u, l[n][h], 16);
+      }
+    if (!ranks && begins && (what & kLast)) {
+      const int row = item / K, token = batch.starts ? batch.starts[row] : row;
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        __nv_bfloat16* to = out + ((long long)token * K * G + item % K * G + n * 8 + g) * D + c * 2;
+        const float scale[2] = {1 / l[n][0], 1 / l[n][1]};
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+          const uint32_t low8 = transposed(pack(o[n][t][0] * scale[0], o[n][t][1] * scale[1]));
+          const uint32_t high8 = transposed(pack(o[n][t][2] * scale[0], o[n][t][3] * scale[1]));
+          if (n * 8 + g < G) {
+            *(uint32_t*)(to + t * 16) = low8;
+            *(uint32_t*)(to + t * 16 + 8) = high8;
+          }
+        }
+      }
+    } else {
+      __syncwarp();  // the last part goes where the ring was
+      float* to = ends ? (float*)(memory + warp * S * UNIT) : first_parts + warp * numbers;
+      const int place = 2 * warp + ends;
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int head = n * 8 + 2 * c + h;
+          if (head >= G) continue;
+          if (g == 0) part_ml[place][head] = make_float2(m[n][h], l[n][h]);
+#pragma unroll
+          for (int t = 0; t < T; t++) {
+            to[head * D + t * 16 + g] = o[n][t][h];
+            to[head * D + t * 16 + g + 8] = o[n][t][2 + h];
+          }
+        }
+      if (lane == 0) part_what[place] = item << 2 | (begins ? 2 : 0) | (what & kLast ? 1 : 0);
+    }
+  }
+  __syncthreads();
+
+  // Parts of one item stand behind each other: a warp for each slice of each item.
+  const int mine = lane < 2 * warps ? part_what[lane] : -1;
+  const uint32_t there = __ballot_sync(~0u, mine >= 0);
+  const int before = (there & ((1u << lane) - 1)) ? 31 - __clz(there & ((1u << lane) - 1)) : lane;
+  const int item_before = __shfl_sync(~0u, mine, before) >> 2;
+  const uint32_t firsts = __ballot_sync(~0u, mine >= 0 && (before == lane || item_before != mine >> 2));
+  auto part_at = [&](int place) {
+    return place % 2 ? (float*)(memory + place / 2 * S * UNIT) : first_parts + place / 2 * numbers;
+  };
+  auto members_sum = [&](uint32_t members, int e) {
+    Sum sum;
+    while (members) {
+      const int place = __ffs(members) - 1;
+      members &= members - 1;
+      const float2 ml = part_ml[place][e / D];
+      sum.add(ml.x, ml.y, *(const float4*)(part_at(place) + e));
+    }
+    return sum;
+  };
+  if (ranks) {
+    __shared__ __align__(16) float4 whole_ml[kHeads];
+    float4* whole = (float4*)first_parts;  // nothing lies there with ranks
+    for (int slice = warp; slice < slices; slice += warps) {
+      const int e = slice * kSlice + lane * 4;
+      if (e < numbers) {
+        const Sum sum = members_sum(there, e);
+        whole[e / 4] = sum.o;
+        if (e % D == 0) whole_ml[e / D] = make_float4(sum.m, sum.l, 0, 0);
+      }
+    }
+    const int rank = blockIdx.x % ranks, row = own / K;
+    __syncwarp();
+    if (ranks > 1) cluster_barrier();
+    else __syncthreads();
+    if (!batch.starts || batch.starts[row + 1] - batch.starts[row] == 1) {
+      const int token = batch.starts ? batch.starts[row] : row;
+      for (int slice = warp * ranks + rank; slice < slices; slice += warps * ranks) {
+        const int e = slice * kSlice + lane * 4;
+        if (e >= numbers) continue;
+        Sum sum;
+        for (int other = 0; other < ranks; other++) {
+          const float4 ml = ranks > 1 ? read4_of_rank(shared_address(whole_ml + e / D), other) : whole_ml[e / D];
+          sum.add(ml.x, ml.y, ranks > 1 ? read4_of_rank(shared_address(whole + e / 4), other) : whole[e / 4]);
+        }
+        sum.store(out + ((long long)token * K * G + own % K * G) * D + e);
+      }
+    }
+    __syncwarp();
+    if (ranks > 1) cluster_barrier();  // nobody leaves while others reach into its shared memory
+    return;
+  }
+  // The last item first: what is not its end goes to the block that holds the end, which is one of the next.
+  float* all_ml = parts + (size_t)gridDim.x * numbers;
+  const float4 nothing = make_float4(__uint_as_float(kNothing), __uint_as_float(kNothing), __uint_as_float(kNothing),
+                                     __uint_as_float(kNothing));
+  const int groups = __popc(firsts);
+  for (int task = warp; task < groups * slices; task += warps) {
+    uint32_t heads = firsts;
+    for (int skip = groups - 1 - task / slices; skip > 0; skip--) heads &= heads - 1;
+    const int at = __ffs(heads) - 1;
+    heads &= heads - 1;
+    const uint32_t members = there & (~0u << at) & (heads ? (1u << (__ffs(heads) - 1)) - 1 : ~0u);
+    const int e = task % slices * kSlice + lane * 4;
+    const int first = part_what[at], item = first >> 2, row = item / K, head = item % K;
+    const bool has_first = first & 2, has_last = part_what[31 - __clz(members)] & 1;
+    const bool inside = e < numbers;
+    Sum sum;
+    if (inside) sum = members_sum(members, e);
+    if (!has_last) {
+      if (inside) leave(parts + (size_t)blockIdx.x * numbers + e, sum.o);
+      if (inside && e % D == 0) leave(all_ml + (blockIdx.x * G + e / D) * 4, make_float4(sum.m, sum.l, 0, 0));
+      continue;
+    }
+    if (!has_first) {
+      const int start = prefix[row] * K + head * (prefix[row + 1] - prefix[row]);
+      const int taker = (int)(((start + 1) * (long long)takers - 1) / total);  // whose unit ``start`` is
+      Sum whole;
+      for (int block = taker / warps; block < blockIdx.x; block++) {
+        float* o = parts + (size_t)block * numbers + e;
+        float* ml = all_ml + (block * G + e / D) * 4;
+        float4 its_o = nothing, its_ml = nothing;
+        if (inside) its_ml = take(ml), its_o = take(o);
+        __syncwarp();
+        if (inside) leave(o, nothing);
+        if (inside && e % D == 0) leave(ml, nothing);
+        if (inside) whole.add(its_ml.x, its_ml.y, its_o);
+      }
+      if (inside) whole.add(sum.m, sum.l, sum.o);
+      sum = whole;
+    }
+    const int token = batch.starts ? batch.starts[row] : row;
+    if (inside) sum.store(out + ((long long)token * K * G + head * G) * D + e);
+  }
+  // Rows without a position (what is left over in a graph's buffers) give zeros.
+  for (int row = blockIdx.x; row < batch.rows; row += gridDim.x)
+    if (prefix[row + 1] == prefix[row] && (!batch.starts || batch.starts[row + 1] - batch.starts[row] == 1)) {
+      __nv_bfloat16* to = out + (long long)(batch.starts ? batch.starts[row] : row) * K * numbers;
+      for (int e = threadIdx.x * 8; e < K * numbers; e += blockDim.x * 8) *(uint4*)(to + e) = make_uint4(0, 0, 0, 0);
+    }
+#endif
+}
+
+}  // namespace
+
+#define TRANSECT_PAGED(DIM, TILES, STAGES, TURN)                                                                            \
+  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES && (new_keys != nullptr) == TURN) {                          \
+    const int shared = warps * (STAGES * DIM * 64 + G * DIM * 4 + 768) + (ranks ? 0 : (2 * rows + 1) * 4);                  \
+    if (shared > kMostShared - 2048) return -1;                                                                             \
+    return (int)launch(paged_decode<DIM, TILES, STAGES, TURN>, ranks ? rows * K * ranks : blocks, warps * 32, shared,       \
+                       ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (__nv_bfloat16*)keys,             \
+                       (__nv_bfloat16*)values, batch, turn, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,     \
+                       pieces, ranks, (int)(dependent > 1));                                                         \
+  }
+
+extern "C" int transect_paged_decode(const void* q, void* keys, void* values, const void* tables, const void* starts,
+                                     const void* lengths, void* out, void* parts, int rows, int columns, int table_stride,
+                                     int window, int K, int G, int d, long long q_t, int q_h, int pieces, float scale2,
+                                     const void* new_keys, const void* new_values, long long k_t, long long v_t, int k_h,
+                                     int v_h, const void* cos, const void* sin, int cos_t, int sin_t, const void* q_weight,
+                                     const void* k_weight, float eps, int blocks, int warps, int stages, int ranks,
+                                     int dependent, void* stream) {
+  if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8) return -1;
+  const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
+  const Turn turn = {(const __nv_bfloat16*)new_keys, (const __nv_bfloat16*)new_values, k_t, v_t, k_h, v_h, (const float*)cos,
+                     (const float*)sin, cos_t, sin_t, (const __nv_bfloat16*)q_weight, (const __nv_bfloat16*)k_weight, eps};
+#ifdef TRANSECT_TRY
+  TRANSECT_TRY
+#else
+  TRANSECT_PAGED(128, 1, 3, false)
+  TRANSECT_PAGED(128, 1, 3, true)
+  TRANSECT_PAGED(128, 2, 3, false)
+  TRANSECT_PAGED(128, 2, 3, true)
+  TRANSECT_PAGED(64, 1, 3, false)
+  TRANSECT_PAGED(64, 1, 3, true)
+  TRANSECT_PAGED(64, 2, 3, false)
+  TRANSECT_PAGED(64, 2, 3, true)
+#endif
+  return -1;
+}
