@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from transect.ops.cuda import compile_source, sources
+from transect.ops.cuda_build import compile_source, sources
 from transect.ops.registry import Unavailable
 
 

@@ -23,7 +23,8 @@ With tensors, or on the way to them:
   out as a step, in ``step_sizes`` of which there are few; ``step_inputs``: its numbers in one piece of memory;
   ``sequence_table``: what they are filled from; ``gpu_graphs``: CUDA graphs of steps; ``device_sampling`` and
   ``adjust_state``: draws, penalties and logprobs on the device.
-* ``gpu_build``, ``gpu_memory``: start-up on a GPU, and where its memory goes. ``warm_kernels``: compiling in parallel.
+* ``gpu_build``, ``gpu_memory``: start-up on a GPU, and where its memory goes. ``warm_kernels``: which
+  kernels an engine needs; ``compilers``: processes that compile them meanwhile.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps.

@@ -13,6 +13,7 @@ from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
 from .batch import Executor
 from .clock import WallClock
+from .compilers import Compilers
 from .config import EngineConfig
 from .core import EngineCore
 from .gpu_build import build_gpu, device_for
@@ -46,8 +47,8 @@ class BuiltEngine:
         return self.source.config.eos_token_ids
 
 
-def build_engine(config: EngineConfig) -> BuiltEngine:
-    """Load the model and make everything around it.
+def build_engine(config: EngineConfig, compilers: Compilers | None = None) -> BuiltEngine:
+    """Load the model and make everything around it; ``compilers``: who compiles kernels, see ``Compilers.start``.
 
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
@@ -58,7 +59,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     report: tuple[str, ...] = ()
     executor: Executor
     if device.type == "cuda":
-        parts = build_gpu(config, source, device)
+        parts = build_gpu(config, source, device, compilers)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
     else:
         executor, size, why = _build_cpu(config, source)

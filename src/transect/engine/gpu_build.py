@@ -23,6 +23,7 @@ from ..models.resolve import ModelSource
 from ..ops.opset import OpSet, dependent_launch, resolve_ops
 from . import warm_kernels
 from .batch import Draw, ScheduledBatch, ScheduledRow
+from .compilers import Compilers
 from .config import EngineConfig
 from .gpu_memory import GIB, MemoryAccount, refusal
 from .gpu_runner import GPURunner
@@ -103,7 +104,9 @@ def device_for(config: EngineConfig) -> tuple[torch.device, str]:
     return torch.device("cpu"), reason
 
 
-def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -> GPUParts:
+def build_gpu(
+    config: EngineConfig, source: ModelSource, device: torch.device, compilers: Compilers | None = None
+) -> GPUParts:
     """Load the model, size the cache, capture graphs.
 
     Raises:
@@ -140,9 +143,11 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
         fine_rows=tricks["fine_rows"],
         **limits,
     )
-    warming = warm_kernels.start(work, device)
     ops = gpu_ops(device, deterministic=config.deterministic, early=config.dependent_launch)
     times.done("CUDA")
+    warming = warm_kernels.start(work, ops, device, compilers, repr(config))
+    if warming.collected:
+        times.done(f"{warming.collected} kernels found")
     model = load_on_device(
         source,
         device=device,
@@ -155,8 +160,8 @@ def build_gpu(config: EngineConfig, source: ModelSource, device: torch.device) -
     times.done("weights")
     weights = int(weight_bytes(model_config, storage))
     before = torch.cuda.memory_allocated(device)
-    processes = warming.wait()
-    times.done(f"kernels ({processes} processes)" if processes else "kernels from the cache")
+    compiled = warming.wait()
+    times.done(f"{compiled} kernels compiled" if compiled else "kernels from the cache")
     held = torch.cuda.memory_allocated(device)
     runner = trial_runner(model, config.block_size, dtype, **tricks, **limits)
     tables = torch.cuda.memory_allocated(device) - held

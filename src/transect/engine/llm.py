@@ -12,7 +12,7 @@ from ..text.number_text import NumberText
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
-from .build import build_engine
+from .compilers import compiling
 from .config import EngineConfig
 from .inputs import check_token_ids, prompt_token_ids, text_options
 from .interrupts import HeldInterrupts
@@ -41,7 +41,10 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
-        built = build_engine(self.config)
+        with compiling(self.config) as compilers:
+            from .build import build_engine  # imports torch, which takes seconds
+
+            built = build_engine(self.config, compilers)
         self._core = built.core
         self._scheduler_config = built.core.scheduler.config
         self._eos = built.eos_token_ids

@@ -14,18 +14,21 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from . import wire
-from .build import BuiltEngine, build_engine
+from .compilers import compiling
 from .config import EngineConfig
 from .core import EngineCore
 from .request import Request
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
+
+if TYPE_CHECKING:
+    from .build import BuiltEngine
 
 
 def main() -> None:
@@ -47,7 +50,11 @@ def main() -> None:
 def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     started = time.monotonic()
     try:
-        built = build_engine(EngineConfig(**settings))
+        config = EngineConfig(**settings)
+        with compiling(config) as compilers:
+            from .build import build_engine  # imports torch, which takes seconds
+
+            built = build_engine(config, compilers)
     except (ValueError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
         return 1

@@ -1,47 +1,38 @@
 """Compile an engine's kernels in several processes at once, before it needs them.
 
 Triton compiles a kernel when it is first launched, one after another: some 20 s for all kernels of a model on a machine
-that has never run it. What is compiled goes to Triton's cache on disk. So a few processes, each with one layer of the
-model on memory that is not filled, run the engine's steps at a share of the sizes each, while the engine itself loads
-weights. A file beside the cache says that this has been done for a model, these sources and this GPU.
-
-    python -m transect.engine.warm_kernels      (the work as a pickle on standard input)
+that has never run it. Here the engine goes through its kinds of steps once without launching a kernel, on one layer of
+the model and memory that is not filled, which takes half a second and tells which kernels there are; processes compile
+them (``compilers.py``) while the engine loads weights. A file beside Triton's cache says that this has been done for a
+model, these sources and this GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
-import os
-import pickle
-import subprocess
-import sys
-import threading
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..models.config import ModelConfig
-from ..ops import cuda
+from ..models.decoder import Decoder
+from ..models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
+from ..ops.collecting import CollectedKernel, collected
+from ..ops.opset import OpSet
+from .compilers import Compilers, hint, sources_digest
+from .gpu_runner import GPURunner
+from .step_plan import Variant
 from .step_sizes import FEWEST_ROWS, row_buckets
 
 log = logging.getLogger(__name__)
 
-MOST_PROCESSES = 10
-CUDA_SOURCES = ("small_matmul", "small_matmul_hopper")
-"""What nvcc compiles; in seconds, so it begins before the processes ask for it."""
-CONTEXT_BYTES = 3 * 2**29
-"""Of a process with one layer, beside its embedding."""
-
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to run: the steps of an engine with these limits, on one layer of the model."""
+    """Which steps: those of an engine with these limits."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -54,96 +45,64 @@ class Work:
     fused_operators: bool
     whole_prompts: tuple[int, int] | None = None
     fine_rows: bool = False
-    share: int = 0
-    """This process takes the sizes number ``share``, ``share + of``, ..."""
-    of: int = 1
 
 
 @dataclass(slots=True)
 class Warming:
-    """Processes at work, or none."""
+    """Kernels that are being compiled, or none."""
 
-    processes: list[subprocess.Popen[bytes]]
-    stamp: Path | None = None
+    compilers: Compilers | None = None
+    collected: int = 0
 
     def wait(self) -> int:
-        """Until all have ended; how many there were. One that fails is no error: its kernels are compiled later."""
-        failed = [process.wait() for process in self.processes]
-        if self.stamp is not None and not any(failed):
-            self.stamp.touch()
-        elif any(failed):
-            log.info("%d of %d processes that compile kernels failed", sum(map(bool, failed)), len(failed))
-        return len(self.processes)
+        """Until those that every engine needs are compiled, loading each; how many. One that fails is no error: it is
+        compiled later."""
+        return 0 if self.compilers is None else self.compilers.finish(CollectedKernel.load)
 
 
-def start(work: Work, device: torch.device) -> Warming:
-    """Begin, unless it has been done before or there are too few cores for it to help."""
-    stamp = _stamp(work, device)
-    free, _ = torch.cuda.mem_get_info(device)
-    each = CONTEXT_BYTES + work.config.vocab_size * work.config.dim * work.dtype.itemsize
-    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 2, free // (4 * each))
-    if count < 2 or (stamp is not None and stamp.exists()):
-        return Warming([])
-    for name in CUDA_SOURCES:
-        threading.Thread(target=_build, args=(name,), daemon=True).start()
-    processes = []
-    for share in range(count):
-        command = [sys.executable, "-m", __spec__.name]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        assert process.stdin is not None
-        process.stdin.write(pickle.dumps(dataclasses.replace(work, share=share, of=count)))
-        process.stdin.close()
-        processes.append(process)
-    return Warming(processes, stamp)
-
-
-def _build(name: str) -> None:
-    """Begin to compile a CUDA source; who needs it waits for it, or compiles it again and reports what is wrong."""
-    with contextlib.suppress(RuntimeError):
-        cuda.library(name)
-
-
-def _stamp(work: Work, device: torch.device) -> Path | None:
-    """The file that says that this work has been done; None where Triton's cache is no folder."""
-    import triton
-
-    folder = Path(triton.knobs.cache.dir)
+def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | None, settings: str) -> Warming:
+    """Have all kernels compiled, unless that has been done before. ``settings``: the configuration, for ``hint``."""
+    if compilers is None:
+        return Warming()
+    note = hint(settings)
     key = hashlib.sha256(repr((dataclasses.replace(work.config, n_layers=1), work)).encode())
-    key.update(f"{metadata.version('triton')} {torch.cuda.get_device_name(device)}".encode())
-    sources = Path(__file__).parent.parent
-    for path in sorted([*(sources / "ops").glob("*.py"), *(sources / "models").glob("*.py")]):
-        key.update(path.read_bytes())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return folder / f"transect-{key.hexdigest()[:24]}"
+    key.update(f"{sources_digest()} {torch.cuda.get_device_name(device)}".encode())
+    stamp = note.parent / f"transect-{key.hexdigest()[:24]}"
+    if stamp.exists():
+        return Warming()
+    major, minor = torch.cuda.get_device_capability(device)
+    compilers.begin(10 * major + minor, (str(stamp), str(note)))
+    with collected(compilers.submit):
+        run(work, ops, device, rare=False)
+        count = compilers.all_needed()
+        run(work, ops, device, rare=True)
+    torch.cuda.empty_cache()
+    return Warming(compilers, count)
 
 
-def run(work: Work) -> None:
-    """This process's share."""
-    from ..models.decoder import Decoder
-    from ..models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
-    from .gpu_build import gpu_ops, trial_runner
-
-    device = torch.device("cuda", torch.cuda.current_device())
+@torch.inference_mode()
+def run(work: Work, ops: OpSet, device: torch.device, *, rare: bool) -> None:
+    """All kinds of steps on one layer, or those ``rare`` ones that requests with penalties make."""
     config = dataclasses.replace(work.config, n_layers=1, tied_embeddings=True)
-    ops = gpu_ops(device, deterministic=work.deterministic, early=work.dependent_launch)
     model = Decoder(config, "meta", work.dtype, ops=ops)
     join_weights(model, device)
     model.requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.zero_()
     if unsuitable(config) is None:
         model.stack = FusedStack(model, max_positions=work.max_model_len, fusions=Fusions.all(work.fused_operators))
-    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts")
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts", "fine_rows")
     settings = {name: getattr(work, name) for name in names}
-    for task in tasks(work)[work.share :: work.of]:
-        runner = trial_runner(model, work.block_size, work.dtype, sample_on_device=task.draws, **settings)
+    caches = model.new_kv_cache(2, work.block_size, work.dtype)
+    runners = {
+        draws: GPURunner(model, *caches, graphs=False, sample_on_device=draws, **settings) for draws in (True, False)
+    }
+    for task in [RARE] if rare else tasks(work):
         if task.prompts:
-            runner.compile_whole(task.rows, task.prompts, task.tokens_each)
+            runners[False].compile_whole(task.rows, task.prompts, task.tokens_each)
         else:
-            runner.compile(task.rows, task.tokens_each, task.rows if task.draws or task.tokens_each == 1 else 0)
+            draws = task.rows if task.draws or task.tokens_each == 1 else 0
+            variant = Variant(adjust=True, logprobs=False) if rare else Variant()
+            runners[task.draws].compile(task.rows, task.tokens_each, draws, variant)
+    del model.stack  # it and the model hold each other, and with that the memory
 
 
 class Task(NamedTuple):
@@ -157,31 +116,24 @@ class Task(NamedTuple):
     """Whole prompts, of ``tokens_each``, behind ``rows`` that decode."""
 
 
+RARE = Task(1, 1, True)
+
+
 def tasks(work: Work) -> list[Task]:
-    """All that is to be run, what takes longest first."""
+    """All that is to be run, what takes longest to compile first: draws, attention with few rows, whole prompts."""
     sizes = row_buckets(work.max_num_seqs, work.fine_rows)
     ragged = [rows for rows in row_buckets(work.max_num_seqs) if rows >= FEWEST_ROWS] or [FEWEST_ROWS]
     found = [Task(sizes[0], 1, True)]
-    found += [Task(rows, 1, False) for rows in sizes]
-    for rows in ragged:
-        # As many tokens as the largest step has, and few: the products' tiles differ.
-        for each in {max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16}:
-            if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
-                found.append(Task(rows, each, False))
+    found += [Task(rows, 1, False) for rows in reversed(sizes)]
     if work.whole_prompts is not None:
         # Behind any number of decodes (the table of rows has another size), and a number of tiles divisible by 16.
         least = max(work.whole_prompts[0] // FEWEST_ROWS, work.whole_prompts[1])
-        for rows, each in [*((rows, least) for rows in ragged), (0, 128)]:
+        for rows, each in [(0, 128), *((rows, least) for rows in ragged)]:
             if rows + FEWEST_ROWS * each <= work.max_num_batched_tokens and each <= work.max_model_len:
                 found.append(Task(rows, each, False, FEWEST_ROWS))
+    for rows in ragged:
+        # As many tokens as the largest step has, some, and few: the tiles differ.
+        for each in sorted({max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16, 2}, reverse=True):
+            if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
+                found.append(Task(rows, each, False))
     return found
-
-
-def main() -> None:
-    """Entry point."""
-    with torch.inference_mode():
-        run(pickle.load(sys.stdin.buffer))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,18 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import cpu, gpu
+from .cache import cache_folder
 from .ceilings import Ceilings
 from .device import Device
 
 FORMAT = 1
-
-
-def cache_folder() -> Path:
-    """Where findings are kept: ``$TRANSECT_CACHE``, or ``transect`` in the user's cache directory."""
-    explicit = os.environ.get("TRANSECT_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transect"
 
 
 def cache_file(device: Device) -> Path:

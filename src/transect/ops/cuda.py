@@ -1,75 +1,41 @@
-"""The CUDA C++ sources of this folder: found, built with nvcc for one device, and loaded as plain functions.
-
-Every ``.cu`` file is complete in itself: kernels, and ``extern "C"`` launchers on raw pointers.
-So nvcc alone compiles them, with no torch headers, and ctypes is all the binding that they need.
-"""
+"""CUDA C++ launchers as plain functions: the libraries that ``cuda_build.py`` makes, loaded with ctypes."""
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import os
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..hardware.measured import cache_folder
+from .cuda_build import CUDA_TARGETS as CUDA_TARGETS
+from .cuda_build import SOURCES as SOURCES
+from .cuda_build import build, library_path
 from .registry import Unavailable
 
-SOURCES = Path(__file__).parent
-CUDA_TARGETS = ("sm_80", "sm_90")
+_skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=False)
 
 
-def sources() -> list[Path]:
-    """All CUDA C++ files of this folder."""
-    return sorted(SOURCES.glob("*.cu"))
+@contextmanager
+def skipped() -> Iterator[None]:
+    """Within, what ``bind`` made launches nothing, and says that all is well: nobody waits for nvcc."""
+    token = _skipping.set(True)
+    try:
+        yield
+    finally:
+        _skipping.reset(token)
 
 
-def architecture(target: str) -> str:
-    """``90a`` for ``sm_90``: Hopper's own instructions (wgmma, TMA) are only in its ``a`` variant."""
-    number = target.removeprefix("sm_")
-    return "90a" if number == "90" else number
-
-
-def _nvcc(arguments: list[str], source: Path, target: str) -> str:
-    """Run nvcc on ``source`` for ``target``; returns what it wrote to stderr."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise Unavailable("CUDA C++ kernels need nvcc on the PATH: install the CUDA toolkit")
-    done = subprocess.run([nvcc, "-O3", "-std=c++17", *arguments, str(source)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{source.name} does not compile for {target}:\n{done.stderr}")
-    return done.stderr
-
-
-def compile_source(source: Path, target: str, output: Path, *, shared: bool = False) -> str:
-    """Compile for ``target`` (``sm_80``, ``sm_90``) and return ptxas's report of registers, spills and shared memory.
-
-    Raises:
-        Unavailable: there is no nvcc.
-        RuntimeError: the source does not compile; the message is the compiler's.
-    """
-    number = architecture(target)
-    # Somebody may wait for a library, so its kernels are optimized by as many threads as there are cores (CUDA 12.1).
-    kind = ["-shared", "-Xcompiler", "-fPIC", "--split-compile=0"] if shared else ["-cubin"]
-    code = f"-gencode=arch=compute_{number},code=sm_{number}"
-    return _nvcc([code, "-Xptxas", "-v", *kind, "-o", str(output)], source, target)
-
-
-def ptx_of(source: Path, target: str) -> str:
-    """The PTX of a source; errors as in ``compile_source``."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "out.ptx"
-        _nvcc(["-ptx", f"-arch=compute_{architecture(target)}", "-o", str(output)], source, target)
-        return output.read_text()
+def _target() -> str:
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise Unavailable("CUDA C++ kernels need an NVIDIA GPU")
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
 
 
 @cache
@@ -79,35 +45,33 @@ def library(name: str) -> ctypes.CDLL:
     Raises:
         Unavailable: no GPU, or no nvcc.
     """
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise Unavailable("CUDA C++ kernels need an NVIDIA GPU")
-    source = SOURCES / f"{name}.cu"
-    major, minor = torch.cuda.get_device_capability()
-    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cuh")))
-    digest = hashlib.sha256(source.read_bytes() + headers).hexdigest()[:16]
-    output = cache_folder() / "cuda" / f"{name}-{digest}-sm_{major}{minor}.so"
-    if not output.exists():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with open(output.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, the others wait for it
-            if not output.exists():
-                temporary = output.with_suffix(f".{os.getpid()}.tmp")
-                compile_source(source, f"sm_{major}{minor}", temporary, shared=True)
-                temporary.replace(output)
-    return ctypes.CDLL(str(output))
+    return ctypes.CDLL(str(build(name, _target())))
 
 
 def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
-    """A launcher of ``ops/NAME.cu``; its arguments by letter: p pointer, i int, l long long, f float.
+    """A launcher of ``ops/NAME.cu``, which is built and loaded when it is first called; its arguments by letter: p
+    pointer, i int, l long long, f float.
 
     Raises:
         Unavailable: no GPU, or no nvcc.
     """
-    function = getattr(library(name), symbol)
+    if not library_path(name, _target()).exists() and shutil.which("nvcc") is None:
+        raise Unavailable("CUDA C++ kernels need nvcc on the PATH: install the CUDA toolkit")
     kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong, "f": ctypes.c_float}
-    function.argtypes = [kinds[letter] for letter in signature]
-    function.restype = ctypes.c_int
-    return cast(Callable[..., int], function)
+    found: list[Callable[..., int]] = []
+
+    def call(*arguments: int | float) -> int:
+        if _skipping.get():
+            return 0
+        if found:
+            return found[0](*arguments)
+        function = getattr(library(name), symbol)
+        function.argtypes = [kinds[letter] for letter in signature]
+        function.restype = ctypes.c_int
+        found.append(cast(Callable[..., int], function))
+        return found[0](*arguments)
+
+    return call
 
 
 @cache

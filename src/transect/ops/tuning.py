@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..hardware.measured import cache_folder
+from ..hardware.cache import cache_folder
 
 log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tuned"

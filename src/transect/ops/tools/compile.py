@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..cuda import SOURCES, compile_source, ptx_of
+from ..cuda_build import SOURCES, compile_source, ptx_of
 from ..jit import INTERPRETED, triton
 from ..registry import Kernel, Unavailable
 from . import machine_code

@@ -1,0 +1,120 @@
+"""The CUDA C++ sources of this folder: found, and built with nvcc for one device. No torch here.
+
+Every ``.cu`` file is complete in itself: kernels, and ``extern "C"`` launchers on raw pointers.
+So nvcc alone compiles them, with no torch headers, and ctypes is all the binding that they need (``cuda.py``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ..hardware.cache import cache_folder
+from .registry import Unavailable
+
+SOURCES = Path(__file__).parent
+CUDA_TARGETS = ("sm_80", "sm_90")
+_PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
+
+
+def sources() -> list[Path]:
+    """All CUDA C++ files of this folder."""
+    return sorted(SOURCES.glob("*.cu"))
+
+
+def architecture(target: str) -> str:
+    """``90a`` for ``sm_90``: Hopper's own instructions (wgmma, TMA) are only in its ``a`` variant."""
+    number = target.removeprefix("sm_")
+    return "90a" if number == "90" else number
+
+
+def _nvcc(arguments: list[str], source: Path, target: str) -> str:
+    """Run nvcc for ``target``; returns what it wrote to stderr."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise Unavailable("CUDA C++ kernels need nvcc on the PATH: install the CUDA toolkit")
+    done = subprocess.run([nvcc, "-O3", "-std=c++17", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{source.name} does not compile for {target}:\n{done.stderr}")
+    return done.stderr
+
+
+def _code(target: str) -> str:
+    number = architecture(target)
+    return f"-gencode=arch=compute_{number},code=sm_{number}"
+
+
+def compile_source(source: Path, target: str, output: Path) -> str:
+    """Compile to a cubin for ``target`` (``sm_80``, ``sm_90``); returns ptxas's report of registers, spills and shared
+    memory.
+
+    Raises:
+        Unavailable: there is no nvcc.
+        RuntimeError: the source does not compile; the message is the compiler's.
+    """
+    return _nvcc([_code(target), "-Xptxas", "-v", "-cubin", "-o", str(output), str(source)], source, target)
+
+
+def compile_library(source: Path, target: str, output: Path) -> None:
+    """Compile to a shared library.
+
+    A source that says ``#define TRANSECT_PARTS n`` is compiled in up to n parts at once (``parts.cuh``), one for every
+    two cores, because somebody waits for it. Errors as in ``compile_source``.
+    """
+    found = _PARTS.search(source.read_text())
+    parts = min(int(found[1]), len(os.sched_getaffinity(0)) // 2) if found else 1
+    code = [_code(target), "-Xcompiler", "-fPIC"]
+    if parts <= 1:
+        # Its kernels are optimized by as many threads as there are cores (CUDA 12.1).
+        _nvcc([*code, "-shared", "--split-compile=0", "-o", str(output), str(source)], source, target)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [f"{folder}/{part}.o" for part in range(parts)]
+
+        def compile_part(part: int) -> None:
+            named = [f"-DTRANSECT_PART={part}", f"-DTRANSECT_OF={parts}"]
+            named += [f"-DTRANSECT_NEXT={part + 1}"] if part + 1 < parts else []
+            _nvcc([*code, *named, "-c", "-o", objects[part], str(source)], source, target)
+
+        with ThreadPoolExecutor(parts) as pool:
+            list(pool.map(compile_part, range(parts)))
+        _nvcc([*code, "-shared", "-o", str(output), *objects], source, target)
+
+
+def ptx_of(source: Path, target: str) -> str:
+    """The PTX of a source; errors as in ``compile_source``."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out.ptx"
+        _nvcc(["-ptx", f"-arch=compute_{architecture(target)}", "-o", str(output), str(source)], source, target)
+        return output.read_text()
+
+
+def library_path(name: str, target: str) -> Path:
+    """Where the library of ``ops/NAME.cu`` is kept in the user's cache; its name tells the source's version."""
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cuh")))
+    digest = hashlib.sha256((SOURCES / f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
+    return cache_folder() / "cuda" / f"{name}-{digest}-{target}.so"
+
+
+def build(name: str, target: str) -> Path:
+    """The library of ``ops/NAME.cu``, built if it is not there yet: of several processes by one, the others wait.
+
+    Errors as in ``compile_source``.
+    """
+    output = library_path(name, target)
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(output.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not output.exists():
+                temporary = output.with_suffix(f".{os.getpid()}.tmp")
+                compile_library(SOURCES / f"{name}.cu", target, temporary)
+                temporary.replace(output)
+    return output

@@ -1,0 +1,109 @@
+"""The processes that compile kernels: started without torch, they compile what they are sent, and end by themselves."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from transect.engine.compilers import Compilers
+from transect.engine.config import EngineConfig
+
+pytest.importorskip("triton")
+
+KERNEL = """
+import torch
+from triton.runtime import driver
+from transect.engine.compilers import CompileTarget
+from transect.ops.collecting import collected
+from transect.ops.small_matmul import _rows
+
+driver.set_active(CompileTarget(90))
+x = torch.zeros(16, 16, dtype=torch.bfloat16)
+tile = dict(BM=16, BN=16, BK=16, SPLIT=1, SWAP=False, EVEN=True, BULK=False, EARLY=False)
+
+def found(kernel):
+    print(*kernel, sep="\\n")
+
+with collected(found):
+    _rows[(1, 1, 1)](x, x, None, x, None, None, 16, 16, 16, 16, 16, 16, 16, **tile)
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Of processes with empty caches, in which Triton is not the interpreter."""
+    left = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return left | {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRANSECT_CACHE": str(tmp_path / "transect")}
+
+
+def start(environment, config):
+    command = [sys.executable, "-m", "transect.engine.compilers", repr(config), "0"]
+    pipe = subprocess.PIPE
+    return Compilers(
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, process_group=0)
+    )
+
+
+def group_lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_none_without_a_gpu_to_compile_for():
+    assert Compilers.start(EngineConfig(model="x", device="cpu")) is None
+
+
+def test_compiles_what_it_is_sent(environment, tmp_path):
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120)
+    kernel = done.stdout.splitlines()
+    assert len(kernel) == 3, done.stderr
+    assert not list(tmp_path.rglob("_rows.cubin"))
+    compilers = start(environment, EngineConfig(model="x"))
+    compilers.begin(90, ())
+    compilers.submit(kernel)
+    compilers.submit(["transect.ops.small_matmul", "no_such_kernel", "{}"])
+    assert compilers.all_needed() == 2
+    loaded = []
+    # Without the CUDA driver's library the C function that launches a kernel cannot be linked: an answer with an error.
+    assert compilers.finish(loaded.append) == len(loaded) <= 1
+    assert [path.stat().st_size > 0 for path in tmp_path.rglob("_rows.cubin")] == [True]
+    compilers.stop()
+    compilers._process.wait(timeout=60)
+
+
+def test_ends_when_there_is_nothing_to_do(environment):
+    compilers = start(environment, EngineConfig(model="x"))
+    assert compilers.finish(lambda kernel: None) == 0
+    compilers._process.wait(timeout=60)
+
+
+def test_is_stopped_when_the_engine_cannot_be_built(environment):
+    compilers = start(environment, EngineConfig(model="x"))
+    compilers.begin(90, ())
+    compilers._process.stdout.readline()
+    compilers.stop()
+    assert compilers._process.returncode != 0
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and group_lives(compilers._process.pid):
+        time.sleep(0.05)
+    assert not group_lives(compilers._process.pid)
+
+
+def test_the_engine_goes_on_when_it_has_died(environment):
+    compilers = start(environment, EngineConfig(model="x"))
+    compilers._process.kill()
+    compilers._process.wait()
+    compilers.begin(90, ())
+    compilers.submit(("module", "name", "{}"))
+    assert compilers.finish(lambda kernel: None) == 0
+
+
+def test_no_torch_until_it_has_begun():
+    script = "import sys, transect.engine.llm, transect.engine.compilers; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False"], done.stderr
