@@ -26,8 +26,8 @@ from .jit import TRITON_TARGETS, available, runs_triton
 from .norms import launch_backward, launch_forward
 from .numerics import sample
 from .peers import compiled
-from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
-from .tuning import Config, row_rule
+from .registry import Case, Cost, Implementation, Kernel, Op, register
+from .tuning import Config
 
 
 def reference(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -155,16 +155,6 @@ def _kernels() -> Sequence[Kernel]:
     return norms.kernels(layer_norm.forward_kernel, layer_norm.backward_kernel, vectors=2, add=True)
 
 
-def _prepare_backward(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    total = inputs["x"] + inputs["residual"]
-    upstream = {"grad": torch.randn_like(total), "grad_sum": torch.randn_like(total)}
-    return {**upstream, "total": total, "weight": inputs["weight"], "eps": inputs["eps"]}
-
-
-def _width(inputs: Mapping[str, Any]) -> int:
-    return inputs["x"].shape[-1]
-
-
 register(
     Op(
         name="add_layer_norm",
@@ -186,16 +176,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
-        knobs=[
-            Knobs("add_layer_norm", norms.FORWARD_CHOICES, row_rule, triton_add_layer_norm, dict, _width),
-            Knobs(
-                "add_layer_norm.backward",
-                norms.BACKWARD_CHOICES,
-                norms.backward_rule,
-                triton_backward,
-                _prepare_backward,
-                _width,
-            ),
-        ],
+        knobs=norms.knobs("add_layer_norm", triton_add_layer_norm, triton_backward),
     )
 )

@@ -28,9 +28,9 @@ from .jit import TRITON_TARGETS, available, kernel, runs_triton, tl
 from .norms import launch_backward, launch_forward
 from .numerics import compute_dtype, sample
 from .peers import compiled
-from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Op, register
 from .tiles import after_previous, let_next_begin, wait_for_previous
-from .tuning import Config, row_rule
+from .tuning import Config
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -221,11 +221,6 @@ def _kernels() -> Sequence[Kernel]:
     return norms.kernels(forward_kernel, backward_kernel, vectors=2, add=False)
 
 
-def _prepare_backward(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    kept = {key: inputs[key] for key in ("x", "weight", "eps")}
-    return {"grad": torch.randn_like(inputs["x"]), **kept}
-
-
 register(
     Op(
         name="layer_norm",
@@ -247,23 +242,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
-        knobs=[
-            Knobs(
-                "layer_norm",
-                norms.FORWARD_CHOICES,
-                row_rule,
-                triton_layer_norm,
-                dict,
-                lambda inputs: inputs["x"].shape[-1],
-            ),
-            Knobs(
-                "layer_norm.backward",
-                norms.BACKWARD_CHOICES,
-                norms.backward_rule,
-                triton_backward,
-                _prepare_backward,
-                lambda inputs: inputs["x"].shape[-1],
-            ),
-        ],
+        knobs=norms.knobs("layer_norm", triton_layer_norm, triton_backward),
     )
 )

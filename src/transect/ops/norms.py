@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import shapes
 from .jit import dependent_launch, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
-from .registry import Case, Kernel
+from .registry import Case, Kernel, Knobs
 from .tiles import wait_for_previous
 from .tuning import Config, choose, row_rule
 
@@ -171,6 +171,29 @@ def launch_backward(
 
 FORWARD_CHOICES = {"rows": (1, 2, 4), "warps": (1, 2, 4, 8, 16)}
 BACKWARD_CHOICES = {"warps": (1, 2, 4, 8, 16), "waves": (1, 2, 3, 4, 6, 8, 16), "stages": (1, 2, 3, 4)}
+
+
+def knobs(name: str, forward: Any, backward: Any) -> Sequence[Knobs]:
+    """What can be tuned in the two launchers of the norm ``name``."""
+    return [
+        Knobs(name, FORWARD_CHOICES, row_rule, forward, dict, _width),
+        Knobs(f"{name}.backward", BACKWARD_CHOICES, backward_rule, backward, _with_upstream, _width),
+    ]
+
+
+def _width(inputs: Mapping[str, Any]) -> int:
+    return inputs["x"].shape[-1]
+
+
+def _with_upstream(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a gradient's launcher, from those of the norm."""
+    kept = {key: inputs[key] for key in ("weight", "eps")}
+    if "residual" not in inputs:
+        return {"grad": torch.randn_like(inputs["x"]), "x": inputs["x"], **kept}
+    total = inputs["x"] + inputs["residual"]
+    return {"grad": torch.randn_like(total), "grad_sum": torch.randn_like(total), "total": total, **kept}
+
+
 EAGER = ("triton", "torch")
 """Contenders where ``torch.compile`` is left out."""
 

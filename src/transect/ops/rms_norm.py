@@ -28,9 +28,9 @@ from .jit import TRITON_TARGETS, available, kernel, runs_triton, tl
 from .norms import launch_backward, launch_forward
 from .numerics import compute_dtype, sample
 from .peers import compiled
-from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from .registry import Case, Cost, Implementation, Kernel, Op, register
 from .tiles import after_previous, let_next_begin, wait_for_previous
-from .tuning import Config, row_rule
+from .tuning import Config
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -207,11 +207,6 @@ def _kernels() -> Sequence[Kernel]:
     return norms.kernels(forward_kernel, backward_kernel, vectors=1, add=False)
 
 
-def _prepare_backward(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    kept = {key: inputs[key] for key in ("x", "weight", "eps")}
-    return {"grad": torch.randn_like(inputs["x"]), **kept}
-
-
 register(
     Op(
         name="rms_norm",
@@ -236,18 +231,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
-        knobs=[
-            Knobs(
-                "rms_norm", norms.FORWARD_CHOICES, row_rule, triton_rms_norm, dict, lambda inputs: inputs["x"].shape[-1]
-            ),
-            Knobs(
-                "rms_norm.backward",
-                norms.BACKWARD_CHOICES,
-                norms.backward_rule,
-                triton_backward,
-                _prepare_backward,
-                lambda inputs: inputs["x"].shape[-1],
-            ),
-        ],
+        knobs=norms.knobs("rms_norm", triton_rms_norm, triton_backward),
     )
 )
