@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FEWEST_CORES = 4
 """With fewer, processes that import torch and compile take the engine's own time."""
 MOST_WORKERS = 16
-CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90}
+CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
 """What nvcc compiles, and the compute capability from which on it runs (90: there alone)."""
 
 
