@@ -25,6 +25,7 @@ A prefill chunk of c queries reads them once for all c: c H / K, bound by arithm
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -197,14 +198,15 @@ MOST_CASE_BYTES = 5e9
 
 
 def _cases() -> Sequence[Case]:
-    def case(model: shapes.ModelShape, rows: int, context: int, new: int) -> Case:
+    def case(model: shapes.ModelShape, lengths: Sequence[int], new: int, name: str, only: tuple[str, ...] = ()) -> Case:
+        rows, widest = len(lengths), -(-max(lengths) // BLOCK_SIZE)
+
         def make(device: torch.device, seed: int) -> Mapping[str, Any]:
             generator = torch.Generator(device).manual_seed(seed)
             options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-            blocks = rows * context // BLOCK_SIZE
+            blocks = rows * widest
             tables = torch.randperm(blocks, device=device, generator=generator).to(torch.int32).view(rows, -1)
             starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * new
-            lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
             k_cache, v_cache = (
                 torch.randn(blocks, model.n_kv_heads, BLOCK_SIZE, model.head_dim, **options) for _ in range(2)
             )
@@ -212,25 +214,40 @@ def _cases() -> Sequence[Case]:
                 "q": torch.randn(rows * new, model.n_heads, model.head_dim, **options),
                 "k_cache": k_cache,
                 "v_cache": v_cache,
-                "batch": PagedBatch(tables, starts, lengths, BLOCK_SIZE),
+                "batch": PagedBatch(
+                    tables, starts, torch.tensor(lengths, dtype=torch.int32, device=device), BLOCK_SIZE
+                ),
                 "scale": model.head_dim**-0.5,
             }
 
+        return Case(f"{model.name}, {name}", make, only=only)
+
+    def uniform(model: shapes.ModelShape, rows: int, context: int, new: int = 1) -> Case:
         step = "decode" if new == 1 else f"prefill of {new}"
-        return Case(f"{model.name}, {step}, {rows} rows at {context}", make)
+        return case(model, (context,) * rows, new, f"{step}, {rows} rows at {context}")
+
+    def ragged(rows: int, shortest: int, longest: int) -> Case:
+        lengths = [shortest + (longest - shortest) * row // (rows - 1) for row in range(rows)]
+        random.Random(rows).shuffle(lengths)
+        # The peer is for rows of one length.
+        only = ("hopper", "triton", "cuda_hopper", "triton_uniform")
+        return case(shapes.LLAMA_8B, lengths, 1, f"decode, {rows} rows of {shortest} to {longest}", only)
 
     per_token = 4 * shapes.LLAMA_8B.n_kv_heads * shapes.LLAMA_8B.head_dim
     decode = [
-        case(shapes.LLAMA_8B, rows, context, 1)
+        uniform(shapes.LLAMA_8B, rows, context)
         for context in (512, 1024, 4096, 32768)
         for rows in (1, 8, 32, 64, 128, 256)
         if rows * context * per_token < MOST_CASE_BYTES
     ]
+    # As a queue of 256 requests of 100 to 1024 tokens in and out runs empty.
+    emptying = [ragged(*sizes) for sizes in ((256, 150, 1074), (153, 500, 1424), (77, 800, 1724), (48, 950, 1874))]
+    emptying += [ragged(*sizes) for sizes in ((23, 1050, 1974), (12, 1100, 2024))]
     others = [
-        case(model, rows, 1024, 1) for model in (shapes.LLAMA_1B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS
+        uniform(model, rows, 1024) for model in (shapes.LLAMA_1B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS
     ]
-    chunks = [case(shapes.LLAMA_8B, *sizes) for sizes in ((16, 512, 512), (4, 2048, 2048), (4, 8192, 512))]
-    return [*decode, *others, *chunks, case(shapes.QWEN3_0_6B, 16, 512, 512)]
+    chunks = [uniform(shapes.LLAMA_8B, *sizes) for sizes in ((16, 512, 512), (4, 2048, 2048), (4, 8192, 512))]
+    return [*decode, *emptying, *others, *chunks, uniform(shapes.QWEN3_0_6B, 16, 512, 512)]
 
 
 def _hopper() -> Callable[..., Any]:
