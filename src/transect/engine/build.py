@@ -47,8 +47,12 @@ class BuiltEngine:
         return self.source.config.eos_token_ids
 
 
-def build_engine(config: EngineConfig, compilers: Compilers | None = None) -> BuiltEngine:
-    """Load the model and make everything around it; ``compilers``: who compiles kernels, see ``Compilers.start``.
+def build_engine(config: EngineConfig, compilers: Compilers | None = None, began: float | None = None) -> BuiltEngine:
+    """Load the model and make everything around it.
+
+    Args:
+        compilers: who compiles kernels, see ``compiling``.
+        began: ``time.perf_counter()`` when the caller began, for the log's account of the time.
 
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
@@ -59,7 +63,7 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None) -> Bu
     report: tuple[str, ...] = ()
     executor: Executor
     if device.type == "cuda":
-        parts = build_gpu(config, source, device, compilers)
+        parts = build_gpu(config, source, device, compilers, began)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
     else:
         executor, size, why = _build_cpu(config, source)

@@ -105,14 +105,20 @@ def device_for(config: EngineConfig) -> tuple[torch.device, str]:
 
 
 def build_gpu(
-    config: EngineConfig, source: ModelSource, device: torch.device, compilers: Compilers | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    device: torch.device,
+    compilers: Compilers | None = None,
+    began: float | None = None,
 ) -> GPUParts:
-    """Load the model, size the cache, capture graphs.
+    """Load the model, size the cache, capture graphs; ``began``: when torch's import did (``time.perf_counter``).
 
     Raises:
         ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.
     """
-    times = StartupTimes()
+    times = StartupTimes() if began is None else StartupTimes(_last=began)
+    if began is not None:
+        times.done("torch")
     torch.cuda.init()
     model_config, dtype = source.config, kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,10 +42,11 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
+        began = time.perf_counter()
         with compiling(self.config) as compilers:
             from .build import build_engine  # imports torch, which takes seconds
 
-            built = build_engine(self.config, compilers)
+            built = build_engine(self.config, compilers, began)
         self._core = built.core
         self._scheduler_config = built.core.scheduler.config
         self._eos = built.eos_token_ids

@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
-    started = time.monotonic()
+    started, began = time.monotonic(), time.perf_counter()
     try:
         config = EngineConfig(**settings)
         with compiling(config) as compilers:
             from .build import build_engine  # imports torch, which takes seconds
 
-            built = build_engine(config, compilers)
+            built = build_engine(config, compilers, began)
     except (ValueError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
         return 1
