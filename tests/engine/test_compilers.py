@@ -67,7 +67,8 @@ def test_compiles_what_it_is_sent(environment, tmp_path):
     compilers.begin(90, ())
     compilers.submit(kernel)
     compilers.submit(["transect.ops.small_matmul", "no_such_kernel", "{}"])
-    assert compilers.all_needed() == 2
+    compilers.all_needed()
+    assert compilers.needed == 2
     loaded = []
     # Without the CUDA driver's library the C function that launches a kernel cannot be linked: an answer with an error.
     assert compilers.finish(loaded.append) == len(loaded) <= 1

@@ -1,11 +1,13 @@
 """Which steps are run to compile kernels, and that each can be run on padding alone."""
 
+import gc
+
 import pytest
 import torch
 
 from transect.engine.gpu_build import trial_runner
 from transect.engine.step_sizes import row_buckets
-from transect.engine.warm_kernels import Work, tasks
+from transect.engine.warm_kernels import Work, run, tasks
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops
@@ -93,3 +95,20 @@ def test_whole_prompts_behind_decodes_and_alone():
         runner.compile_whole(task.rows, task.prompts, task.tokens_each)
         lengths = [1] * task.rows + [task.tokens_each] * 16
         assert seen.pop() == (task.rows, task.rows, lengths, lengths)
+
+
+def test_the_pass_gives_its_memory_back_at_once():
+    """The KV cache is sized soon afterwards."""
+
+    def models():
+        return sum(type(thing) is Decoder for thing in gc.get_objects())
+
+    gc.collect()
+    before, needed = models(), []
+    gc.disable()
+    try:
+        run(work(20, 1024, 256), resolve_ops("cpu"), torch.device("cpu"), lambda: needed.append(models()))
+        assert needed == [before + 1]
+        assert models() == before
+    finally:
+        gc.enable()

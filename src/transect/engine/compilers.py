@@ -74,10 +74,14 @@ class Compilers:
         self._send((len(self._sent), tuple(kernel)))
         self._sent.append(kernel)
 
-    def all_needed(self) -> int:
-        """``finish`` is not to wait for what is submitted from now on. Returns how many it waits for."""
+    def all_needed(self) -> None:
+        """``finish`` is not to wait for what is submitted from now on."""
         self._needed = len(self._sent)
-        return self._needed
+
+    @property
+    def needed(self) -> int:
+        """Kernels that ``finish`` waits for."""
+        return len(self._sent) if self._needed is None else self._needed
 
     def _send(self, message: object) -> None:
         assert self._process.stdin is not None
@@ -93,7 +97,7 @@ class Compilers:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdin = None
-        needed = set(range(len(self._sent) if self._needed is None else self._needed)) | {"libraries"}
+        needed: set[int | str] = {*range(self.needed), "libraries"}
         count = 0
         while needed and (line := self._process.stdout.readline()):
             answer = json.loads(line)

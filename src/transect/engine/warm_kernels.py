@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,7 +58,12 @@ class Warming:
     def wait(self) -> int:
         """Until those that every engine needs are compiled, loading each; how many. One that fails is no error: it is
         compiled later."""
-        return 0 if self.compilers is None else self.compilers.finish(CollectedKernel.load)
+        return 0 if self.compilers is None else self.compilers.finish(_load)
+
+
+def _load(kernel: CollectedKernel) -> None:
+    """From Triton's cache to the GPU."""
+    kernel.load().run  # noqa: B018  (the property that loads its module)
 
 
 def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | None, settings: str) -> Warming:
@@ -73,16 +79,14 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
     major, minor = torch.cuda.get_device_capability(device)
     compilers.begin(10 * major + minor, (str(stamp), str(note)))
     with collected(compilers.submit):
-        run(work, ops, device, rare=False)
-        count = compilers.all_needed()
-        run(work, ops, device, rare=True)
+        run(work, ops, device, compilers.all_needed)
     torch.cuda.empty_cache()
-    return Warming(compilers, count)
+    return Warming(compilers, compilers.needed)
 
 
 @torch.inference_mode()
-def run(work: Work, ops: OpSet, device: torch.device, *, rare: bool) -> None:
-    """All kinds of steps on one layer, or those ``rare`` ones that requests with penalties make."""
+def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
+    """All kinds of steps on one layer, then ``all_needed``, then those that only requests with penalties make."""
     config = dataclasses.replace(work.config, n_layers=1, tied_embeddings=True)
     model = Decoder(config, "meta", work.dtype, ops=ops)
     join_weights(model, device)
@@ -92,16 +96,16 @@ def run(work: Work, ops: OpSet, device: torch.device, *, rare: bool) -> None:
     names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts", "fine_rows")
     settings = {name: getattr(work, name) for name in names}
     caches = model.new_kv_cache(2, work.block_size, work.dtype)
-    runners = {
-        draws: GPURunner(model, *caches, graphs=False, sample_on_device=draws, **settings) for draws in (True, False)
-    }
-    for task in [RARE] if rare else tasks(work):
+    drawing, plain = (GPURunner(model, *caches, graphs=False, sample_on_device=on, **settings) for on in (True, False))
+    for task in tasks(work):
         if task.prompts:
-            runners[False].compile_whole(task.rows, task.prompts, task.tokens_each)
+            plain.compile_whole(task.rows, task.prompts, task.tokens_each)
+        elif task.draws:
+            drawing.compile(task.rows, task.tokens_each, task.rows)
         else:
-            draws = task.rows if task.draws or task.tokens_each == 1 else 0
-            variant = Variant(adjust=True, logprobs=False) if rare else Variant()
-            runners[task.draws].compile(task.rows, task.tokens_each, draws, variant)
+            plain.compile(task.rows, task.tokens_each, task.rows if task.tokens_each == 1 else 0)
+    all_needed()
+    drawing.compile(1, 1, 1, Variant(adjust=True, logprobs=False))
     del model.stack  # it and the model hold each other, and with that the memory
 
 
@@ -114,9 +118,6 @@ class Task(NamedTuple):
     """With the kernels that draw, which are the same for every number of rows; without, only layers and head."""
     prompts: int = 0
     """Whole prompts, of ``tokens_each``, behind ``rows`` that decode."""
-
-
-RARE = Task(1, 1, True)
 
 
 def tasks(work: Work) -> list[Task]:
