@@ -3,6 +3,7 @@
 * ``ceilings.py``  ``Ceilings``: bytes per second, FLOP/s for each dtype, cost of a launch, the link to the host
 * ``device.py``    ``Device``: which one is here, with its driver and sizes
 * ``measured.py``  the ceilings of a device here: from the user's cache, or measured now and kept
+* ``cache.py``     where the user's cache is
 * ``cpu.py``       measures this machine's processor and memory
 * ``gpu.py``       measures bandwidth, matrix rates, launch cost and the host link of a GPU
 * ``presets.py``   published figures of machines one does not have, for planning
