@@ -21,6 +21,7 @@ from .registry import Unavailable
 
 SOURCES = Path(__file__).parent
 CUDA_TARGETS = ("sm_80", "sm_90")
+_LAUNCHER = re.compile(r'^extern "C" int (\w+)\(([^)]*)\)', re.MULTILINE)
 _PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
 
 
@@ -68,24 +69,37 @@ def compile_library(source: Path, target: str, output: Path) -> None:
     A source that says ``#define TRANSECT_PARTS n`` is compiled in up to n parts at once (``parts.cuh``), one for every
     two cores, because somebody waits for it. Errors as in ``compile_source``.
     """
-    found = _PARTS.search(source.read_text())
-    parts = min(int(found[1]), len(os.sched_getaffinity(0)) // 2) if found else 1
+    text = source.read_text()
+    wanted = _PARTS.search(text)
+    parts = min(int(wanted[1]), len(os.sched_getaffinity(0)) // 2) if wanted else 1
     code = [_code(target), "-Xcompiler", "-fPIC"]
     if parts <= 1:
         # Its kernels are optimized by as many threads as there are cores (CUDA 12.1).
         _nvcc([*code, "-shared", "--split-compile=0", "-o", str(output), str(source)], source, target)
         return
+    launchers = _LAUNCHER.findall(text)
     with tempfile.TemporaryDirectory() as folder:
         objects = [f"{folder}/{part}.o" for part in range(parts)]
+        asks = f"{folder}/launchers.cpp"
+        Path(asks).write_text("".join(_asks(name, parameters, parts) for name, parameters in launchers))
 
         def compile_part(part: int) -> None:
             named = [f"-DTRANSECT_PART={part}", f"-DTRANSECT_OF={parts}"]
-            named += [f"-DTRANSECT_NEXT={part + 1}"] if part + 1 < parts else []
+            named += [f"-D{name}={name}_{part}" for name, _ in launchers]
             _nvcc([*code, *named, "-c", "-o", objects[part], str(source)], source, target)
 
         with ThreadPoolExecutor(parts) as pool:
             list(pool.map(compile_part, range(parts)))
-        _nvcc([*code, "-shared", "-o", str(output), *objects], source, target)
+        _nvcc([*code, "-shared", "-o", str(output), asks, *objects], source, target)
+
+
+def _asks(name: str, parameters: str, parts: int) -> str:
+    """C++ of a launcher that asks those of all parts, until one's answer is not -1."""
+    arguments = ", ".join(re.findall(r"(\w+)\s*(?:,|$)", parameters))
+    lines = [f'extern "C" int {name}_{part}({parameters});' for part in range(parts)]
+    lines += [f'extern "C" int {name}({parameters}) {{', "  int code = -1;"]
+    lines += [f"  if (code == -1) code = {name}_{part}({arguments});" for part in range(parts)]
+    return "\n".join([*lines, "  return code;", "}", ""])
 
 
 def ptx_of(source: Path, target: str) -> str:

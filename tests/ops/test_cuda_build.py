@@ -1,0 +1,48 @@
+"""A source in parts becomes one library in which each kernel's launch is compiled once."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from transect.ops import cuda_build
+
+SOURCE = f"""
+#include "{cuda_build.SOURCES}/parts.cuh"
+
+#define TRANSECT_PARTS 3
+
+template <int N>
+__attribute__((noinline)) int start(int x) {{
+  return 100 * N + x;
+}}
+
+// Arguments of more than one line.
+extern "C" int transect_try(const void* nothing, int n,
+                            long long x) {{
+  if (nothing) return -1;
+  if (n == 1) return TRANSECT_HERE(start<1>((int)x));
+  if (n == 2) return TRANSECT_HERE(start<2>((int)x));
+  if (n == 3) return TRANSECT_HERE(start<3>((int)x));
+  if (n == 4) return TRANSECT_HERE(start<4>((int)x));
+  return -1;
+}}
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize(("cores", "parts"), [(1, 1), (3, 1), (4, 2), (16, 3)])
+def test_as_many_parts_as_there_are_cores_for(cores, parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    source, output = tmp_path / "source.cu", tmp_path / "source.so"
+    source.write_text(SOURCE)
+    cuda_build.compile_library(source, "sm_90", output)
+    launch = ctypes.CDLL(str(output)).transect_try
+    launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong]
+    assert [launch(None, n, 7) for n in range(6)] == [-1, 107, 207, 307, 407, -1]
+    assert launch(1, 2, 7) == -1
+    symbols = subprocess.run(["nm", "-C", str(output)], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len([line for line in symbols if "int start<" in line]) == 4
+    assert len([line for line in symbols if " transect_try_" in line]) == (parts if parts > 1 else 0)
