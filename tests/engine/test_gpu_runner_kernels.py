@@ -73,7 +73,17 @@ def test_padding_is_never_seen(options):
             assert plan.layout.numpy(memory).start[-1] == plan.layout.tokens
         return plan
 
-    runner._planner._ragged = every_token_has_a_row
+    plan_decode, padding = runner._planner._decode, []
+
+    def padding_has_no_length(rows, group, memory):
+        plan = plan_decode(rows, group, memory)
+        lengths = memory.fields(plan.layout).length[len(rows) :]
+        padding.extend(lengths)
+        assert not lengths.any()
+        return plan
+
+    runner._planner._ragged, runner._planner._decode = every_token_has_a_row, padding_has_no_length
     found, _ = run_workload(runner, config, arrivals, lag=1)
     assert_same(expected, found, arrivals)
     assert bool(apart) == ("whole_prompts" in options)
+    assert padding

@@ -6,9 +6,9 @@ device computes step n: the input tokens of step n + 1 that step n is about to d
 step n leaves them.
 
 Steps that only decode are padded to one of a few sizes (``row_bucket``, ``width_bucket``) and replayed as CUDA graphs;
-the rows added belong to no sequence and write to a block of the cache that no sequence has. Of the steps with prefill
-chunks the small ones are too, when their size comes again; large ones are launched kernel by kernel, under the
-arithmetic of which the launches are hidden.
+the rows added belong to no sequence and have no length. Of the steps with prefill chunks the small ones are too, when
+their size comes again (rows added there write to a block of the cache that no sequence has); large ones are launched
+kernel by kernel, under the arithmetic of which the launches are hidden.
 
 Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
 step's graph is then another one. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.

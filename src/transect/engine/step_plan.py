@@ -2,7 +2,8 @@
 
 Steps that only decode have one token in each row. Steps with prefill chunks have rows of any kind; prompts that stand
 in such a step from their first token on can be laid apart, behind the others, for an attention kernel of their own. All
-are filled up (``step_sizes.py``) with rows and tokens that belong to nobody and write to a block that no sequence has.
+are filled up (``step_sizes.py``) with rows and tokens that belong to nobody. Those rows have no length where a step
+only decodes; elsewhere they write to a block that no sequence has.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ class StepPlanner:
             variant, alternatives = group.sampling
         else:
             fields.table[:count] = table.table[slots, :width]
-            fields.position[count:], fields.length[count:], fields.table[count:] = 0, 1, self._padding_block
+            # No length: attention spends no time on these rows, and nothing of theirs is written to the cache.
+            fields.position[count:], fields.length[count:], fields.table[count:] = 0, 0, self._padding_block
             fields.start[:], fields.last[:] = np.arange(bucket + 1), np.arange(bucket)
             group.sampling = variant, alternatives = self._draws(fields, group.draws, slots, ends)
             # Where logits are adjusted, what is done to them may be another thing at the next position.
