@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import logging
@@ -37,9 +38,12 @@ from .config import EngineConfig
 
 log = logging.getLogger(__name__)
 
+DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+"""One of them is where an NVIDIA GPU is: Linux, Windows' Linux."""
 FEWEST_CORES = 4
 """With fewer, processes that import torch and compile take the engine's own time."""
 MOST_WORKERS = 16
+PIPE_BYTES = 2**20
 CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
 """What nvcc compiles, and the compute capability from which on it runs (90: there alone)."""
 
@@ -56,14 +60,19 @@ class Compilers:
     @classmethod
     def start(cls, config: EngineConfig) -> Compilers | None:
         """Begin, unless the engine is not for a GPU or there are too few cores for it to help."""
-        if config.device == "cpu" or config.native or not os.path.exists("/dev/nvidiactl"):
+        if config.device == "cpu" or config.native or not any(map(os.path.exists, DEVICES)):
             return None
         if find_spec("triton") is None or len(os.sched_getaffinity(0)) < FEWEST_CORES:
             return None
         command = [sys.executable, "-m", __spec__.name, repr(config), str(int(config.dtype != "float32"))]
         pipe = subprocess.PIPE
         # A group of its own, to be ended together.
-        return cls(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, process_group=0))
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, process_group=0)
+        assert process.stdin is not None
+        # Room for all kernels (3 KB each), so that nobody waits to send them; where that is not allowed, they do.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        return cls(process)
 
     def begin(self, arch: int, stamps: tuple[str, ...]) -> None:
         """Say for which compute capability (90 for 9.0), and which files to make when all is compiled."""
@@ -246,10 +255,13 @@ def import_operators() -> None:
     """All that workers share."""
     from triton.runtime.cache import triton_key
 
-    triton_key()
+    key = threading.Thread(target=triton_key)  # reads all of Triton; kept
+    key.start()
     from ..models import fused_stack  # noqa: F401
     from ..ops import opset  # noqa: F401
     from . import device_sampling  # noqa: F401
+
+    key.join()
 
 
 class CompileTarget:

@@ -22,6 +22,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
 from ..ops.collecting import CollectedKernel, collected
+from ..ops.jit import INTERPRETED
 from ..ops.opset import OpSet
 from .compilers import Compilers, hint, sources_digest
 from .gpu_runner import GPURunner
@@ -68,7 +69,7 @@ def _load(kernel: CollectedKernel) -> None:
 
 def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | None, settings: str) -> Warming:
     """Have all kernels compiled, unless that has been done before. ``settings``: the configuration, for ``hint``."""
-    if compilers is None:
+    if compilers is None or INTERPRETED:
         return Warming()
     note = hint(settings)
     key = hashlib.sha256(repr((dataclasses.replace(work.config, n_layers=1), work)).encode())

@@ -41,6 +41,7 @@ Source: Shah et al. 2024, arXiv:2407.08608 (roles, overlap); Milakov & Gimelshei
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,9 +80,13 @@ MAX_REGISTERS = {2: 168, 3: 128}
 HEAD_DIMS = (64, 96, 128)
 
 
-def _kernel(function: Any) -> Any:
-    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
-    return function if gluon is None else gluon.jit(function)
+def _kernel(function: Any, sizes: Sequence[str] = ()) -> Any:
+    """``gluon.jit`` where Gluon is installed, else the function unchanged.
+
+    ``sizes``: integers that are compiled for any value; of others Triton compiles one kernel for 1, one for multiples
+    of 16 and one for the rest, seconds each.
+    """
+    return function if gluon is None else gluon.jit(function, do_not_specialize=sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -399,7 +404,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     mbarrier.arrive(q_full.index(buffer))
 
 
-@_kernel
+@partial(_kernel, sizes=("documents", "tokens", "tiles", "work", "window"))
 def forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, counter, cu, documents, tokens, tiles, work, scale2, window, PARTS: gl.constexpr,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,

@@ -21,6 +21,7 @@ Bound by: the tensor cores, as flash attention is; 4 d FLOPs for each visible pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -317,7 +318,7 @@ def _attend(  # type: ignore[no-untyped-def]
         token, end, position, length, head = _planned(plan, q_full, done)
 
 
-@_kernel
+@partial(_kernel, sizes=("count", "tiles", "work", "blocks", "table_b", "share"))
 def prefill_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2,
     H: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr,
