@@ -25,7 +25,8 @@ def table(least: float = 1.01) -> str:
     lines.append("|---|---|---:|---:|---:|---:|---|")
     better = [found for found in searches if found["gain"] and found["gain"] >= least]
     for found in sorted(better, key=lambda found: (found["launcher"], -found["gain"])):
-        rule, best = found["trials"][0]["seconds"], found["best"]["seconds"]
+        rule = (found.get("finals") or found["trials"])[0]["seconds"]
+        best = found["best"]["seconds"]
         config = found["best"]["config"]
         worth = ", ".join(
             f"{name} {found['default'][name]} → {config[name]}: {share - 1:.1%}"

@@ -72,6 +72,21 @@ def test_what_gains_next_to_nothing_is_not_kept() -> None:
     assert search.search(_knobs(), CASE, "cpu", timer=_timer).choice == {"block": 2, "warps": 4}
 
 
+def test_the_fastest_are_timed_again_beside_the_heuristic_s() -> None:
+    seen: list[dict[str, int]] = []
+
+    def lucky(calls: Any, replays: int) -> list[float]:
+        config = calls[0].keywords["config"]
+        seen.append(config)
+        once = seen.count(config) == 1
+        return [{1: 0.5 if once else 4.0, 2: 2.0, 4: 3.0}.get(config["block"], 9.0)] * replays
+
+    found = search.search(_knobs(choices={"block": (1, 2, 4)}), CASE, "cpu", timer=lucky)
+    assert [trial.config["block"] for trial in found.finals] == [4, 1, 2]
+    assert found.best.config["block"] == 2 and found.gain == 1.5
+    assert len(seen) == 3 + 3 * search.ROUNDS
+
+
 def test_a_launcher_may_differ_between_runs_where_it_says_so() -> None:
     found = search.search(_knobs(exact=False), CASE, "cpu", timer=_timer)
     assert found.best.config["block"] == 32
