@@ -82,9 +82,30 @@ def test_the_fastest_are_timed_again_beside_the_heuristic_s() -> None:
         return [{1: 0.5 if once else 4.0, 2: 2.0, 4: 3.0}.get(config["block"], 9.0)] * replays
 
     found = search.search(_knobs(choices={"block": (1, 2, 4)}), CASE, "cpu", timer=lucky)
-    assert [trial.config["block"] for trial in found.finals] == [4, 1, 2]
+    assert sorted(trial.config["block"] for trial in found.finals) == [1, 2, 4]
+    assert found.finals[0].config == found.default
     assert found.best.config["block"] == 2 and found.gain == 1.5
     assert len(seen) == 3 + 3 * search.ROUNDS
+
+
+def test_the_one_in_use_is_timed_again_though_others_were_faster_once() -> None:
+    seen: list[int] = []
+
+    def unlucky(calls: Any, replays: int) -> list[float]:
+        block = calls[0].keywords["config"]["block"]
+        seen.append(block)
+        once = seen.count(block) == 1
+        return [{4: 3.0, 64: 2.5 if once else 1.0}.get(block, 0.5 if once else 2.0)] * replays
+
+    found = search.search(
+        _knobs(choices={"block": (1, 2, 4, 64, 128)}),
+        CASE,
+        "cpu",
+        timer=unlucky,
+        in_use=lambda launcher, size: {"block": 64},
+    )
+    assert [trial.config["block"] for trial in found.finals[:2]] == [4, 64] and len(found.finals) == 5
+    assert found.choice == {"block": 64}
 
 
 def test_a_launcher_may_differ_between_runs_where_it_says_so() -> None:

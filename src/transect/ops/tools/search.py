@@ -1,11 +1,10 @@
 """Searches a launcher's knobs on the device at one shape, and says what each knob is worth.
 
 The heuristic's configuration is tried first and is what every other is compared with, then the one in use, so that what
-is found is never slower than either: a candidate is rejected when it
-does not compile or run, when its result is not the heuristic's up to rounding, or when its result is not the same to
-the bit in repeated runs (a race), unless the launcher says that it need not be. A GPU may be at its power limit for a
-part of the search, and the fastest of many is the luckiest; so the fastest few are timed again, in turns with the
-heuristic's, each after a pause, and those times count.
+is found is never slower than either. A candidate is rejected when it does not compile or run, when its result is not
+the heuristic's up to rounding, or when its result is not the same to the bit in repeated runs (a race), unless the
+launcher says that it need not be. A GPU may be at its power limit for a part of the search, and the fastest of many is
+the luckiest; so the fastest few are timed again, in turns with those two, each after a pause, and those times count.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WORTH = 1.01
 """What a configuration must gain to be kept: less is within the spread, and each one kept is one more to compile."""
 FINALISTS = 3
 ROUNDS = 3
-"""The fastest are timed again beside the heuristic's, in turns, so often."""
+"""The fastest are timed again beside the heuristic's and the one in use, in turns, so often."""
 ROUNDING = 16
 """Largest difference from the heuristic's result, in units of the result's precision, in the 2-norm."""
 
@@ -60,7 +59,8 @@ class Found:
     left: int
     """Configurations that the time limit left untried."""
     finals: Sequence[Trial] = ()
-    """The heuristic's and the fastest, timed again in turns; empty where the heuristic's was as fast as any."""
+    """The heuristic's, the one in use and the fastest, timed again in turns; empty where the heuristic's was as fast as
+    any."""
 
     @property
     def best(self) -> Trial:
@@ -162,17 +162,18 @@ def search(
 
     if all(trial.seconds is None for trial in trials):
         raise ValueError(f"{knobs.name}, {case.name}: no configuration ran; the heuristic's: {trials[0].reason}")
-    return Found(knobs.name, case.name, bucket_name(size), default, trials, len(queue), _finals(trials, again))
+    return Found(knobs.name, case.name, bucket_name(size), default, trials, len(queue), _finals(trials, needed, again))
 
 
-def _finals(trials: Sequence[Trial], again: Callable[[Mapping[str, Any]], float]) -> list[Trial]:
-    """The heuristic's and the fastest with the median of their times in ``ROUNDS`` rounds; none where the heuristic's
-    is as fast as any, or did not run."""
+def _finals(trials: Sequence[Trial], given: int, again: Callable[[Mapping[str, Any]], float]) -> list[Trial]:
+    """The first ``given`` (the heuristic's and the one in use) and the fastest with the median of their times in
+    ``ROUNDS`` rounds; none where the heuristic's is as fast as any, or did not run."""
     first = trials[0].seconds
-    order = sorted((t for t in trials if t.seconds is not None), key=lambda t: t.seconds or 0.0)
-    if first is None or first < WORTH * (order[0].seconds or 0.0):
+    ran = [trial for trial in trials if trial.seconds is not None]
+    fastest = sorted(ran, key=lambda trial: trial.seconds or 0.0)[:FINALISTS]
+    if first is None or first < WORTH * (fastest[0].seconds or 0.0):
         return []
-    configs = [trials[0].config, *(t.config for t in order[:FINALISTS] if t is not trials[0])]
+    configs = [trial.config for trial in ran if trial in trials[:given] or trial in fastest]
     rounds = [[again(config) for config in configs] for _ in range(ROUNDS)]
     return [
         Trial(config, statistics.median(times))
