@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from transect.ops.jit import INTERPRETED, kernel, tl
-from transect.ops.registry import all_ops, get
+from transect.ops.registry import Implementation, Unavailable, all_ops, get
 from transect.ops.tools import trace_view
 from transect.ops.tools.trace import OUTSIDE, Launch, follow, recording
 from transect.ops.vector_add import triton_add
@@ -166,6 +168,20 @@ def test_every_operator_with_a_triton_kernel_can_be_followed(op) -> None:
     for launch in launches:
         assert launch.stored()
         assert trace_view.outside(launch) == [], launch.kernel
+
+
+def test_what_cannot_run_here_is_passed_over() -> None:
+    def absent() -> Callable[..., torch.Tensor]:
+        raise Unavailable("needs a machine that is not here")
+
+    added = get("vector_add")
+    here, elsewhere = added.implementations["triton"], Implementation("triton", absent, ("sm_90",))
+    op = replace(added, trace=None, implementations={"elsewhere": elsewhere, "here": here})
+    assert [launch.kernel for launch in follow(op)[1]] == ["_add_kernel"]
+    with pytest.raises(Unavailable, match=r"vector_add \(elsewhere\): needs a machine"):
+        follow(replace(op, implementations={"elsewhere": elsewhere}))
+    with pytest.raises(ValueError, match="no Triton kernel"):
+        follow(replace(op, implementations={"cuda": added.implementations["cuda"]}))
 
 
 def test_command(tmp_path: Path) -> None:

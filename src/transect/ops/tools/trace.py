@@ -218,16 +218,15 @@ def _plain(value: Any) -> Any:
 
 
 def trace_of(op: Op) -> Trace:
-    """What ``op`` declares, else its smallest non-empty example through its Triton implementation.
+    """What ``op`` declares, else its smallest non-empty example through the first of its Triton implementations that
+    runs here.
 
     Raises:
         ValueError: it has no Triton implementation.
+        Unavailable: none of them runs here.
     """
     if op.trace is not None:
         return op.trace()
-    made = next((m for m in op.implementations.values() if m.backend == "triton"), None)
-    if made is None:
-        raise ValueError(f"{op.name} has no Triton kernel to follow")
 
     def size(example: Mapping[str, Any]) -> int:
         return sum(value.numel() for value in example.values() if isinstance(value, torch.Tensor))
@@ -235,9 +234,23 @@ def trace_of(op: Op) -> Trace:
     def filled(example: Mapping[str, Any]) -> bool:
         return all(value.numel() for value in example.values() if isinstance(value, torch.Tensor))
 
+    launch = _launcher(op)
     examples = sorted((e for e in op.examples() if filled(e)), key=size)
     example = next((e for e in examples if size(e) >= 16), examples[-1])
-    return Trace(lambda: example, made.load())
+    return Trace(lambda: example, launch)
+
+
+def _launcher(op: Op) -> Callable[..., Any]:
+    reasons = {}
+    for name, made in op.implementations.items():
+        if made.backend == "triton":
+            try:
+                return made.load()
+            except Unavailable as reason:
+                reasons[name] = str(reason)
+    if not reasons:
+        raise ValueError(f"{op.name} has no Triton kernel to follow")
+    raise Unavailable("; ".join(f"{op.name} ({name}): {reason}" for name, reason in reasons.items()))
 
 
 def follow(op: Op) -> tuple[Trace, list[Launch]]:
