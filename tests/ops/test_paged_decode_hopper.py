@@ -1,18 +1,19 @@
-"""Decode rows in CUDA C++ on Hopper: the reference's values for any lengths, NaN in slots not owned, one launch less
-with ``Turn``, the same bits in every run."""
+"""Decode rows in CUDA C++ on Hopper: the reference's values for any lengths, NaN in slots not owned, the same bits in
+every run."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from transect.ops import cuda, rotary_kv_write
+from transect.ops import cuda
 from transect.ops import paged_decode_hopper as module
 from transect.ops.paged_attention import reference
 from transect.ops.paged_batch import PagedBatch
-from transect.ops.paged_decode_hopper import PagedDecode, Plan, Turn, choose
+from transect.ops.paged_decode_hopper import PagedDecode, Plan, choose, fitting
 from transect.ops.registry import Unavailable
 
 LENGTHS = [
@@ -22,31 +23,43 @@ LENGTHS = [
     [100, 2000, 31, 0, 1],
     [147 + 37 * n % 1000 for n in range(40)],
 ]
-HEADS = [(32, 8, 128), (16, 8, 128), (8, 8, 64), (9, 3, 64), (24, 2, 128)]
-PLANS = [Plan(6), Plan(2, blocks=2), Plan(6, ranks=1), Plan(5, ranks=4), Plan(3, ranks=8)]
+HEADS = [(32, 8, 128), (16, 8, 128), (16, 2, 128), (24, 2, 128), (8, 8, 64), (9, 3, 64), (32, 2, 64)]
+
+
+def plans(heads: int, kv_heads: int, d: int) -> list[Plan]:
+    """One of each kind that fits these heads."""
+    group = heads // kv_heads
+    made = []
+    for stages in module.STAGES[d, -(-group // 8)]:
+        made.append(fitting(stages, d, group, module.MOST_WARPS[d]))
+        made += [Plan(2, stages, blocks=2), Plan(6, stages, ranks=1), Plan(4, stages, 2), Plan(5, stages, 4)]
+        made += [Plan(3, stages, 8), *(replace(fitting(stages, d, group, 8), ranks=ranks) for ranks in (1, 2, 4, 8))]
+    return made
 
 
 def poisoned(
     lengths: list[int], heads: int, kv_heads: int, d: int, device: str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
     """Rows of these lengths in scattered blocks; what they do not own is NaN, or no block."""
-    generator = torch.Generator().manual_seed(len(lengths) + heads)
+    generator = torch.Generator(device).manual_seed(len(lengths) + heads)
     counts = [-(-length // 16) for length in lengths]
-    pool = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+    pool = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(len(lengths)))
     tables = torch.full((len(lengths), max(counts) + 2), 2**30, dtype=torch.int32)
-    k_cache = torch.full((len(pool), kv_heads, 16, d), torch.nan)
-    v_cache = k_cache.clone()
-    for row, length in enumerate(lengths):
-        for column in range(counts[row]):
-            tables[row, column] = block = pool.pop()
-            owned = min(16, length - column * 16)
-            for cache in (k_cache, v_cache):
-                cache[block, :, :owned] = torch.randn(kv_heads, owned, d, generator=generator)
-    q = 2 * torch.randn(len(lengths), heads, d, generator=generator)
+    owned = torch.zeros(len(pool), 16, dtype=torch.bool)
+    for row, (length, mine) in enumerate(zip(lengths, pool[: sum(counts)].split(counts), strict=True)):
+        tables[row, : counts[row]] = mine
+        owned[mine] = True
+        owned[mine[-1:], 16 - -length % 16 :] = False
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(torch.bfloat16)
+
+    k_cache, v_cache = (drawn(len(pool), kv_heads, 16, d) for _ in range(2))
+    for cache in (k_cache, v_cache):
+        cache.masked_fill_(~owned[:, None, :, None].to(device), torch.nan)
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
     batch = PagedBatch(tables, starts, torch.tensor(lengths, dtype=torch.int32), 16, max_query_len=1)
-    q, k_cache, v_cache = (x.to(device, torch.bfloat16) for x in (q, k_cache, v_cache))
-    return q, k_cache, v_cache, batch.to(device)
+    return 2 * drawn(len(lengths), heads, d), k_cache, v_cache, batch.to(device)
 
 
 def exact(
@@ -82,12 +95,35 @@ def test_as_the_reference(
 ) -> None:
     arguments = poisoned(lengths, heads, kv_heads, d)
     wanted = exact(*arguments, window)
-    for plan in [None, Plan(module.most_warps(d, heads // kv_heads)), *PLANS]:
+    for plan in [None, *plans(heads, kv_heads, d)]:
         out = decode(*arguments, d**-0.5, window, plan=plan)
         assert error(out, wanted) < 5e-3, plan
         assert not out[arguments[3].seq_lens == 0].any(), plan
         for pdl in (False, True):
             assert torch.equal(decode(*arguments, d**-0.5, window, plan=plan, pdl=pdl), out), plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [(249, 7), (3, 61), (1, 3), (0, 5)], ids=lambda rows: f"{rows[0]} rows of {sum(rows)}")
+@pytest.mark.parametrize("middle", [False, True])
+def test_rows_without_a_position_change_nothing(decode: PagedDecode, rows: tuple[int, int], middle: bool) -> None:
+    """They give zeros, no table is followed for them, and the others' bits are as without them."""
+    live, padding = rows
+    lengths = [1 + 37 * n % 200 for n in range(live)]
+    at = live // 2 if middle else live
+    q, k_cache, v_cache, batch = poisoned(lengths[:at] + [0] * padding + lengths[at:], 32, 8, 128)
+    kept = (batch.seq_lens > 0).nonzero()[:, 0]
+    starts = torch.arange(live + 1, device="cuda", dtype=torch.int32)
+    alone = PagedBatch(batch.block_tables[kept], starts, batch.seq_lens[kept], 16, max_query_len=1)
+    for plan in [None, *plans(32, 8, 128)]:
+        for pdl in (False, True):
+            out = torch.full_like(q, 7.0)
+            decode(q, k_cache, v_cache, batch, 128**-0.5, out=out, plan=plan, pdl=pdl)
+            assert not out[batch.seq_lens == 0].any(), plan
+            if plan is not None:
+                assert torch.equal(out[kept], decode(q[kept], k_cache, v_cache, alone, 128**-0.5, plan=plan)), plan
+            elif live:
+                assert error(out, exact(q, k_cache, v_cache, batch)) < 5e-3
 
 
 @pytest.mark.gpu
@@ -104,53 +140,13 @@ def test_rows_of_several_queries_are_left_alone(decode: PagedDecode) -> None:
         batch.block_tables[rows], torch.arange(4, device="cuda", dtype=torch.int32), batch.seq_lens[rows], 16
     )
     wanted = exact(q[tokens], k_cache, v_cache, single)
-    for plan in PLANS:
+    for plan in plans(32, 8, 128):
         out = torch.full_like(q, 7.0)
         assert decode(q, k_cache, v_cache, mixed, 128**-0.5, out=out, plan=plan) is out
         assert error(out[tokens], wanted) < 5e-3, plan
         assert bool((out[1:6] == 7).all()), plan
     with pytest.raises(ValueError, match="one query"):
         decode(q, k_cache, v_cache, mixed, 128**-0.5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), HEADS)
-@pytest.mark.parametrize("norm", [False, True])
-def test_turns_queries_and_keys_and_writes_the_cache(
-    decode: PagedDecode, heads: int, kv_heads: int, d: int, norm: bool
-) -> None:
-    for lengths in LENGTHS[2:]:
-        _, k_cache, v_cache, batch = poisoned(lengths, heads, kv_heads, d)
-        generator = torch.Generator("cuda").manual_seed(1)
-        joined = torch.randn(
-            len(lengths), (heads + 2 * kv_heads) * d, device="cuda", dtype=torch.bfloat16, generator=generator
-        )
-        parts = joined.split((heads * d, kv_heads * d, kv_heads * d), -1)
-        q, k, v = (part.unflatten(-1, (-1, d)) for part in parts)
-        angle = 3 * torch.randn(len(lengths), d // 2, device="cuda", generator=generator)
-        weights = 1 + torch.randn(2, d, device="cuda", generator=generator).to(torch.bfloat16) / 4
-        named = {"q_weight": weights[0], "k_weight": weights[1]} if norm else {}
-        live = batch.seq_lens > 0
-        rows = PagedBatch(
-            batch.block_tables[live],
-            torch.arange(int(live.sum()) + 1, device="cuda", dtype=torch.int32),
-            batch.seq_lens[live],
-            16,
-        )
-        keys, values = k_cache.double(), v_cache.double()
-        turned = rotary_kv_write.reference(
-            *(x[live].double() for x in (q, k, v, angle.cos(), angle.sin())), keys, values, rows,
-            **{name: weight.double() for name, weight in named.items()},
-        )  # fmt: skip
-        wanted = exact(turned, keys, values, rows)
-        for plan in PLANS:
-            new_k, new_v = k_cache.clone(), v_cache.clone()
-            turn = Turn(k, v, angle.cos(), angle.sin(), **named)
-            out = decode(q, new_k, new_v, batch, d**-0.5, turn=turn, pdl=True, plan=plan)
-            assert error(out[live], wanted) < 8e-3, plan
-            assert not out[~live].any(), plan
-            torch.testing.assert_close(new_k.double(), keys, rtol=1e-2, atol=1e-2, equal_nan=True)
-            torch.testing.assert_close(new_v.double(), values, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -179,20 +175,37 @@ def test_what_it_does_not_take_is_said() -> None:
     assert "16 bytes" in refuses(q.transpose(1, 2).contiguous().transpose(1, 2), k_cache, v_cache, batch, 0.125)
 
 
+def test_the_source_compiles_the_stages_that_are_known_here() -> None:
+    source = (cuda.SOURCES / "paged_decode_hopper.cu").read_text()
+    listed = re.findall(r"^  TRANSECT_PAGED\((\d+), (\d), (\d+)\)$", source, re.M)
+    known = [(d, tiles, stages) for (d, tiles), found in module.STAGES.items() for stages in found]
+    assert [tuple(map(int, line)) for line in listed] == known
+
+
+def test_the_launcher_is_called_with_what_the_source_says() -> None:
+    source = (cuda.SOURCES / "paged_decode_hopper.cu").read_text()
+    (parameters,) = re.findall(r'^extern "C" int transect_paged_decode\(([^)]*)\)', source, re.M)
+    letters = {"int": "i", "long long": "l", "float": "f"}
+    kinds = [re.sub(r"\s*\w+$", "", one.strip()) for one in parameters.split(",")]
+    assert "".join("p" if kind.endswith("*") else letters[kind] for kind in kinds) == module.SIGNATURE
+
+
 @pytest.mark.parametrize("d", module.HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 9, 16])
 def test_chosen_plans_fit(d: int, group: int) -> None:
-    compiled = re.findall(r"^  TRANSECT_PAGED\((\d+), (\d), (\d+), (\w+)\)", module_source(), re.M)
-    for turn in ("true", "false"):
-        assert (str(d), "1" if group <= 8 else "2", str(module.STAGES), turn) in compiled
-    for items in (1, 8, 16, 32, 64, 100, 132, 512, 2048):
-        for longest in (64, 1024, 4096, 131072):
+    for items in (1, 8, 15, 16, 30, 31, 32, 64, 67, 100, 132, 133, 512, 2048):
+        for longest in (64, 1024, 1025, 4096, 4097, 131072):
             plan = choose(items, longest, d, group)
-            assert plan.ranks == 0 or items * plan.ranks <= 132
-            shared = plan.warps * (module.STAGES * d * 64 + group * d * 4 + 768) + 4 * (2 * module.MOST_ROWS + 1)
-            assert shared <= 225 * 1024
+            assert plan.warps >= 6
+            assert plan.stages in module.STAGES[d, 1 if group <= 8 else 2]
+            assert plan.ranks == 0 or items <= module.AT_ONCE[plan.ranks]
+            assert plan.ranks == 0 or longest <= module.LONG
+            assert module.shared_bytes(plan.warps, plan.stages, d, group) <= module.SHARED
             assert plan.blocks * 132 * group * (d + 4) <= module.PARTS
 
 
-def module_source() -> str:
-    return (cuda.SOURCES / "paged_decode_hopper.cu").read_text()
+def test_few_items_go_to_clusters() -> None:
+    sizes = [(8, 640), (16, 640), (32, 640), (64, 640), (128, 640), (256, 640)]
+    assert [choose(*size, 128, 4).ranks for size in sizes] == [4, 4, 2, 2, 1, 0]
+    assert [choose(items, 4000, 128, 4).ranks for items in (8, 16, 32, 64, 128)] == [8, 4, 2, 2, 0]
+    assert choose(8, 5000, 128, 4) == choose(512, 640, 128, 4) == Plan(10, 2)

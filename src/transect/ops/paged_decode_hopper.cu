@@ -114,23 +114,9 @@ struct Batch {
   }
 };
 
-// What TURN needs: the projections of the step's tokens as they are, token t being row t. Queries and keys are turned here (and
-// normalised, with weights), new keys and values written to the cache. See rotary_kv_write.py.
-struct Turn {
-  const __nv_bfloat16 *k, *v;
-  long long k_t, v_t;
-  int k_h, v_h;
-  const float *cos, *sin;  // [rows, D / 2]
-  int cos_t, sin_t;
-  const __nv_bfloat16 *q_weight, *k_weight;  // null without norm
-  float eps;
-};
-
-__device__ __forceinline__ float2 unpack(uint32_t v) { return __bfloat1622float2(*(__nv_bfloat162*)&v); }
-
-template <int D, int NT, int S, bool TURN>
+template <int D, int NT, int S>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
-    paged_decode(const __nv_bfloat16* q, __nv_bfloat16* keys, __nv_bfloat16* values, Batch batch, Turn turn, __nv_bfloat16* out,
+    paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch, __nv_bfloat16* out,
                  float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early) {
 #ifdef TRANSECT_HOPPER
   constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
@@ -239,12 +225,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     if (i < count) {
       if (i % 32 == 0 && i) publish(i / 32);
       const Unit unit = units[warp][i % 64];
-      if (!TURN && !waited && (unit.what & kLast)) {
+      if (!waited && (unit.what & kLast)) {
         wait_for_previous();
         waited = true;
       }
       const uint32_t to = ring + i % S * UNIT;
-      const int high = (unit.what & kHigh) - (TURN && (unit.what & kLast)), low = unit.what >> kLowShift & 15;
+      const int high = unit.what & kHigh, low = unit.what >> kLowShift & 15;
       const size_t from = (size_t)unit.piece * (kUnit * D) + lane * 8;
 #pragma unroll
       for (int j = 0; j < kUnit / ROWS; j++) {
@@ -272,7 +258,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   uint32_t query[NT][T][2];
   float o[NT][T][4], m[NT][2], l[NT][2];
   int item = -1, begins = 0;
-  uint32_t new_key[2], new_value[2];  // of lane l, dimensions 2 l, 2 l + 1, and D / 2 further
   for (int i = 0; i < count; i++) {
     const int what = units[warp][i % 64].what;
     if (what >> kItemShift != item) {
@@ -289,41 +274,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 #pragma unroll
           for (int e = 0; e < 4; e++) o[n][t][e] = 0;
         }
-        if constexpr (TURN) {
-          if (n == 0 && lane < D / 4) {
-            const __nv_bfloat16* k = turn.k + row * turn.k_t + (long long)(item % K) * turn.k_h + lane * 2;
-            const __nv_bfloat16* v = turn.v + row * turn.v_t + (long long)(item % K) * turn.v_h + lane * 2;
-            new_key[0] = *(const uint32_t*)k, new_key[1] = *(const uint32_t*)(k + D / 2);
-            new_value[0] = *(const uint32_t*)v, new_value[1] = *(const uint32_t*)(v + D / 2);
-          }
-          float norm = 1;
-          if (turn.q_weight) {
-            float sum = 0;
-#pragma unroll
-            for (int t = 0; t < 2 * T; t++) {
-              const float2 x = unpack(query[n][t / 2][t % 2]);
-              sum += x.x * x.x + x.y * x.y;
-            }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            norm = 1 / sqrtf(sum / D + turn.eps);
-          }
-#pragma unroll
-          for (int t = 0; t < T; t++) {  // 8 dimensions of either half
-            const int at = t * 8 + c * 2;
-            uint32_t &low = query[n][t / 2][t % 2], &high = query[n][(t + T) / 2][t % 2];
-            const float2 cos = *(const float2*)(turn.cos + (long long)row * turn.cos_t + at);
-            const float2 sin = *(const float2*)(turn.sin + (long long)row * turn.sin_t + at);
-            float2 a = unpack(low), b = unpack(high);
-            if (turn.q_weight) {
-              const float2 u = unpack(*(const uint32_t*)(turn.q_weight + at));
-              const float2 w = unpack(*(const uint32_t*)(turn.q_weight + at + D / 2));
-              a = make_float2(a.x * norm * u.x, a.y * norm * u.y), b = make_float2(b.x * norm * w.x, b.y * norm * w.y);
-            }
-            low = pack(a.x * cos.x - b.x * sin.x, a.y * cos.y - b.y * sin.y);
-            high = pack(b.x * cos.x + a.x * sin.x, b.y * cos.y + a.y * sin.y);
-          }
-        }
         m[n][0] = m[n][1] = -INFINITY, l[n][0] = l[n][1] = 0;
       }
     }
@@ -331,38 +281,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     __syncwarp();  // the copies of all lanes have landed, and all lanes have read the buffer that is filled again now
     fetch(i + S - 1);
     const uint32_t from = ring + i % S * UNIT;
-    if (TURN && (what & kLast)) {  // the new key and value, to the buffer and to the cache
-      const int row = item / K, slot = (what & kHigh) - 1;
-      float2 a = unpack(new_key[0]), b = unpack(new_key[1]);
-      if (turn.k_weight) {
-        float sum = lane < D / 4 ? a.x * a.x + a.y * a.y + (b.x * b.x + b.y * b.y) : 0;
-#pragma unroll
-        for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
-        const float norm = 1 / sqrtf(sum / D + turn.eps);
-        if (lane < D / 4) {
-          const float2 u = unpack(*(const uint32_t*)(turn.k_weight + lane * 2));
-          const float2 w = unpack(*(const uint32_t*)(turn.k_weight + lane * 2 + D / 2));
-          a = make_float2(a.x * norm * u.x, a.y * norm * u.y), b = make_float2(b.x * norm * w.x, b.y * norm * w.y);
-        }
-      }
-      if (lane < D / 4) {
-        const float2 cos = *(const float2*)(turn.cos + (long long)row * turn.cos_t + lane * 2);
-        const float2 sin = *(const float2*)(turn.sin + (long long)row * turn.sin_t + lane * 2);
-        new_key[0] = pack(a.x * cos.x - b.x * sin.x, a.y * cos.y - b.y * sin.y);
-        new_key[1] = pack(b.x * cos.x + a.x * sin.x, b.y * cos.y + a.y * sin.y);
-        const size_t place = (size_t)units[warp][i % 64].piece * (kUnit * D) + slot * D + lane * 2;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int d = lane * 2 + h * (D / 2);
-          const uint32_t to = from + d / 64 * 2048 + slot * 128 + ((d / 8 ^ slot) % 8) * 16 + d % 8 * 2;
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(new_key[h]) : "memory");
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + PIECE), "r"(new_value[h]) : "memory");
-          *(uint32_t*)(keys + place + h * (D / 2)) = new_key[h];
-          *(uint32_t*)(values + place + h * (D / 2)) = new_value[h];
-        }
-      }
-      __syncwarp();
-    }
     float s[NT][2][4] = {};
 #pragma unroll
     for (int t = 0; t < T; t++) {
@@ -558,38 +476,32 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 
 }  // namespace
 
-#define TRANSECT_PAGED(DIM, TILES, STAGES, TURN)                                                                            \
-  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES && (new_keys != nullptr) == TURN) {                          \
-    const int shared = warps * (STAGES * DIM * 64 + G * DIM * 4 + 768) + (ranks ? 0 : (2 * rows + 1) * 4);                  \
-    if (shared > kMostShared - 2048) return -1;                                                                             \
-    return (int)launch(paged_decode<DIM, TILES, STAGES, TURN>, ranks ? rows * K * ranks : blocks, warps * 32, shared,       \
-                       ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (__nv_bfloat16*)keys,             \
-                       (__nv_bfloat16*)values, batch, turn, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,     \
-                       pieces, ranks, (int)(dependent > 1));                                                         \
+#define TRANSECT_PAGED(DIM, TILES, STAGES)                                                                                   \
+  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                            \
+    const int shared = warps * (STAGES * DIM * 64 + G * DIM * 4 + 768) + (ranks ? 0 : (2 * rows + 1) * 4);                   \
+    if (shared > kMostShared - 2048) return -1;                                                                              \
+    return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,              \
+                       ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys,        \
+                       (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,      \
+                       pieces, ranks, (int)(dependent > 1));                                                                 \
   }
 
-extern "C" int transect_paged_decode(const void* q, void* keys, void* values, const void* tables, const void* starts,
-                                     const void* lengths, void* out, void* parts, int rows, int columns, int table_stride,
-                                     int window, int K, int G, int d, long long q_t, int q_h, int pieces, float scale2,
-                                     const void* new_keys, const void* new_values, long long k_t, long long v_t, int k_h,
-                                     int v_h, const void* cos, const void* sin, int cos_t, int sin_t, const void* q_weight,
-                                     const void* k_weight, float eps, int blocks, int warps, int stages, int ranks,
-                                     int dependent, void* stream) {
+// q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b ``pieces``
+// + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows of several tokens are
+// left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads, all bits set, and again
+// afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages (one of those compiled), ranks: see
+// above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
+// kernel before has ended. Returns a cudaError_t, or -1 for what it does not take.
+extern "C" int transect_paged_decode(const void* q, const void* keys, const void* values, const void* tables,
+                                     const void* starts, const void* lengths, void* out, void* parts, int rows, int columns,
+                                     int table_stride, int window, int K, int G, int d, long long q_t, int q_h, int pieces,
+                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8) return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
-  const Turn turn = {(const __nv_bfloat16*)new_keys, (const __nv_bfloat16*)new_values, k_t, v_t, k_h, v_h, (const float*)cos,
-                     (const float*)sin, cos_t, sin_t, (const __nv_bfloat16*)q_weight, (const __nv_bfloat16*)k_weight, eps};
-#ifdef TRANSECT_TRY
-  TRANSECT_TRY
-#else
-  TRANSECT_PAGED(128, 1, 3, false)
-  TRANSECT_PAGED(128, 1, 3, true)
-  TRANSECT_PAGED(128, 2, 3, false)
-  TRANSECT_PAGED(128, 2, 3, true)
-  TRANSECT_PAGED(64, 1, 3, false)
-  TRANSECT_PAGED(64, 1, 3, true)
-  TRANSECT_PAGED(64, 2, 3, false)
-  TRANSECT_PAGED(64, 2, 3, true)
-#endif
+  TRANSECT_PAGED(128, 1, 2)
+  TRANSECT_PAGED(128, 1, 3)
+  TRANSECT_PAGED(128, 2, 2)
+  TRANSECT_PAGED(64, 1, 3)
+  TRANSECT_PAGED(64, 2, 3)
   return -1;
 }

@@ -13,14 +13,16 @@ to do is to keep memory busy until the last byte.
 * Parts are added in a fixed order, so the bits do not change from run to run. They do change with the batch, because
   the cuts do.
 
-With ``Turn`` the kernel also does what ``rotary_kv_write.py`` does for such rows, on the way: a launch less.
+To turn queries and keys here too, a launch less than with ``rotary_kv_write.py``, was slower (H200, whole layers, 1 to
+256 rows): that launch is over while the blocks here read lengths and tables.
 
 Bound by: bytes, each key and value of every row once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,6 +42,8 @@ PARTS = 1 << 20
 """Numbers that blocks of threads may leave for each other: those of one item for each."""
 NOTHING = -1
 """The bits of a number that nobody has left."""
+SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiii" + "p"
+"""Of the launcher's arguments, see ``cuda.bind``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +52,49 @@ class Plan:
 
     warps: int
     """Of a block of threads."""
+    stages: int
+    """Buffers of a warp, a unit each; ``STAGES`` are compiled."""
     ranks: int = 0
     """Blocks of a cluster that share a row and a key head; 0: an even cut."""
     blocks: int = 1
     """For each multiprocessor, of an even cut."""
 
 
-STAGES = 3
-"""Buffers of a warp, a unit each."""
-FEW_ITEMS, LONG = 32, 4096
-"""Rows times key heads that clusters take, and positions up to which they do."""
+STAGES = {(128, 1): (2, 3), (128, 2): (2,), (64, 1): (3,), (64, 2): (3,)}
+"""By head dimension and eights of query heads to a key head."""
+SHARED = 225 * 1024
+"""Bytes of shared memory of a block."""
+MOST_WARPS = {128: 10, 64: 12}
+AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
+"""By blocks of a cluster: how many clusters an H200 runs at once, a block to each multiprocessor."""
+SHORT, LONG = 1024, 4096
+"""Positions up to which rows are kept whole by a block, or go to a cluster."""
 
 
-def most_warps(d: int, group: int) -> int:
-    """Warps of a block of threads whose buffers and parts of sums fit into shared memory."""
-    return 12 if d == 64 else 8 if group <= 4 else 7 if group <= 8 else 6
+def shared_bytes(warps: int, stages: int, d: int, group: int) -> int:
+    """Shared memory of a block: buffers, parts of sums and notes of its warps, lengths of the rows."""
+    return warps * (stages * BLOCK_SIZE * 4 * d + group * d * 4 + 768) + 4 * (2 * MOST_ROWS + 1)
 
 
+def fitting(stages: int, d: int, group: int, warps: int) -> Plan:
+    """An even cut with as many warps as fit, up to ``warps``."""
+    while shared_bytes(warps, stages, d, group) > SHARED:
+        warps -= 1
+    return Plan(warps, stages)
+
+
+@cache
 def choose(items: int, longest: int, d: int, group: int) -> Plan:
     """A plan for ``items`` rows times key heads of up to ``longest`` positions, by times on an H200.
 
-    Few items are shared out to as many blocks as there are multiprocessors for. Clusters do not help each other, so
-    long rows are better cut evenly over the whole GPU.
+    A cluster takes an item where all of them run at once: a second round would take as long again. Clusters do not help
+    each other, so long rows are better cut evenly over the whole GPU.
     """
-    warps = most_warps(d, group)
-    if items > FEW_ITEMS or longest > LONG:
-        return Plan(warps)
-    return Plan(min(warps, 4 if longest <= 1024 else 8), ranks=8 if items <= FEW_ITEMS // 2 else 4)
+    stages = STAGES[d, -(-group // 8)]
+    for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
+        if items <= AT_ONCE[ranks]:
+            return replace(fitting(stages[-1], d, group, 8), ranks=ranks)
+    return fitting(stages[0], d, group, MOST_WARPS[d])
 
 
 def refuses(
@@ -109,21 +129,6 @@ def takes_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) ->
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What ``PagedDecode`` needs to do the work of ``rotary_kv_write``: keys and values ``[T, K, d]`` as the projection
-    left them, cos and sin ``[T, d / 2]`` float32, weights ``[d]`` of the norm of queries' and keys' heads, or neither.
-    """
-
-    k: Tensor
-    v: Tensor
-    cos: Tensor
-    sin: Tensor
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 1e-6
-
-
 class PagedDecode:
     """``paged_attention`` of rows with one query by ``paged_decode_hopper.cu``, on one device.
 
@@ -139,10 +144,7 @@ class PagedDecode:
             raise Unavailable("paged_decode_hopper.cu needs an NVIDIA GPU (sm_90)")
         if torch.cuda.get_device_capability(device) != (9, 0):
             raise Unavailable("paged_decode_hopper.cu is for sm_90 only")
-        self._launch = cuda.bind(
-            "paged_decode_hopper", "transect_paged_decode",
-            "pppppppp" + "iiiiiii" + "liif" + "ppllii" + "ppii" + "ppf" + "iiiii" + "p",
-        )  # fmt: skip
+        self._launch = cuda.bind("paged_decode_hopper", "transect_paged_decode", SIGNATURE)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("paged_attention: run the operator once before capturing it in a CUDA graph")
         self._parts = torch.full((PARTS,), NOTHING, dtype=torch.int32, device=device or "cuda")
@@ -156,25 +158,23 @@ class PagedDecode:
         scale: float,
         window: int | None = None,
         *,
-        turn: Turn | None = None,
         out: Tensor | None = None,
         pdl: bool = False,
         plan: Plan | None = None,
     ) -> Tensor:
         """As ``paged_attention.reference``; reads no length on the host.
 
-        ``turn``: q, and the keys and values of the step, are as the projection left them; both caches are written too.
         ``out`` ``[T, H, d]``: there the results go, and where the batch holds rows of several queries those are left
         alone. ``pdl``: the batch, and what the cache holds of positions before each row's last, may be read before the
         kernel before this one on the stream has ended, so that one must not write them (unless ``batch.fresh``).
 
         Raises:
-            ValueError: see ``refuses``; or rows of several queries without ``out`` or with ``turn``.
+            ValueError: see ``refuses``; or rows of several queries without ``out``.
             RuntimeError: the launch failed.
         """
         mixed = not batch.decodes_only(len(q))
         reason = takes_not(q, k_cache, v_cache, batch)
-        if mixed and (out is None or turn is not None):
+        if mixed and out is None:
             reason = "it attends rows of one query"
         if reason:
             raise ValueError(f"paged_decode_hopper.cu: {reason}")
@@ -187,21 +187,13 @@ class PagedDecode:
             return out
         units = multiprocessors(q.device)
         cut = plan or choose(rows * kv_heads, batch.max_seq_len, d, group)
-        new: tuple[float, ...] = (0,) * 13
-        if turn is not None:
-            new = (
-                turn.k.data_ptr(), turn.v.data_ptr(), turn.k.stride(0), turn.v.stride(0), turn.k.stride(1),
-                turn.v.stride(1), turn.cos.data_ptr(), turn.sin.data_ptr(), turn.cos.stride(0), turn.sin.stride(0),
-                0 if turn.q_weight is None else turn.q_weight.data_ptr(),
-                0 if turn.k_weight is None else turn.k_weight.data_ptr(), turn.eps,
-            )  # fmt: skip
         tables = batch.block_tables
         code = self._launch(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
             batch.query_starts.data_ptr() if mixed else 0, batch.seq_lens.data_ptr(), out.data_ptr(),
             self._parts.data_ptr(), rows, tables.shape[1], tables.stride(0), window or 0, kv_heads, group, d,
             q.stride(0), q.stride(1),
-            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, *new, cut.blocks * units, cut.warps, STAGES,
+            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, cut.blocks * units, cut.warps, cut.stages,
             cut.ranks, 2 if pdl and not batch.fresh else 1, torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:
