@@ -6,8 +6,9 @@ Sizes are those of the projections and heads of the models in ``ops/shapes.py``.
 calls on weights rotated past the L2 cache, the median over replays; each launch of ours begins while the one before
 ends and asks for its weights then, as in a chain of layers (``pdl``); cuBLAS's cannot. Every plan is first checked: its
 error against float64 sums of the same bfloat16 inputs must be at most 1.1 times cuBLAS's, and a second run must give
-the same bits. With ``--choices`` the quickest of each size is written to FILE, which is what the operator then runs
-(``ops/tuned/small_matmul/``): cuBLAS where it is quickest. ``--only chosen`` races those alone.
+the same bits. With ``--choices`` the quickest of each size is written into FILE, which is what the operator then runs
+(``ops/tuned/small_matmul/``): cuBLAS where it is quickest; products of layers are better measured there, by
+``products_in_layers.py`` afterwards. ``--only chosen`` races those alone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from transect.ops import small_matmul_hopper as hopper
 
 READ, RATE = 4.33e12, 777e12
 """Measured ceilings of the device: bytes and bfloat16 FLOPs a second."""
+
+
+ROWS = (32, 64, 96, 128, 256)
 
 
 def sizes() -> list[tuple[int, int, bool]]:
@@ -162,7 +166,7 @@ def main() -> None:
             print(f"out of time before {n} x {k}")
             break
         race = Race(n, k, gated)
-        for m in hopper.ROWS:
+        for m in ROWS:
             rows = race.run(m, asked.only is None, 31 if asked.only else 11)
             found += kept(rows)
             first = best(rows)
@@ -178,7 +182,8 @@ def main() -> None:
         del race
         asked.out.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
         if asked.choices:
-            known = {"device": torch.cuda.get_device_name(), "choices": choices}
+            known = json.loads(asked.choices.read_text()) if asked.choices.exists() else {"choices": {}}
+            known |= {"device": torch.cuda.get_device_name(), "choices": known["choices"] | choices}
             asked.choices.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 

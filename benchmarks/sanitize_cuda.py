@@ -1,6 +1,7 @@
 """Runs every CUDA C++ implementation of the registry on its small examples under compute-sanitizer.
 
-Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut and every way to share K.
+Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
+of the kernel for fewer rows also products with a norm beside them.
 
 python benchmarks/sanitize_cuda.py [OUT.json]  memcheck and racecheck; exit 1 where one finds something
 python benchmarks/sanitize_cuda.py --inside    the program that is watched
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 import record
-from transect.ops import small_matmul_hopper
+from transect.ops import small_matmul_cuda, small_matmul_hopper
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 
@@ -59,27 +60,46 @@ def inside() -> int:
 
 
 def plans() -> int:
-    """Run every plan of ``small_matmul_hopper.cu`` that a GPU of 8 multiprocessors would be offered for a small
-    product, twice in a row as dependent launches; returns how many were refused."""
+    """Run ``small_matmul_hopper.cu`` with every cut and way to share K that a GPU of 8 multiprocessors would be offered
+    for a small product, twice in a row as dependent launches, and products beside a norm; returns how many were
+    refused."""
     try:
-        kernel = small_matmul_hopper.HopperRows()
+        kernel, rows_kernel = small_matmul_hopper.HopperRows(), small_matmul_cuda.CudaRows()
     except Unavailable as reason:
         print(f"small_matmul_hopper plans: {reason}")
         return 0
     taken = refused = 0
-    n, k = 448, 520  # K is not a multiple of a chunk, nor N of most tiles
+    n, k = 224, 328  # K is not a multiple of a chunk, nor N of most tiles
+
+    def tensors(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
     for m in (23, 64, 100, 200):
         for gated in (False, True):
-            x, weight = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n * (1 + gated)))
-            for plan in small_matmul_hopper.candidates(m, n, k, gated=gated, units=8):
+            x, weight = tensors((m, k), (n * (1 + gated), k))
+            offered = small_matmul_hopper.candidates(m, n, k, gated=gated, units=8)
+            kinds = {(plan.cut, (plan.ranks > 1) - (plan.ranks < 0), plan.ranks == 0): plan for plan in offered}
+            for plan in kinds.values():
                 try:
-                    kernel(x, weight, plan=plan, pdl=True)
-                    kernel(x, weight, plan=plan, pdl=True)
+                    for _ in range(2):
+                        kernel(x, weight, plan=plan, pdl=True)
                     torch.cuda.synchronize()
                     taken += 1
                 except ValueError as reason:
                     print(reason)
                     refused += 1
+    for m in (3, 16):
+        x, inward, outward, residual, scale = tensors((m, k), (n + 32, k), (n, n + 32), (m, n + 32), (1, n + 32))
+        add = small_matmul_cuda.Beside(residual=residual, scale=scale[0])
+        for ranks in (1, 2):
+            plan = small_matmul_cuda.Plan(2, 4, 2, 4, ranks)
+            _, scaled, squares = rows_kernel.beside(x, inward, None, add, plan=plan, pdl=True)
+        assert scaled is not None
+        after = small_matmul_cuda.Beside(squares=squares, eps=1e-5)
+        rows_kernel.beside(scaled, outward, None, after, pdl=True)
+        rows_kernel.beside(scaled, outward, None, after, pdl=True, gated=True)
+        torch.cuda.synchronize()
+        taken += 1
     print(f"small_matmul_hopper plans: {taken} runs", flush=True)
     return refused
 

@@ -44,34 +44,41 @@ def test_choices_are_of_known_cuts_and_fit() -> None:
     for size, entry in json.loads(files[0].read_text())["choices"].items():
         m, n, k = (int(part) for part in size.split()[0].split("x"))
         assert m in ROWS
+        gated, stream = "gated" in size.split(), "stream" in size.split()
         choice = read_choice(entry)
         assert (choice.by == "hopper") == (choice.plan is not None), size
         assert choice.by in ("hopper", "cuda", "triton", "cublas"), size
+        assert not stream or (choice.rows_plan is not None and n % 16 == k % 64 == 0), size
+        if choice.rows_plan is not None:
+            assert choice.rows_plan.refuses(m, gated) == "", size
         if choice.plan is not None:
             assert choice.plan.cut in CUTS, size
-            assert choice.plan.gated == size.endswith("gated"), size
+            assert choice.plan.gated == gated, size
             assert choice.plan.refuses(m, n // 2 if choice.plan.gated else n, k) == "", size
 
 
-@pytest.mark.parametrize(("m", "name"), [(17, "32x8x16"), (32, "32x8x16"), (33, "64x8x16"), (256, "256x8x16")])
+@pytest.mark.parametrize(
+    ("m", "name"), [(1, "1x8x16"), (5, "8x8x16"), (17, "32x8x16"), (33, "64x8x16"), (65, "96x8x16"), (256, "256x8x16")]
+)
 def test_sizes_share_a_choice_by_rows(m: int, name: str) -> None:
     assert small_matmul_hopper.key(m, 8, 16) == name
     assert small_matmul_hopper.key(m, 8, 16, gated=True) == f"{name} gated"
+    assert small_matmul_hopper.key(m, 8, 16, stream=True) == f"{name} stream"
 
 
 def test_nothing_is_chosen_without_a_gpu_or_outside_the_rows() -> None:
     assert small_matmul_hopper.chosen(64, 4096, 4096, torch.device("cpu")) is None
-    assert small_matmul_hopper.chosen(16, 4096, 4096, torch.device("cuda")) is None
+    assert small_matmul_hopper.chosen(0, 4096, 4096, torch.device("cuda")) is None
     assert small_matmul_hopper.chosen(257, 4096, 4096, torch.device("cuda")) is None
 
 
-def test_between_the_measured_rows_cublas_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_129_and_255_rows_cublas_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     place, chosen = torch.device("cuda", 5), small_matmul_hopper.chosen
-    measured = {m: chosen(m, 28672, 4096, place) for m in (50, 64, 128, 256)}
+    measured = {m: chosen(m, 28672, 4096, place) for m in (50, 64, 100, 128, 256)}
     assert all(choice is not None and choice.by == "hopper" for choice in measured.values())
-    assert measured[50] == measured[64]
-    assert {chosen(m, 28672, 4096, place).by for m in (65, 100, 127, 129, 255)} == {"cublas"}
+    assert measured[50] == measured[64] and measured[100] == measured[128]
+    assert {chosen(m, 28672, 4096, place).by for m in (129, 200, 255)} == {"cublas"}
     assert chosen(100, 28673, 4096, place) is None
     chosen.cache_clear()
 

@@ -18,13 +18,19 @@ needs about 185. So the weights are read once, at the full width of memory, and 
 * With SWAP the weights are the left operand of the tensor cores: rows of W fill their 64 or 128 rows where 8 rows
   of X would leave most of them empty.
 
-Three kernels. ``small_matmul.cu``, bfloat16, for 1 to 16 rows (32 of a small weight): rows of W dealt out evenly, the k
-of a block among its warps, no sums between blocks; with ``pdl`` the next launch fetches its weights while this one
-ends, which is worth 0.5 to 1.5 us a launch. ``small_matmul_hopper.py``'s, bfloat16, for 17 rows
-and more on Hopper. The Triton kernels below for other dtypes and GPUs. For 17 rows and more a file of choices,
-measured for each device, says which of them runs a weight, or that cuBLAS does (``best_launcher``). With Triton, at 32
-rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than memory's 4.3, and more
-bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
+Three kernels. ``small_matmul.cu`` (``small_matmul_cuda.py``), bfloat16, for 1 to 16 rows (32 of a small weight): rows
+of W dealt out evenly, the k of a block among its warps; with ``pdl`` the next launch fetches its weights while this one
+ends, which is worth 0.5 to 1.5 us a launch. ``small_matmul_hopper.py``'s, bfloat16, for 17 rows and more on Hopper. The
+Triton kernels below for other dtypes and GPUs. A file of choices, measured for each device, says which of them runs a
+weight, and how, or that cuBLAS does (``best_launcher``). With Triton, at 32 rows W and X together come through the L2
+cache at 5.4 to 5.7 TB/s (one H200), little more than memory's 4.3, and more bytes in flight change nothing: from there
+on a tile has to be wide, not only its loads deep.
+
+In a decode step each product waits for the kernel before it, and with small weights that, not memory, is what its time
+is. Shared memory decides then: a launch that takes all of it keeps the next one from fetching its weights.
+So for one row of Qwen3-0.6B the quickest ring is as deep as a warp has chunks, no deeper: a layer takes 26.7 us with
+such plans and the gate inside, 35.1 with the deepest rings that fit (one run, H200). Lost: asking for the weights of
+later products ahead, into the L2 cache (0.7 to 9 us a layer more at 1 to 64 rows, 0.6B and 8B).
 
 Source: split-K and its fix-up by the last arriver: Osama et al. 2023, arXiv:2301.03598 (Stream-K).
 """
@@ -35,7 +41,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +50,11 @@ from torch import Tensor
 
 from . import cuda, shapes, small_matmul_hopper
 from .cuda import bind as bind
-from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl, triton
+from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
+from .small_matmul_cuda import CUDA_ROWS, CudaRows, cuda_refuses, quicker
+from .small_matmul_cuda import SHARED as SHARED
 from .tiles import after_previous, describe, dot, fits_descriptor
 
 log = logging.getLogger(__name__)
@@ -287,126 +295,15 @@ def launcher() -> Callable[..., Tensor]:
 by_triton = launcher()
 
 
-# --------------------------------------------------------------------------------------------------------- CUDA C++
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How ``small_matmul.cu`` cuts a product up; the fields are the arguments of its launcher."""
-
-    columns: int
-    """Rows of W in a group, in sixteens."""
-    stages: int
-    per: int
-    """Sixteens of rows of W for a block."""
-    warps: int = 8
-    ranks: int = 1
-    """Blocks of a cluster that share K."""
-
-
-CUDA_ROWS = 32
-"""Most rows of X that one block of ``small_matmul.cu`` takes; for more it reads W again."""
-SHARED = 227 * 1024
-"""Bytes of shared memory of a block on Hopper."""
-
-
-KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (1, 8), (1, 4))
-"""(columns, stages) that are compiled, the better ones first."""
-
-
-@cache
-def plan_rows(m: int, n: int, multiprocessors: int) -> Plan:
-    """The best plan that fits the shared memory, by a rule from times on an H200 (no search).
-
-    Rows of W are dealt out evenly, so a block's share is a matter of N alone. Of the groups that it may be taken in,
-    the widest that leaves little of the last one empty is best; narrow groups read X more often from the L2 cache.
-    """
-    sixteens = -(-n // 16)
-    per = -(-sixteens // multiprocessors)
-    for columns, stages in KERNELS:
-        plan = Plan(columns, stages, per)
-        empty = -(-per // columns) * columns - per
-        if columns <= per and empty * 16 <= per and shared_bytes(plan, m) <= SHARED:
-            return plan
-    return Plan(1, 4, per)
-
-
-def shared_bytes(plan: Plan, m: int) -> int:
-    """Shared memory of a block for ``m`` rows of X."""
-    tile = 8 if m <= 8 else 16 if m <= 16 else CUDA_ROWS
-    ring = plan.warps * plan.stages * (plan.columns * 16 + min(m, tile)) * 128
-    part = min(m, tile) * (plan.per + plan.columns) * 16 if plan.ranks > 1 else 0
-    return ring + 4 * (plan.warps * tile * (plan.columns * 16 + 4) + part)
-
-
-def quicker(m: int, n: int, k: int) -> bool:
-    """Whether ``small_matmul.cu`` beat the Triton kernels at such a shape on an H200: always up to 16 rows, up to 32
-    for small weights. Above, X is read from the L2 cache about as often as W is from memory."""
-    return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192)
-
-
-def cuda_refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
-    """Why the CUDA kernels do not take these arguments, or ``""``."""
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
-        return "they compute in bfloat16"
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        return "x must be [M, K] and weight [N, K]"
-    if any(t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16 for t in (x, weight)) or x.shape[1] % 8:
-        return "they read 16 bytes at a time: K, the rows' strides and the addresses must be multiples of 16 bytes"
-    return "" if x.shape[1] else "K is 0"
-
-
-class CudaRows:
-    """``small_matmul(x, weight, bias=None, *, pdl=False, plan=None)`` by ``small_matmul.cu``.
-
-    What a row gets is the same to the bit whatever the other rows are and however many: the order of its sum depends
-    on the weight's shape alone. Above 32 rows it reads W again for every 32 of them, from the L2 cache if it fits
-    there: 64 rows take 1.5 to 1.8 times as long as with cuBLAS (weights of 30 MB to 1 GB, one H200).
-
-    Raises:
-        Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
-    """
-
-    def __init__(self) -> None:
-        self._launch = bind("small_matmul", "transect_small_matmul", "ppppiiilliiiiiip")
-        self._dependent = torch.cuda.get_device_capability()[0] >= 9
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False, plan: Plan | None = None
-    ) -> Tensor:
-        """As ``reference``.
-
-        ``pdl``: W may be read before the kernel before this one on the stream has ended, so that one must not write W.
-        (On Hopper a launch always begins before the last one ends; only with ``pdl`` does it read anything then.)
-
-        Raises:
-            ValueError: see ``cuda_refuses``.
-            RuntimeError: the launch failed.
-        """
-        (m, k), n = x.shape, weight.shape[0]
-        out = x.new_empty((m, n))
-        if m == 0 or n == 0:
-            return out
-        cut = plan or plan_rows(m, n, multiprocessors(x.device))
-        code = self._launch(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
-            x.stride(0), weight.stride(0), cut.columns, cut.stages, cut.warps, cut.per, cut.ranks,
-            (2 if pdl else 1) if self._dependent else 0,            torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
-        if code:
-            reason = cuda_refuses(x, weight, bias)
-            if reason:
-                raise ValueError(f"small_matmul.cu: {reason}")
-            raise RuntimeError(f"small_matmul.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
-        return out
+# --------------------------------------------------------------------------------------------------------- the choice
 
 
 def best_launcher() -> Callable[..., Tensor]:
     """A new ``small_matmul(x, weight, bias=None, *, pdl=False)``: what was quickest for the shape.
 
-    From 17 rows on, bfloat16, what a file of choices for this GPU names (``small_matmul_hopper.chosen``): one of the
-    kernels here, or cuBLAS, which is ``torch.nn.functional.linear``. Without one, cuBLAS on Hopper above 32 rows.
-    Otherwise ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels.
+    In bfloat16 what a file of choices for this GPU names (``small_matmul_hopper.chosen``): one of the kernels here, or
+    cuBLAS, which is ``torch.nn.functional.linear``. Without one, cuBLAS on Hopper above 32 rows. Otherwise
+    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels.
 
     Which one runs is decided by the device, the shape, the strides and the dtype alone. Where the CUDA kernels cannot
     be built, that is said once, in the log. Counters are its own (see ``Counters``).
@@ -439,7 +336,7 @@ def best_launcher() -> Callable[..., Tensor]:
         if rows is None or cuda_refuses(x, weight, bias):
             return triton_rows(x, weight, bias)
         m, (n, k) = x.shape[0], weight.shape
-        if wide is not None and m >= small_matmul_hopper.FEWEST_ROWS:
+        if wide is not None:
             choice = small_matmul_hopper.chosen(m, n, k, device)
             by = choice.by if choice is not None else "cublas" if m > CUDA_ROWS else ""
             if choice is not None and by == "hopper" and not small_matmul_hopper.refuses(x, weight, bias):
@@ -448,8 +345,8 @@ def best_launcher() -> Callable[..., Tensor]:
                 return F.linear(x, weight, bias)
             if by == "triton":
                 return triton_rows(x, weight, bias)
-            if by == "cuda":
-                return rows(x, weight, bias, pdl=pdl)
+            if choice is not None and by == "cuda":
+                return rows(x, weight, bias, pdl=pdl, plan=choice.rows_plan)
         if quicker(m, n, k):
             return rows(x, weight, bias, pdl=pdl)
         return triton_rows(x, weight, bias)
@@ -460,18 +357,23 @@ def best_launcher() -> Callable[..., Tensor]:
 def gated_launcher() -> Callable[..., Tensor | None]:
     """A new ``gate_up(x, weight, *, pdl=False)`` of one launch, as ``gate_up.py`` defines it, without a bias; None
     where the GPU or the shape has none, or where the product and the gate were quicker one after the other."""
-    hopper: dict[torch.device, small_matmul_hopper.HopperRows] = {}
+    built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows]] = {}
 
     def call(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor | None:
         choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
-        if choice is None or choice.plan is None or small_matmul_hopper.refuses(x, weight):
+        if choice is None or (choice.plan is None and choice.rows_plan is None):
             return None
-        if x.device not in hopper:
+        if (small_matmul_hopper.refuses if choice.plan else cuda_refuses)(x, weight):
+            return None
+        if x.device not in built:
             try:
-                hopper[x.device] = small_matmul_hopper.HopperRows(x.device)
+                built[x.device] = CudaRows(), small_matmul_hopper.HopperRows(x.device)
             except Unavailable:  # the product of one half after the other then runs, and says why in the log
                 return None
-        return hopper[x.device](x, weight, pdl=pdl, plan=choice.plan)
+        rows, hopper = built[x.device]
+        if choice.plan is None:
+            return rows(x, weight, pdl=pdl, plan=choice.rows_plan, gated=True)
+        return hopper(x, weight, pdl=pdl, plan=choice.plan)
 
     return call
 

@@ -17,6 +17,9 @@
 #include <cuda.h>
 
 #include "few_rows.cuh"
+#include "parts.cuh"
+
+#define TRANSECT_PARTS 4
 
 using namespace few_rows;
 
@@ -230,10 +233,11 @@ __device__ __forceinline__ void add_shares(int rank, int sharers, Read read, Sto
 template <bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __nv_bfloat16* bias,
-              __nv_bfloat16* out, float4* parts, int* flags, int M, int N, int K, int ranks, int stages, int ahead) {
+              __nv_bfloat16* out, float4* parts, int* flags, int M, int N, int K, int ranks, int stages, int box,
+              int ahead) {
 #ifdef TRANSECT_HOPPER
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
-  constexpr int WORKERS = WGS * 128, BOX = kBox<AR>, COLUMNS = SWAP ? AR * PAIR : GATE ? NB / 2 : NB;
+  constexpr int WORKERS = WGS * 128, COLUMNS = SWAP ? AR * PAIR : GATE ? NB / 2 : NB;
   constexpr int WIDTH = SWAP ? AR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
   extern __shared__ unsigned char memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
@@ -271,10 +275,12 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 
   if (warp == WGS * 4) {
     if (lane == 0) {
+      // Copies end with the rows of X: what reaches past them is slow.
+      const int left_rows = SWAP ? AR : max(0, min(AR, M - half * AR));
+      const int bytes = (left_rows + box - 1) / box * box * 128 + (SWAP && PAIR == 1 ? min(M, NB) * 128 : B_BYTES);
       auto fetch_a = [&](int i, int slot) {
         const int k = i % chunks * kChunk, row0 = left_of(i / chunks);
-#pragma unroll
-        for (int row = 0; row < AR; row += BOX)
+        for (int row = 0; row < left_rows; row += box)
           fetch(ring + slot * STAGE + row * 128, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
       };
       auto fetch_b = [&](int i, int slot) {
@@ -288,7 +294,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       };
       const int early = min(stages, last - first);
       for (int i = 0; i < early; i++) {
-        barrier_expect(full + 8 * i, STAGE);
+        barrier_expect(full + 8 * i, bytes);
         if (SWAP) fetch_a(first + i, i);
         else fetch_b(first + i, i);
       }
@@ -299,7 +305,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       int slot = 0, parity = 0;
       for (int i = first + early; i < last; i++) {
         barrier_wait(empty + 8 * slot, parity);
-        barrier_expect(full + 8 * slot, STAGE);
+        barrier_expect(full + 8 * slot, bytes);
         fetch_a(i, slot);
         fetch_b(i, slot);
         if (++slot == stages) slot = 0, parity ^= 1;
@@ -505,24 +511,28 @@ int start(const void* x, const void* weight, const void* bias, void* out, void* 
   if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
   if (!ranks && clusters > (long long)tiles * chunks) return -1;
   if (GATE && (SWAP || bias || ranks < 0 || ranks > 1)) return -1;
+  int box = kBox<AR>;  // rows of the left operand in a copy
+  if (!SWAP && M <= box) box = M;
+  else if (!SWAP)
+    while (box > 8 && M % box) box /= 2;
   CUtensorMap a_map, b_map;
-  if (describe(&a_map, SWAP ? weight : x, SWAP ? N : M, K, SWAP ? w_stride : x_stride, kBox<AR>) ||
+  if (describe(&a_map, SWAP ? weight : x, SWAP ? N : M, K, SWAP ? w_stride : x_stride, box) ||
       describe(&b_map, SWAP ? x : weight, SWAP ? M : GATE ? 2 * N : N, K, SWAP ? x_stride : w_stride,
-               GATE ? NB / 2 : NB / PAIR))
+               GATE ? NB / 2 : SWAP && PAIR == 1 && M < NB ? M : NB / PAIR))
     return -2;
   const int blocks = PAIR * (ranks > 0 ? ranks : 1);
   const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
   return (int)launch(many_rows<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks, dependent > 0, stream,
                      a_map, b_map, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks,
-                     stages, (int)(dependent > 1));
+                     stages, box, (int)(dependent > 1));
 }
 
 }  // namespace
 
 #define TRANSECT_CUT(SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS)                                                              \
   if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && blocks == BLOCKS) \
-    return start<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(x, weight, bias, out, parts, flags, M, N, K, x_stride, w_stride, \
-                                                        ranks, clusters, stages, dependent, stream);
+    return TRANSECT_HERE(start<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(x, weight, bias, out, parts, flags, M, N, K, x_stride, \
+                                                                      w_stride, ranks, clusters, stages, dependent, stream));
 
 // x [M, K] and weight [N, K] (with ``gate`` [2 N, K]) with the given strides between rows, out [M, N] contiguous, bias [N] or
 // null; N, K and both strides multiples of 8, x and weight on 16 bytes. parts: float32 for every tile of every block, where
@@ -540,6 +550,7 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(1, 0, 32, 3, 1, 1, 1)
   TRANSECT_CUT(1, 0, 64, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 64, 3, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 96, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 128, 2, 1, 1, 1)
   TRANSECT_CUT(1, 0, 128, 3, 1, 1, 1)
   TRANSECT_CUT(1, 0, 128, 1, 2, 1, 1)

@@ -15,6 +15,8 @@ all of X for it: X comes from the L2 cache once for each tile of W's rows. So
 * where a weight has too few tiles, K is shared out: among the blocks of a cluster, which add over each other's shared
   memory, or over the grid, where each block adds a part of the tile from memory; always in the order of k;
 * the first copies of W are asked for before the kernel that makes X has ended (``pdl``);
+* copies of X end with its rows: what reaches past the end of a tensor is slow, and so a tile for 128 rows takes less
+  time with 96;
 * the gate of a gated MLP is applied to the sums in registers, where both its halves are in one tile.
 
 What a row gets depends on how many rows there are: for the same bits in any batch see ``linear.triton_fixed_rows``.
@@ -27,10 +29,10 @@ at a time instead of one after another was worth 1.7 to 2.3 us of each product w
 X to 2, 4 or 8 blocks (no less time, as what the multiprocessors take in stays the same), k in a rotated order, other
 widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5% slower.
 
-cuBLAS stays quicker, and runs, where the weights of 33 to 50 MB (qkv and out of an 8B model) meet 64 rows and more (by
-1 to 3 us of 14: what it costs that ranks add up, which nothing hides), for the heads at 128 and 256 rows, for most
-weights at 256 rows, and for most of the smaller models' from 64 rows on. Which one, with which plan, is measured by
-``benchmarks/ops_many_rows.py`` and kept as data for each device; all times are in ``results/h200/ops_many_rows.json``.
+Which one runs, with which plan, is measured where it runs, in a chain of whole layers, by
+``benchmarks/products_in_layers.py``, for the heads and the other sizes alone by ``benchmarks/ops_many_rows.py``, and
+kept as data for each device. cuBLAS stays quicker, and runs, for the heads at 128 and 256 rows, for most weights at 256
+rows, and for most of the smaller models' from 64 rows on; all times are in ``results/h200/ops_many_rows.json``.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ from torch import Tensor
 
 from . import cuda
 from .registry import Unavailable
+from .small_matmul_cuda import Plan as RowsPlan
 from .tuning import SHIPPED, file_name
 
 log = logging.getLogger(__name__)
 
 FOLDER = SHIPPED / "small_matmul"
 """One file for each device that was measured: which implementation, and how it cuts the product up."""
-FEWEST_ROWS, MOST_ROWS = 17, 256
-ROWS = (32, 64, 128, 256)
+MOST_ROWS = 256
+ROWS = (1, 8, 16, 32, 64, 96, 128, 256)
 """What rows are rounded up to when a choice is looked up."""
 CHUNK = 64
 """k that a copy brings of each row: 128 bytes."""
@@ -70,6 +73,7 @@ CUTS: tuple[Cut, ...] = (
     (1, 0, 32, 3, 1, 1, 1),
     (1, 0, 64, 1, 1, 1, 2),
     (1, 0, 64, 3, 1, 1, 1),
+    (1, 0, 96, 1, 1, 1, 2),
     (1, 0, 128, 2, 1, 1, 1),
     (1, 0, 128, 3, 1, 1, 1),
     (1, 0, 128, 1, 2, 1, 1),
@@ -182,8 +186,9 @@ def _stages(cut: Cut, k: int, shared: int) -> int:
 
 def _fitting(m: int, gated: bool) -> list[Cut]:
     """Cuts whose tiles are as high as m rows need."""
-    wanted = {True: next(rows for rows in ROWS if rows >= m), False: 64 if m <= 64 else 128 if m <= 128 else 256}
-    return [cut for cut in CUTS if cut[1] == gated and Plan(*cut, 1, 0, 2).most_rows == wanted[bool(cut[0])]]
+    right = {next(rows for rows in ROWS if rows >= max(m, 32))} | ({128} if 64 < m <= 96 else set())
+    left = {64 if m <= 64 else 128 if m <= 128 else 256}
+    return [cut for cut in CUTS if cut[1] == gated and Plan(*cut, 1, 0, 2).most_rows in (right if cut[0] else left)]
 
 
 def candidates(m: int, n: int, k: int, *, gated: bool = False, units: int = 132) -> list[Plan]:
@@ -220,17 +225,19 @@ def plan_rows(m: int, n: int, k: int) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What runs a product of a size: ``hopper`` with ``plan``, ``cuda`` (``small_matmul.cu``), ``triton``, or
-    ``cublas``, which is ``torch.nn.functional.linear``."""
+    """What runs a product of a size: ``hopper`` with ``plan``, ``cuda`` (``small_matmul.cu``) with ``rows_plan`` or its
+    rule's, ``triton``, or ``cublas``, which is ``torch.nn.functional.linear``."""
 
     by: str
     plan: Plan | None = None
+    rows_plan: RowsPlan | None = None
 
 
-def key(m: int, n: int, k: int, gated: bool = False) -> str:
-    """The name of a size in a file of choices: rows rounded up to a power of two from 32 on, the weight's size as it
-    is."""
-    return f"{max(32, 1 << (m - 1).bit_length())}x{n}x{k}{' gated' if gated else ''}"
+def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False) -> str:
+    """The name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
+    ``stream``: for ``stream_products.py``."""
+    rows = next(rows for rows in ROWS if rows >= m)
+    return f"{rows}x{n}x{k}{' gated' if gated else ''}{' stream' if stream else ''}"
 
 
 @cache
@@ -246,20 +253,27 @@ def choices(device_name: str) -> Mapping[str, Choice]:
 def read_choice(entry: Mapping[str, Any]) -> Choice:
     """From its form in a file."""
     plan = entry.get("plan")
-    return Choice(entry["by"], None if plan is None else Plan(**plan))
+    if plan is None:
+        return Choice(entry["by"])
+    if entry["by"] == "cuda":
+        return Choice("cuda", rows_plan=RowsPlan(**plan))
+    return Choice(entry["by"], Plan(**plan))
 
 
 @cache
-def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False) -> Choice | None:
+def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False) -> Choice | None:
     """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured.
 
-    Above 64 rows only at the numbers that were measured; cuBLAS in between. Copies that reach past X's last row are
-    slow: 160 rows by the plan for 256 take 90 us with W of 28672 x 4096, cuBLAS 66 (H200).
+    From 129 to 255 rows cuBLAS, whose time falls with the rows there: 160 rows by the plan for 256 take 90 us with W of
+    28672 x 4096, cuBLAS 66 (H200).
     """
-    if device.type != "cuda" or not FEWEST_ROWS <= m <= MOST_ROWS:
+    if device.type != "cuda" or not 0 < m <= MOST_ROWS:
         return None
-    found = choices(torch.cuda.get_device_name(device)).get(key(m, n, k, gated))
-    return Choice("cublas") if found is not None and m > 64 and m not in ROWS else found
+    known = choices(torch.cuda.get_device_name(device))
+    found = known.get(key(m, n, k, gated, stream))
+    if found is None and 64 < m <= 96:
+        found = known.get(key(128, n, k, gated, stream))
+    return Choice("cublas") if found is not None and 128 < m < MOST_ROWS else found
 
 
 def refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
