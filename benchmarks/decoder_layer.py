@@ -39,6 +39,7 @@ from transect.models.presets import PRESETS
 from transect.models.shapes import linear_shapes
 from transect.ops import gate_up
 from transect.ops.opset import OpSet, dependent_launch, resolve_ops
+from transect.ops.stream_products import StreamProducts
 
 READ, RATE = 4.35e12, 750e12
 CONTEXT, BLOCK = 1024, 16
@@ -68,7 +69,8 @@ class Chain:
         self.config = dataclasses.replace(PRESETS[name], n_layers=LAYERS[name], vocab_size=64)
         self.rows = rows
         self.plain_ops = resolve_ops("cuda", ("triton", "torch"))
-        self.ops = dependent_launch(self.plain_ops)
+        streams = StreamProducts(torch.device("cuda", torch.cuda.current_device()))
+        self.ops = dataclasses.replace(dependent_launch(self.plain_ops), stream_products=streams)
         self.model = Decoder(self.config, "meta", torch.bfloat16, ops=self.ops)
         join_weights(self.model, "cuda")
         torch.manual_seed(0)
@@ -85,7 +87,7 @@ class Chain:
         self.x = torch.randn(rows, self.config.dim, device="cuda", dtype=torch.bfloat16)
 
     def stack(
-        self, fusions: Fusions | None = None, *, ops: OpSet | None = None, **replaced: Callable[..., Any]
+        self, fusions: Fusions | None = None, *, ops: OpSet | None = None, **replaced: Any
     ) -> Callable[[], torch.Tensor]:
         """All layers, as a call, on ``ops`` with ``replaced`` instead of some."""
         self.model.ops = dataclasses.replace(ops or self.ops, **replaced)
@@ -147,12 +149,13 @@ class Chain:
 
 
 def variants(chain: Chain) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The layer with everything on, and each thing off in turn."""
+    """The layer with everything on, and each thing off in turn; norms are in the products with all on only."""
     yield "all", chain.stack()
+    yield "norms in products off", chain.stack(stream_products=None)
     for name in ("qkv", "gate_up", "add_norm", "rotary_write"):
         yield f"{name} off", chain.stack(Fusions(**{name: False}))
     yield "pdl off", chain.stack(ops=dependent_launch(chain.plain_ops, False))
-    yield "products by cuBLAS", chain.stack(linear=F.linear, gate_up=_cublas_gate_up)
+    yield "products by cuBLAS", chain.stack(linear=F.linear, gate_up=_cublas_gate_up, stream_products=None)
 
 
 def _cublas_gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

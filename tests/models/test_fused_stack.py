@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext, VarlenContext
@@ -12,6 +13,7 @@ from transect.models.fused_stack import FusedStack, Fusions, join_weights, unsui
 from transect.ops.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
 from transect.ops.registry import get
+from transect.ops.stream_products import Stream
 
 BLOCK = 4
 TINY = ModelConfig(
@@ -76,6 +78,48 @@ def test_same_as_layer_by_layer(name):
     plain, fused = both(model)
     for one, two in zip(plain, fused, strict=True):
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+
+
+class TorchStreams:
+    """What ``StreamProducts`` computes, by torch; counts its products."""
+
+    def __init__(self, rows):
+        self.rows, self.products = rows, 0
+
+    def takes(self, x, sizes):
+        assert {gated for _, _, gated in sizes} == {False, True} and len(sizes) == 4
+        return len(x) <= self.rows
+
+    def add(self, x, weight, residual, scale, eps):
+        self.products += 1
+        total = F.linear(x, weight) + residual
+        return Stream(total, total * scale, total.square().unflatten(-1, (-1, 16)).sum(-1), eps)
+
+    def linear(self, stream, weight, bias=None):
+        self.products += 1
+        squares = stream.squares.sum(-1, keepdim=True) / stream.total.shape[-1]
+        return F.linear(stream.scaled, weight) * (squares + stream.eps).rsqrt() + (0 if bias is None else bias)
+
+    def gate_up(self, stream, weight):
+        gate, up = self.linear(stream, weight).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_norms_in_the_products_change_nothing(name):
+    streams = TorchStreams(12)
+    ops = dataclasses.replace(resolve_ops("cpu"), stream_products=streams)
+    model = build(CONFIGS[name], ops)
+    join_weights(model)
+    plain, fused = both(model)
+    # Of two layers the first q, k and v and the last down are ordinary; a bias after attention leaves all of them so.
+    assert streams.products == (0 if name == "biased" else 6)
+    torch.testing.assert_close(fused[0], plain[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused[1:], plain[1:], rtol=1e-4, atol=1e-4)
+    streams.products, streams.rows = 0, 11
+    both(model)
+    both(model, Fusions(add_norm=False))
+    assert streams.products == 0
 
 
 @pytest.mark.parametrize("switched_off", [field.name for field in dataclasses.fields(Fusions)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..models.load_device import load_on_device
 from ..models.memory.serving import kept_for_graphs
 from ..models.resolve import ModelSource
 from ..ops.opset import OpSet, dependent_launch, resolve_ops
+from ..ops.stream_products import StreamProducts
 from . import warm_kernels
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .compilers import Compilers
@@ -227,7 +228,10 @@ def graph_tokens(config: ModelConfig) -> int:
 def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = True) -> OpSet:
     """The operators of an engine on a GPU; ``early``: with dependent launch where the GPU has it (Hopper)."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
-    return dependent_launch(ops, early and torch.cuda.get_device_capability(device)[0] >= 9)
+    early = early and torch.cuda.get_device_capability(device)[0] >= 9
+    if early and not deterministic:
+        ops = replace(ops, stream_products=StreamProducts(device))
+    return dependent_launch(ops, early)
 
 
 def trial_runner(

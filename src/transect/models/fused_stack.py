@@ -7,6 +7,8 @@ What it computes is what ``Decoder.run_layers`` computes, up to the rounding of 
 * one kernel adds the residual and normalises (``add_rms_norm``), one rotates q and k, normalises their heads where the
   model does, and writes k and v to the cache (``rotary_kv_write``);
 * the gate's SiLU in the epilogue of the gate-up product for many rows, one kernel after it for few;
+* in decode steps of few rows, where that was measured to be quicker, residual add and norm are part of the products on
+  both sides of them (``stream_products.py``);
 * where only some tokens' hidden states are wanted (the last of each prompt), the last layer computes keys and values
   for all tokens, and the rest for those.
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..ops.stream_products import Stream, StreamProducts
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
@@ -77,6 +80,8 @@ class FusedStack:
         self._ops = model.ops
         self._fusions = fusions or Fusions()
         self._layers = [_FusedLayer(layer, index, config) for index, layer in enumerate(_layers(model))]
+        plain = self._fusions == Fusions() and all(layer.plain for layer in self._layers)
+        self._streams = self._ops.stream_products if plain else None
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
         """Of each position, cosines and then sines."""
@@ -98,6 +103,8 @@ class FusedStack:
         cos, sin = self._rotations.index_select(0, positions_T).chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         wanted = context.wanted
+        if wanted is None and self._streams is not None and self._streams.takes(x_TD, self._layers[0].sizes):
+            return self._run_streams(self._streams, x_TD, (cos, sin), context)
         for layer in self._layers:
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
             last = None if layer is not self._layers[-1] else wanted
@@ -110,6 +117,25 @@ class FusedStack:
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.mlp_norm)
             branch_TD = layer.down(self._gated(layer, normed_TD))
         return x_TD, branch_TD
+
+    def _run_streams(
+        self, products: StreamProducts, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
+    ) -> tuple[Tensor, Tensor]:
+        """As ``_run``, by products that begin and end at the residual stream; all tokens are wanted."""
+        stream: Stream | None = None
+        for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
+            normed_TD = layer.attention_norm(x_TD) if stream is None else stream
+            attended_THd = self._attend(layer, normed_TD, rotation, context, None)
+            norm = layer.mlp_norm
+            stream = products.add(attended_THd.flatten(-2), layer.o.weight, x_TD, norm.weight, norm.eps)
+            gated_TF = products.gate_up(stream, layer.gate_up)
+            x_TD = stream.total
+            if after is None:
+                return x_TD, layer.down(gated_TF)
+            norm = after.attention_norm
+            stream = products.add(gated_TF, layer.down.weight, x_TD, norm.weight, norm.eps)
+            x_TD = stream.total
+        raise AssertionError("a decoder has layers")
 
     def _add_norm(self, x_TD: Tensor, branch_TD: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm)."""
@@ -124,14 +150,18 @@ class FusedStack:
     def _attend(
         self,
         layer: _FusedLayer,
-        x_TD: Tensor,
+        x_TD: Tensor | Stream,
         rotation: tuple[Tensor, Tensor],
         context: PagedContext,
         wanted: Wanted | None,
     ) -> Tensor:
         """Attention of all tokens ``[T, H, d]``, or of those that are wanted."""
         config, attention = self._config, layer.attention
-        if self._fusions.qkv:
+        if isinstance(x_TD, Stream):
+            assert self._streams is not None
+            joined = self._streams.linear(x_TD, layer.qkv, layer.qkv_bias)
+            parts = joined.split((config.q_dim, config.kv_dim, config.kv_dim), dim=-1)
+        elif self._fusions.qkv:
             joined = self._ops.linear(x_TD, layer.qkv, layer.qkv_bias)
             parts = joined.split((config.q_dim, config.kv_dim, config.kv_dim), dim=-1)
         else:
@@ -180,6 +210,12 @@ class _FusedLayer:
         assert mlp.gate is not None
         self.qkv, self.qkv_bias = _joined((attention.q, attention.k, attention.v))
         self.gate_up, self.gate_up_bias = _joined((mlp.gate, mlp.up))
+        plain = all(type(module) is Linear and module.bias is None for module in (self.o, self.down))
+        self.plain = plain and self.gate_up_bias is None
+        """Whether its products after q, k and v are of weights and nothing else."""
+        weights = (self.qkv, self.o.weight, self.gate_up, self.down.weight)
+        self.sizes = [(*weight.shape, weight is self.gate_up) for weight in weights]
+        """Of its products, as ``StreamProducts`` asks for them."""
 
 
 def join_weights(model: Decoder, device: torch.device | str | None = None) -> None:

@@ -30,6 +30,7 @@ from . import (  # noqa: F401  (each import enters the operator into the registr
     swiglu,
 )
 from .registry import Implementation, Unavailable, get
+from .stream_products import StreamProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,16 @@ class OpSet:
     kv_cache_write: Callable[..., Any]
     rotary_kv_write: Callable[..., Any]
     paged_attention: Callable[..., Any]
+    stream_products: StreamProducts | None = None
+    """Products with the norms between them in their launches, for decode steps of few rows; None: there are none."""
     chosen: tuple[tuple[str, str], ...] = ()
     """(operator, implementation), for the start-up line."""
     passed_over: tuple[tuple[str, str, str], ...] = ()
     """(operator, implementation, reason): what was preferred but cannot run here."""
 
 
-OPERATORS = tuple(field.name for field in fields(OpSet) if field.name not in ("chosen", "passed_over"))
+NOT_OPERATORS = ("stream_products", "chosen", "passed_over")
+OPERATORS = tuple(field.name for field in fields(OpSet) if field.name not in NOT_OPERATORS)
 
 
 def resolve_ops(
@@ -104,7 +108,7 @@ def resolve_ops(
                 f"operator {name!r} has no implementation for {target} among the backends {', '.join(backends)} "
                 f"({reasons or 'none is registered'}); add 'torch' to the backends"
             )
-    return OpSet(**picked, chosen=tuple(chosen), passed_over=tuple(passed_over))
+    return OpSet(**picked, stream_products=None, chosen=tuple(chosen), passed_over=tuple(passed_over))
 
 
 def dependent_launch(ops: OpSet, on: bool = True) -> OpSet:

@@ -1,0 +1,254 @@
+"""Which kernel runs each product of a decode step quickest, measured where it runs: in a chain of whole layers.
+
+    python benchmarks/products_in_layers.py OUT.json MODEL:ROWS[:SECONDS] ... [--choices FILE]
+
+Alone, in a chain of its own kind, a product shows other times than between a norm, attention and the other products:
+how much of its weight is there when its input is depends on how much shared memory the kernel before leaves. So one
+product after another gets the candidate with which a CUDA graph of several layers (``decoder_layer.py``) takes the
+least time, the others as chosen so far; every candidate must give the same bits twice, and what it computes may be no
+further from the first result than rounding goes. Then, up to 32 rows, the same with residual add and norm in the
+products (``stream_products.py``). With ``--choices`` the quickest are written into FILE, a file of choices of
+``ops/tuned/small_matmul``; those of streams where they gain, and are left out where they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import record
+from decoder_layer import Chain
+from graph_time import graph_times
+from transect.ops import gate_up, small_matmul
+from transect.ops import small_matmul_cuda as cuda_rows
+from transect.ops import small_matmul_hopper as hopper
+from transect.ops.small_matmul_hopper import Choice
+from transect.ops.stream_products import StreamProducts
+
+UNITS = 132
+ORDER = ("down", "gate_up", "o", "qkv")
+FAR = 0.04
+"""How far the result of all layers may be from the first one, relative."""
+
+
+def rows_plans(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+    """Plans of ``small_matmul.cu`` that give every multiprocessor, or every half of one, a share."""
+    found = []
+    for columns, stages in cuda_rows.KERNELS:
+        for warps in (4, 8):
+            for ranks in (1,) if gated else (1, 2, 4, 8):
+                for blocks in (UNITS, 2 * UNITS):
+                    per = max(1, -(-n // 16 * ranks // blocks))
+                    plan = cuda_rows.Plan(columns, stages, per, warps, ranks)
+                    chunks = -(-k // 64 // (warps * ranks)) * -(-per // columns)  # that a warp takes
+                    if columns <= per and stages <= chunks + 1 and cuda_rows.shared_bytes(plan, m) <= 200 * 1024:
+                        found.append(Choice("cuda", rows_plan=plan))
+    return list(dict.fromkeys(found))
+
+
+def hopper_plans(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+    """Those of ``candidates``, and the same with rings that leave room for another kernel's."""
+    found = []
+    for plan in hopper.candidates(m, n // 2 if gated else n, k, gated=gated):
+        share = -(-k // hopper.CHUNK // max(1, abs(plan.ranks)))
+        half = min((hopper.SHARED // 2 - 2048) // (plan.ring // plan.stages), 16)
+        for stages in {plan.stages, min(plan.stages, share), min(plan.stages, half, share)}:
+            tried = dataclasses.replace(plan, stages=max(2, stages))
+            if not tried.refuses(m, n // 2 if gated else n, k):
+                found.append(Choice("hopper", tried))
+    return list(dict.fromkeys(found))
+
+
+def name_of(choice: Choice) -> str:
+    plan = choice.plan or choice.rows_plan
+    return choice.by + ("" if plan is None else " " + " ".join(str(int(v)) for v in dataclasses.astuple(plan)))
+
+
+def form(choice: Choice) -> dict[str, Any]:
+    """As it stands in a file of choices."""
+    plan = choice.plan or choice.rows_plan
+    return {"by": choice.by} | ({} if plan is None else {"plan": dataclasses.asdict(plan)})
+
+
+class Layers:
+    """A chain of layers whose products are run as ``self.choice`` says."""
+
+    def __init__(self, model: str, rows: int) -> None:
+        self.chain = Chain(model, rows)
+        self.rows = rows
+        config = self.chain.config
+        self.sizes = {
+            "qkv": (config.q_dim + 2 * config.kv_dim, config.dim),
+            "o": (config.dim, config.q_dim),
+            "gate_up": (2 * config.ffn_dim, config.dim),
+            "down": (config.dim, config.ffn_dim),
+        }
+        self._name = {size: name for name, size in self.sizes.items()}
+        self.cuda, self.hopper, self.triton = cuda_rows.CudaRows(), hopper.HopperRows(), small_matmul.launcher()
+        self.streams = StreamProducts(
+            torch.device("cuda", 0), lambda _, n, k, __: self.choice[self._name[n, k]].rows_plan
+        )
+        self.choice: dict[str, Choice] = {}
+        self.first = self.now().double()
+
+    def now(self) -> Tensor:
+        return self.chain.stack()()
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        choice = self.choice[self._name[weight.shape[0], weight.shape[1]]]
+        if choice.by == "cublas":
+            return F.linear(x, weight)
+        if choice.by == "triton":
+            return self.triton(x, weight)
+        if choice.plan is not None:
+            return self.hopper(x, weight, pdl=True, plan=choice.plan)
+        return self.cuda(x, weight, pdl=True, plan=choice.rows_plan)
+
+    def gate_up(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        choice = self.choice["gate_up"]
+        if choice.rows_plan is not None and choice.rows_plan.ranks == 1:
+            return self.cuda(x, weight, pdl=True, plan=choice.rows_plan, gated=True)
+        y = self.product(x, weight)
+        return y if choice.plan is not None and choice.plan.gated else gate_up.gate_halves(y, pdl=True)
+
+    def seconds(self, call: Any, replays: int) -> float:
+        return statistics.median(graph_times([call], replays)) / self.chain.config.n_layers
+
+    def time(self, streams: bool, replays: int) -> float:
+        """Microseconds of a layer; infinite if the result is wrong or not the same twice."""
+        call = self.chain.stack(
+            linear=self.product, gate_up=self.gate_up, stream_products=self.streams if streams else None
+        )
+        y = call()
+        if not torch.equal(y, call()) or not (y.double() - self.first).norm() <= FAR * self.first.norm():
+            return float("inf")
+        return self.seconds(call, replays) * 1e6
+
+
+def candidates(m: int, n: int, k: int, gated: bool, streams: bool) -> list[Choice]:
+    if streams:
+        return rows_plans(m, n, k, gated)
+    found = [Choice("cublas"), Choice("triton")]
+    if m <= cuda_rows.CUDA_ROWS:
+        found += rows_plans(m, n, k, gated)
+    if m > 16:
+        found += hopper_plans(m, n, k, gated)
+        if gated:
+            found += hopper_plans(m, n, k, False)
+    return found
+
+
+def fits_stream(name: str, choice: Choice) -> bool:
+    """Whether a norm stands beside it."""
+    return choice.rows_plan is not None and (name != "gate_up" or choice.rows_plan.ranks == 1)
+
+
+def greedy(layers: Layers, streams: bool, seconds: float) -> float:
+    """Set ``layers.choice``, one product after another; microseconds of a layer then."""
+    end = time.monotonic() + seconds
+    for left, name in zip(range(4, 0, -1), ORDER, strict=True):
+        n, k = layers.sizes[name]
+        kept = layers.choice[name]
+        tried = [c for c in candidates(layers.rows, n, k, name == "gate_up", streams) if c != kept]
+        random.Random(0).shuffle(tried)
+        stop = time.monotonic() + (end - time.monotonic()) / left
+        times: list[tuple[float, Choice]] = []
+        for choice in [kept, *tried]:
+            if times and time.monotonic() > stop:
+                break
+            layers.choice[name] = choice
+            try:
+                times.append((layers.time(streams, 5), choice))
+            except (RuntimeError, ValueError) as error:
+                print(f"    {name} {name_of(choice)}: {str(error)[:120]}")
+        best = sorted(times, key=lambda pair: pair[0])[:4]
+        again = []
+        for _, choice in best:
+            layers.choice[name] = choice
+            again.append((layers.time(streams, 15), choice))
+        us, layers.choice[name] = min(again, key=lambda pair: pair[0])
+        shown = "; ".join(f"{time:.2f} {name_of(choice)}" for time, choice in again)
+        print(f"    {name:8} {len(times)} of {len(tried) + 1}: {shown}", flush=True)
+    return us
+
+
+def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what was measured, choices by their names in the file)."""
+    layers = Layers(model, rows)
+    before = layers.seconds(layers.chain.stack(), 15) * 1e6
+    for name, (n, k) in layers.sizes.items():
+        rule = Choice("cuda", rows_plan=cuda_rows.plan_rows(rows, n, UNITS))
+        shipped = hopper.chosen(rows, n, k, torch.device("cuda", 0), gated=name == "gate_up")
+        layers.choice[name] = shipped or (rule if rows <= 16 else Choice("cublas"))
+    print(f"{model} {rows} rows: {before:.2f} us a layer", flush=True)
+    apart = greedy(layers, False, seconds * (0.5 if rows <= cuda_rows.CUDA_ROWS else 1))
+    chosen = dict(layers.choice)
+    found: dict[str, Any] = {}
+    for name, (n, k) in layers.sizes.items():
+        choice = chosen[name]
+        if name == "gate_up":
+            at_once = choice.rows_plan is not None or (choice.plan is not None and bool(choice.plan.gated))
+            found[hopper.key(rows, n, k, gated=True)] = form(choice) if at_once else {"by": choice.by}
+            if at_once:
+                continue
+        found[hopper.key(rows, n, k)] = form(choice)
+    result = {"model": model, "rows": rows, "before_us": before, "apart_us": apart, "apart": found}
+    print(f"  {apart:.2f} with norms of their own", flush=True)
+    if rows <= cuda_rows.CUDA_ROWS:
+        for name, (n, k) in layers.sizes.items():
+            if not fits_stream(name, layers.choice[name]):
+                layers.choice[name] = rows_plans(rows, n, k, name == "gate_up")[0]
+        inside = greedy(layers, True, seconds * 0.5)
+        streams = {
+            hopper.key(rows, n, k, gated=name == "gate_up", stream=True): form(layers.choice[name])
+            for name, (n, k) in layers.sizes.items()
+        }
+        result |= {"inside_us": inside, "inside": streams}
+        print(f"  {inside:.2f} with norms in the products", flush=True)
+        if inside < 0.995 * apart:
+            found = found | streams
+    return result, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("specs", nargs="+", metavar="MODEL:ROWS[:SECONDS]")
+    parser.add_argument("--choices", type=Path)
+    asked = parser.parse_args()
+    results = []
+    about = record.environment(("torch", "triton")) | {"gpu": torch.cuda.get_device_name()}
+    for spec in asked.specs:
+        model, rows, *seconds = spec.split(":")
+        try:
+            with torch.inference_mode():
+                result, found = run(model, int(rows), float(seconds[0]) if seconds else 30.0)
+        except Exception:
+            traceback.print_exc()
+            continue
+        results.append(result)
+        torch.cuda.empty_cache()
+        asked.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        if asked.choices:
+            known = json.loads(asked.choices.read_text())
+            known["choices"] |= found
+            asked.choices.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
