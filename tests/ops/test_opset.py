@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -90,3 +92,15 @@ def test_swiglu_far_from_zero() -> None:
     (gradient,) = torch.autograd.grad(y.sum(), gate)
     assert y.tolist() == pytest.approx([0, 0, 0, 89, 1e4], abs=1e-30)
     assert gradient.tolist() == pytest.approx([0, 0, 0, 1, 1], abs=1e-30)
+
+
+def test_operators_of_the_cpu_need_no_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None  # what an import of it then meets is an ImportError
+import transect.engine.gpu_build
+from transect.ops.opset import resolve_ops
+resolve_ops("cpu")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ try:
         warpgroup_mma_wait,
     )
 except ImportError:
-    gluon = gl = None
+    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
 
 ROWS = 64
 """Queries of a warpgroup."""
