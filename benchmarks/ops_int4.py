@@ -1,17 +1,25 @@
-"""Products with weights of int4 groups on one GPU: each way that we have, beside cuBLAS on bfloat16 and floors.
+"""Products with weights of int4 groups on one GPU: each way that we have, beside torch's own, cuBLAS and floors.
 
-    python benchmarks/ops_int4.py OUT.json
+    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--late 4,5,6,7,8]
 
-Times are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays. ``..._pdl`` is
-the same, but each launch asks for its weights before the one before has ended, as in a chain of layers; ``rebuilt``
-makes a bfloat16 weight at every call. The floor counts codes, bfloat16 scales and zeros, X and Y.
+Prints a line for each weight and number of rows: the floor in us, and of each way us and the share of the floor. Times
+are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays. Launches in such a
+chain are dependent: one begins while the last one ends. ``cuda`` and ``hopper`` ask for nothing before that one has
+ended; ``cuda_pdl`` and ``hopper_pdl`` ask for weights, as in a chain of layers, where only X comes from the kernel
+before. A star is at what ``int4_matmul`` takes. ``torch_int4`` is ``torch.ops.aten._weight_int4pack_mm`` on a weight in
+its own order, ``cublas`` a product with the same weight in bfloat16, ``rebuilt`` makes that weight at every call. The
+floor counts codes, bfloat16 scales and zeros, X and Y. ``--late``: also the kernel for few rows with the next launch
+let in at other times (``late`` of ``int4_rows.CHOICES``).
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,74 +30,102 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import record
 from graph_time import graph_times
-from transect.ops import int4_hopper, int4_packing, int4_rows
+from transect.ops import int4_hopper, int4_rows
 from transect.ops import int4_matmul as i4
+from transect.ops.cuda import library
 
 BYTES_A_SECOND, FLOPS = 4.28e12, 790e12
-SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336),
-          "head": (128256, 4096)}  # fmt: skip
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHAPES = {"head": (128256, 4096), "gate+up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096),
+          "out": (4096, 4096)}  # fmt: skip
+ROWS = (1, 8, 16, 32, 64, 128, 256)
 GROUP = 128
 REPLAYS = 15
 Calls = list[Callable[[], Any]]
 
 
-def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
-    scale = (torch.rand(k // GROUP, n, device="cuda") + 0.1).mul(k**-0.5 / 4).to(torch.bfloat16).T
-    return codes, scale, -7.5 * scale
+def weight(n: int, k: int) -> torch.Tensor:
+    """Random codes, scales that keep Y near 1, zeros of -7.5 scales: as ``arrange`` would give them."""
+    made = torch.randint(-(2**31), 2**31, (k // 128, n // 16, 272), dtype=torch.int32, device="cuda")
+    scale = (torch.rand(k // 128, n // 16, 16, device="cuda") + 0.1).mul(k**-0.5 / 4)
+    made[..., 256:] = torch.stack((scale, -7.5 * scale), -1).to(torch.bfloat16).view(torch.int32).squeeze(-1)
+    return made
 
 
-def error_ratio(call: Callable[..., torch.Tensor], x: torch.Tensor, given: tuple[torch.Tensor, ...]) -> float:
+def error_ratio(call: Callable[..., torch.Tensor], x: torch.Tensor, given: torch.Tensor, n: int) -> float:
     """The error against float64 over that of torch in bfloat16."""
-    want = i4.reference(x.double(), given[0], given[1].double(), given[2].double())
-    ours, theirs = ((f(x, *given).double() - want).norm() for f in (call, i4._peer))
-    return float(ours / theirs)
+    want = i4.reference(x.double(), given, n)
+    theirs = F.linear(x, i4.dense(given, n, x.dtype)).double() - want
+    return float((call(x, given, n).double() - want).norm() / theirs.norm())
+
+
+class Ways:
+    """What can be timed, by name."""
+
+    def __init__(self, late: list[int]) -> None:
+        self._rows, self._hopper = int4_rows.CudaCodes(), int4_hopper.HopperCodes()
+        self._peers = {
+            "torch_int4": i4.Prepared(i4._for_torch, i4._by_torch),
+            "cublas": i4.Prepared(i4._rounded, F.linear),
+        }
+        self._late = late
+
+    def at(self, m: int, n: int, k: int) -> dict[str, Callable[..., torch.Tensor]]:
+        """For ``m`` rows and a weight ``[n, k]``; starred: what ``int4_matmul`` takes."""
+        chosen = {"rows": "cuda_pdl", "hopper": "hopper_pdl", "rebuilt": "rebuilt"}[i4.way(m, n)]
+        ours: dict[str, Callable[..., torch.Tensor]] = {"cuda_pdl": partial(self._rows, pdl=True)}
+        if m <= 16:
+            ours["cuda"] = self._rows
+        if n >= 16384:
+            ours["hopper_pdl"] = partial(self._hopper, pdl=True)
+        if m >= 64:
+            ours["rebuilt"] = i4.rebuilt
+        if chosen == "cuda_pdl":
+            for late in self._late:
+                config = dict(int4_rows.rule((m, n, k))) | {"late": late}
+                ours[f"late {late}"] = partial(self._rows, pdl=True, config=config)
+        return {name + "*" * (name == chosen): call for name, call in (ours | self._peers).items()}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--late", default="")
+    given = parser.parse_args()
+    late = [int(value) for value in given.late.split(",") if value]
     torch.manual_seed(0)
-    rows, hopper = int4_rows.CudaCodes(), int4_hopper.HopperCodes()
+    with ThreadPoolExecutor() as pool:  # nvcc, side by side
+        list(pool.map(library, ("int4_matmul", "int4_matmul_hopper")))
+    ways = Ways(late)
     found: list[dict[str, Any]] = []
-    for name, (n, k) in SHAPES.items():
-        count = max(4, min(24, -(-200_000_000 // (n * k // 2))))
-        given = [weight(n, k) for _ in range(count)]
-        first = [int4_rows.repack(*w) for w in given]
-        second = [int4_packing.repack(*w) for w in given]
-        dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, min(8, count // 2)))]
-        for m in ROWS:
+    for name in given.shapes.split(","):
+        n, k = SHAPES[name]
+        weights = [weight(n, k) for _ in range(max(4, min(24, -(-200_000_000 // (n * k // 2)))))]
+        few = weights[: max(2, min(8, len(weights) // 2))]  # where each takes four times the bytes
+        for m in map(int, given.rows.split(",")):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             nbytes = n * k * (0.5 + 4 / GROUP) + 2 * m * (k + n)
             floor = max(nbytes / BYTES_A_SECOND, 2 * m * n * k / FLOPS) * 1e6
-            ways: dict[str, Calls] = {"cublas, bfloat16 weights": [lambda w=w, x=x: F.linear(x, w) for w in dense]}
-            for pdl in (False, True):
-                end = "_pdl" if pdl else ""
-                if m <= i4.CUDA_ROWS:
-                    ways["cuda" + end] = [
-                        lambda p=p, x=x, n=n, pdl=pdl: rows.packed(x, p[0], p[1], n, pdl=pdl) for p in first
-                    ]
-                if m <= i4.HOPPER_ROWS:
-                    ways["hopper" + end] = [
-                        lambda p=p, x=x, n=n, pdl=pdl: hopper.packed(x, p, n, pdl=pdl) for p in second
-                    ]
-            ways["triton"] = [lambda w=w, x=x: i4.by_triton(x, *w) for w in given]
-            if m >= 32:
-                ways["rebuilt"] = [lambda w=w, x=x: i4.rebuilt(x, *w) for w in given[:8]]
-            ratio = error_ratio(i4.int4_matmul, x, given[0]) if n < 100_000 else None
-            line = f"{name:12} {m:4} floor {floor:6.2f}"
-            for way, calls in ways.items():
+            ratio = error_ratio(i4.int4_matmul, x, weights[0], n) if n < 100_000 else None
+            line = f"{name:8} {m:3} floor {floor:6.2f}"
+            for way, call in ways.at(m, n, k).items():
+                calls: Calls = [
+                    partial(call, x, w, n) for w in (few if way.rstrip("*") in ("cublas", "rebuilt") else weights)
+                ]
+                for first in calls:  # a peer takes a weight into its own order at the first
+                    first()
                 times = [seconds * 1e6 for seconds in graph_times(calls, REPLAYS)]
                 median = statistics.median(times)
                 row = {"shape": name, "rows": m, "n": n, "k": k, "group": GROUP, "way": way, "floor_us": floor}
                 found.append(row | {"us": record.summary(times), "of_floor": floor / median})
-                line += f" | {way} {median:.2f} ({floor / median:.2f})"
-            chosen = i4.way(m, n)
-            found.append({"shape": name, "rows": m, "chosen": chosen, "error_ratio": ratio})
-            print(line, f"| {chosen}" + ("" if ratio is None else f" error {ratio:.2f}"), flush=True)
-        del given, first, second, dense
+                line += f" | {way} {median:.2f} {floor / median:.2f}"
+            found.append({"shape": name, "rows": m, "error_ratio": ratio})
+            print(line + ("" if ratio is None else f" | error {ratio:.2f}"), flush=True)
+        del weights, few
         torch.cuda.empty_cache()
     record.write(
-        Path(sys.argv[1]),
+        given.out,
         {"environment": record.environment(), "method": __doc__, "bytes_a_second": BYTES_A_SECOND, "flops": FLOPS,
          "rows": found},
     )  # fmt: skip

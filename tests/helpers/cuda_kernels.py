@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from transect.ops import int4_matmul
-from transect.ops.int4_packing import pack
+from transect.ops.int4_packing import arrange, pack
 from transect.ops.registry import Unavailable
 
 Kernel = TypeVar("Kernel")
@@ -41,37 +41,42 @@ def product_inputs(m: int, n: int, k: int) -> Inputs:
     return x[:, :k], weight * k**-0.5, bias
 
 
-def int4_weight(n: int, k: int, group: int, device: str = "cpu") -> Inputs:
-    """Packed codes, scales and zeros of a weight ``[n, k]``."""
+def int4_weight(n: int, k: int, group: int, device: str = "cpu") -> torch.Tensor:
+    """A weight ``[n, k]`` as ``int4_matmul`` takes it."""
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
-    scale = ((torch.rand(n, k // group, generator=generator) + 0.1) * k**-0.5 / 4).to(torch.bfloat16)
-    zero = (-7.5 * scale).to(torch.bfloat16)
-    return pack(codes, group).to(device), scale.to(device), zero.to(device)
+    scale = (torch.rand(n, k // group, generator=generator) + 0.1) * k**-0.5 / 4
+    return arrange(pack(codes, group), scale, -7.5 * scale).to(device)
 
 
 def check_int4_product(kernel: Any, m: int, n: int, k: int, group: int, *, pdl: bool, repeats: int) -> None:
     """At most twice the error of torch's product with the weight in bfloat16, and the same bits in every run."""
     weight = int4_weight(n, k, group, "cuda")
     x, _, bias = product_inputs(m, n, k)
-    want = int4_matmul.reference(x.double(), weight[0], *(t.double() for t in (*weight[1:], bias)))
-    got = kernel(x, *weight, bias, pdl=pdl)
-    of_torch = (int4_matmul._peer(x, *weight, bias).double() - want).norm()
+    want = int4_matmul.reference(x.double(), weight, n, bias.double())
+    of_torch = (F.linear(x, int4_matmul.dense(weight, n, x.dtype), bias).double() - want).norm()
+    got = kernel(x, weight, n, bias, pdl=pdl)
     assert (got.double() - want).norm() <= 2 * of_torch
     for _ in range(repeats):
-        assert torch.equal(got, kernel(x, *weight, bias, pdl=pdl))
+        assert torch.equal(got, kernel(x, weight, n, bias, pdl=pdl))
 
 
-def check_repacking(kernel: Any) -> None:
-    """A weight whose codes change is repacked, and what is kept of one goes with it."""
-    codes, scale, zero = int4_weight(64, 256, 128, "cuda")
-    x = torch.ones(1, 256, device="cuda", dtype=torch.bfloat16)
-    before = kernel(x, codes, scale, zero)
-    codes.copy_(15 - codes % 16)
-    assert not torch.equal(before, kernel(x, codes, scale, zero))
-    del codes
-    gc.collect()
-    assert not kernel._repacked
+def check_int4_plans(kernel: Any, plans: Any, clusters: Mapping[int, int], m: int) -> None:
+    """As ``check_int4_product`` for every cut that the module ``plans`` offers for ``m`` rows."""
+    n, k = 4000, 2048
+    weight = int4_weight(n, k, 128, "cuda")
+    x, *_ = product_inputs(m, n, k)
+    want = int4_matmul.reference(x.double(), weight, n)
+    of_torch = (F.linear(x, int4_matmul.dense(weight, n, x.dtype)).double() - want).norm()
+    tried = 0
+    for values in itertools.product(*plans.CHOICES.values()):
+        config = dict(zip(plans.CHOICES, values, strict=True))
+        if plans.plan_of(config, m, n, k, 128, clusters) is not None:
+            got = kernel(x, weight, n, config=config, pdl=True)
+            assert (got.double() - want).norm() <= 2 * of_torch, config
+            assert torch.equal(got, kernel(x, weight, n, config=config)), config
+            tried += 1
+    assert tried > 5
 
 
 def check_chain(kernel: Any, rows: int, options: Sequence[dict[str, Any]], error: float) -> None:

@@ -1,4 +1,4 @@
-"""Orders of 4-bit codes: what goes in comes out, and ``repack`` puts everything where the kernel reads it."""
+"""Orders of 4-bit codes: what goes in comes out, and ``arrange`` puts everything where the kernels read it."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ def test_pack_refuses_other_groups_and_half_pairs(group: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_repacked_words_hold_what_a_lane_feeds_to_a_product(group: int) -> None:
+def test_arranged_words_hold_what_a_lane_feeds_to_a_product(group: int) -> None:
     n, k = 40, 256
     generator = torch.Generator().manual_seed(group)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     scale, zero = torch.randn(2, n, k // group, generator=generator).to(torch.bfloat16)
-    weight = int4_packing.repack(int4_packing.pack(codes, group), scale, zero)
+    weight = int4_packing.arrange(int4_packing.pack(codes, group), scale, zero)
     assert weight.shape == (2, 3, 256 + 16 * (128 // group))
     words = weight[..., :256].view(2, 3, 2, 32, 4)
     for chunk, block, half, lane, sixteen in ((0, 0, 0, 0, 0), (1, 1, 1, 31, 3), (0, 2, 1, 13, 1), (1, 0, 0, 22, 2)):
@@ -42,7 +42,18 @@ def test_repacked_words_hold_what_a_lane_feeds_to_a_product(group: int) -> None:
         assert torch.equal(held, torch.stack((scale[row, at // group], zero[row, at // group])))
 
 
-def test_repack_needs_whole_tiles() -> None:
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_an_arranged_weight_can_be_taken_apart(group: int) -> None:
+    generator = torch.Generator().manual_seed(group)
+    codes = torch.randint(0, 16, (40, 512), dtype=torch.uint8, generator=generator)
+    scale, zero = torch.randn(2, 40, 512 // group, generator=generator).to(torch.bfloat16)
+    weight = int4_packing.arrange(int4_packing.pack(codes, group), scale, zero)
+    assert int4_packing.group_of(weight) == group
+    for got, want in zip(int4_packing.taken_apart(weight, 40), (codes, scale, zero), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_arrange_needs_whole_tiles() -> None:
     packed = int4_packing.pack(torch.zeros(16, 192, dtype=torch.uint8), 32)
     with pytest.raises(ValueError, match="multiple of 128"):
-        int4_packing.repack(packed, torch.ones(16, 6), torch.ones(16, 6))
+        int4_packing.arrange(packed, torch.ones(16, 6), torch.ones(16, 6))

@@ -1,72 +1,120 @@
-"""``int4_matmul.cu``: the order of a weight and its plans everywhere, the kernel on a GPU."""
+"""``int4_matmul.cu``: its plans everywhere, the kernel on a GPU."""
+
+import itertools
 
 import pytest
 import torch
-from cuda_kernels import check_int4_product, check_repacking, int4_weight, loaded
+import torch.nn.functional as F
+from cuda_kernels import check_int4_plans, check_int4_product, int4_weight, loaded, product_inputs
 
-from transect.ops import int4_packing, int4_rows
+from transect.ops import int4_matmul, int4_rows
+from transect.ops.int4_rows import Plan
 
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (48, 128), (5, 1024)]
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_repacked_words_hold_what_a_lane_feeds_to_a_product(group: int) -> None:
-    n, k = 40, 256
-    packed, scale, zero = int4_weight(n, k, group)
-    codes = int4_packing.unpack(packed, group)
-    words, scales = int4_rows.repack(packed, scale, zero)
-    assert words.shape == (3, 2, 4, 32, 2)
-    assert scales.shape == (3, 2, 128 // group, 8, 2, 2)
-    for block, chunk, part, lane, half in ((0, 0, 0, 0, 0), (1, 1, 3, 31, 1), (2, 0, 2, 13, 1), (0, 1, 1, 22, 0)):
-        word = int(words[block, chunk, part, lane, half]) & 0xFFFFFFFF
-        row, first = block * 16 + lane // 4, chunk * 128 + part * 32 + half * 16 + lane % 4 * 2
-        for i, (below, right) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-            for odd in (0, 1):
-                got = word >> (4 * i + 16 * odd) & 15
-                want = int(codes[row + below, first + right + odd]) if row + below < n else 0
-                assert got == want
-    for row, at in ((3, 0), (11, 255), (37, 128)):
-        held = scales[row // 16, at // 128, at % 128 // group, row % 8, row % 16 // 8]
-        assert torch.equal(held, torch.stack((scale[row, at // group], zero[row, at // group])))
+def _fits(plan: Plan, m: int, n: int, k: int, group: int) -> None:
+    """What the launcher asks for, and that all of W is covered."""
+    assert plan.rows in int4_rows.ROWS
+    assert plan.warps * plan.teams <= int4_rows.most_warps(group)
+    assert plan.stages > 0
+    assert plan.stages % plan.teams == 0
+    assert plan.ranks * plan.teams <= k // 128
+    wide = int4_rows.tiles_at_once(plan)
+    assert 2 <= wide <= plan.warps * 2
+    assert plan.ranks * plan.teams == 1 or wide == plan.per
+    assert int4_rows.shared_bytes(plan, m, group) <= int4_rows.SHARED
+    assert plan.per * CLUSTERS[plan.ranks] * 2 >= -(-n // 16)
 
 
-def test_repack_needs_whole_tiles() -> None:
-    with pytest.raises(ValueError, match="multiple of 128"):
-        int4_rows.repack(*int4_weight(16, 192, 32))
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 64, 100])
+def test_the_rule_gives_a_plan_that_fits(m: int, n: int, k: int, group: int) -> None:
+    _fits(int4_rows.plan_codes(m, n, k, group, CLUSTERS), m, n, k, group)
 
 
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (48, 128)])
-@pytest.mark.parametrize("m", [1, 8, 16, 64])
-def test_a_plan_covers_the_weight_and_fits(m: int, n: int, k: int) -> None:
-    plan = int4_rows.plan_codes(m, n, k, 128, CLUSTERS)
-    assert (plan.columns, plan.stages) in int4_rows.KERNELS[plan.rows]
-    assert plan.per * 16 * CLUSTERS[plan.ranks] >= n
-    assert int4_rows.shared_bytes(plan, m, k, 128) <= int4_rows.SHARED
+def test_every_choice_fits_or_is_refused() -> None:
+    kept = 0
+    for values in itertools.product(*int4_rows.CHOICES.values()):
+        config = dict(zip(int4_rows.CHOICES, values, strict=True))
+        plan = int4_rows.plan_of(config, 16, 4096, 14336, 128, CLUSTERS)
+        if plan is not None:
+            _fits(plan, 16, 4096, 14336, 128)
+            assert int4_rows.shared_bytes(plan, 16, 128) <= int4_rows.BESIDE
+            kept += 1
+    assert kept > 5
 
 
-def test_rows_too_long_for_any_cluster_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("m", "n", "k", "plan"),
+    [(1, 28672, 4096, Plan(8, 7, 1, 7, 14, 1, 10)), (8, 28672, 4096, Plan(8, 7, 1, 6, 14, 1, 9)),
+     (16, 28672, 4096, Plan(16, 7, 1, 5, 14, 2, 5)), (1, 4096, 14336, Plan(8, 9, 1, 5, 18, 8, 7)),
+     (8, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 6)), (16, 4096, 14336, Plan(16, 9, 1, 3, 18, 8, 3)),
+     (32, 4096, 14336, Plan(32, 9, 1, 6, 18, 8, 6))],
+)  # fmt: skip
+def test_the_rule_gives_what_was_quickest_on_an_h200(m: int, n: int, k: int, plan: Plan) -> None:
+    assert int4_rows.plan_codes(m, n, k, 128, CLUSTERS) == plan
+
+
+def test_what_no_cut_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        int4_rows.plan_codes(16, 4096, 128 * 1024, 128, CLUSTERS)
+        int4_rows.plan_codes(1, 4096, 4096, 128, {1: 0})
 
 
 @pytest.fixture
 def kernel() -> int4_rows.CudaCodes:
-    return loaded(int4_rows.CudaCodes)
+    return loaded(int4_rows.CudaCodes, hopper=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k", "group"),
-    [(1, 37, 256, 128), (5, 200, 1024, 64), (8, 520, 4096, 32), (16, 520, 4096, 128), (16, 256, 14336, 128),
-     (9, 4096, 14336, 128), (23, 1000, 1024, 64), (16, 28672, 512, 32), (100, 1000, 1024, 128)],
+    [(1, 37, 256, 128), (1, 16, 128, 128), (5, 200, 1024, 64), (8, 520, 4096, 32), (16, 520, 4096, 128),
+     (16, 256, 14336, 128), (9, 4096, 14336, 128), (23, 1000, 1024, 64), (16, 28672, 512, 32), (64, 4096, 4096, 128),
+     (100, 1000, 1024, 128)],
 )  # fmt: skip
 def test_error_is_that_of_torch_and_every_run_gives_the_same(
     kernel: int4_rows.CudaCodes, m: int, n: int, k: int, group: int, pdl: bool
 ) -> None:
-    check_int4_product(kernel, m, n, k, group, pdl=pdl, repeats=1)
+    check_int4_product(kernel, m, n, k, group, pdl=pdl, repeats=5)
 
 
 @pytest.mark.gpu
-def test_a_changed_weight_is_repacked_and_a_dropped_one_forgotten(kernel: int4_rows.CudaCodes) -> None:
-    check_repacking(kernel)
+@pytest.mark.parametrize("m", [5, 13, 30])
+def test_every_plan_gives_the_product(kernel: int4_rows.CudaCodes, m: int) -> None:
+    check_int4_plans(kernel, int4_rows, kernel.clusters(torch.device("cuda")), m)
+
+
+@pytest.mark.gpu
+def test_launches_that_follow_closely_read_what_the_one_before_wrote(kernel: int4_rows.CudaCodes) -> None:
+    n = 1024
+    weights = [int4_weight(n, n, group, "cuda") for group in (128, 64, 32)]
+    x, *_ = product_inputs(8, n, n)
+    want = x
+    for i in range(12):
+        want = F.linear(want, int4_matmul.dense(weights[i % 3], n, x.dtype)) * 8
+    kernel(x, weights[0], n)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x
+        for i in range(12):
+            y = kernel(y, weights[i % 3], n, pdl=i % 4 != 3) * 8
+    graph.replay()
+    first = y.clone()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(y, first)
+    assert (first.float() - want.float()).norm() <= 0.1 * want.float().norm()
+
+
+def test_what_is_no_arranged_weight_is_refused() -> None:
+    x = torch.zeros(2, 256, dtype=torch.bfloat16)
+    weight = int4_weight(40, 256, 128)
+    assert int4_rows.cuda_refuses(x, weight, 40) == ""
+    assert "arrange" in int4_rows.cuda_refuses(x, weight, 60)
+    assert "arrange" in int4_rows.cuda_refuses(x[:, :128], weight, 40)
+    assert "bfloat16" in int4_rows.cuda_refuses(x.float(), weight, 40)
+    assert "16 bytes" in int4_rows.cuda_refuses(torch.zeros(2, 260, dtype=x.dtype)[:, 2:258], weight, 40)

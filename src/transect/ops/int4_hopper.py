@@ -7,7 +7,6 @@ cluster of ``ranks`` blocks shares K, and fewer, wider shares of rows keep down 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,18 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .int4_packing import CHUNK, GROUPS, repack
+from .cuda import bind
+from .int4_packing import CHUNK, group_of
+from .int4_rows import BESIDE, MOST_STAGES, SHARED, cuda_refuses
 from .jit import multiprocessors
-from .small_matmul import SHARED, bind
 from .tuning import choose
 
 KERNELS = {8: (1, 2, 4), 16: (1, 2, 4), 32: (1, 2), 64: (1, 2)}
 """``columns`` compiled for each ``rows``, for groups of 128; narrower ones lack 64 rows, and 4 columns of 16 rows."""
 MOST_WARPS = {8: 16, 16: 16, 32: 8, 64: 8}
 """Of a block, which the registers of a kernel limit."""
-MOST_STAGES = 40
-BESIDE = 113 * 1024
-"""Shared memory of a block that leaves room for one of the next launch beside it."""
 CHOICES = {
     "columns": (1, 2, 4),
     "warps": (1, 2, 3, 4, 6, 7, 8, 14, 16),
@@ -144,7 +141,7 @@ def plan_codes(
 
 
 class HopperCodes:
-    """``int4_matmul`` by ``int4_matmul_hopper.cu``: ``packed`` for weights in its order, or called as ``reference``.
+    """``int4_matmul`` by ``int4_matmul_hopper.cu``.
 
     Raises:
         Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
@@ -152,36 +149,38 @@ class HopperCodes:
 
     def __init__(self) -> None:
         self._launch = bind("int4_matmul_hopper", "transect_int4_hopper", "ppppiiiiliiiiiiiip")
-        count = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-        self._clusters = {ranks: count // ranks for ranks in (1, 2, 4, 8)}
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
-        self._repacked: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Plan:
         """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
         m, k = x.shape
+        count = multiprocessors(x.device)
+        clusters = {ranks: count // ranks for ranks in (1, 2, 4, 8)}
         if config is not None:
-            return plan_codes(m, n, k, group, self._clusters, config)
+            return plan_codes(m, n, k, group, clusters, config)
         key = (m, n, k, group)
         if key not in self._plans:
             chosen = choose("int4_matmul_hopper.cu", (m, n, k), x.device, rule)
-            self._plans[key] = plan_codes(m, n, k, group, self._clusters, chosen)
+            self._plans[key] = plan_codes(m, n, k, group, clusters, chosen)
         return self._plans[key]
 
-    def packed(
+    def __call__(
         self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """x bfloat16 ``[M, K]``, ``weight`` from ``repack`` for ``n`` rows -> ``[M, n]``.
+        """As ``int4_matmul.reference``.
 
         ``pdl``: as in ``small_matmul.CudaRows``. ``config``: one of each of ``CHOICES`` instead of the tuned ones.
 
         Raises:
-            ValueError: the configuration does not fit the shape.
+            ValueError: see ``cuda_refuses``; or the configuration does not fit the shape.
             RuntimeError: the launch failed.
         """
+        reason = cuda_refuses(x, weight, n, bias)
+        if reason:
+            raise ValueError(f"int4_matmul_hopper.cu: {reason}")
         m, k = x.shape
-        group = CHUNK * 16 // (weight.shape[2] - 256)
+        group = group_of(weight)
         out = x.new_empty((m, n))
         if m == 0 or n == 0:
             return out
@@ -194,36 +193,3 @@ class HopperCodes:
         if code:
             raise RuntimeError(f"int4_matmul_hopper.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
         return out
-
-    def repacked(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """``repack``, kept as long as ``codes`` lives and is not written to."""
-        held = self._repacked.get(id(codes))
-        if held is None or held[0]() is not codes or held[1] != codes._version:
-            key = id(codes)
-            kept = weakref.ref(codes, lambda _: self._repacked.pop(key, None))
-            held = self._repacked[key] = (kept, codes._version, repack(codes, scale, zero))
-        return held[2]
-
-    def __call__(
-        self, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *, pdl: bool = False
-    ) -> Tensor:
-        """As ``reference``. A weight is repacked at its first call, see ``repacked``.
-
-        Raises:
-            ValueError: see ``hopper_refuses``.
-        """
-        reason = hopper_refuses(x, codes, scale, zero, bias)
-        if reason:
-            raise ValueError(f"int4_matmul_hopper.cu: {reason}")
-        return self.packed(x, self.repacked(codes, scale, zero), codes.shape[0], bias, pdl=pdl)
-
-
-def hopper_refuses(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> str:
-    """Why ``int4_matmul_hopper.cu`` does not take these arguments, or ``""``."""
-    if any(t is not None and t.dtype != torch.bfloat16 for t in (x, scale, zero, bias)):
-        return "it computes in bfloat16, scales and zeros included"
-    if x.shape[1] % CHUNK or x.shape[1] != 2 * codes.shape[1] or x.shape[1] // max(1, scale.shape[1]) not in GROUPS:
-        return f"K must be a multiple of {CHUNK}, and a group one of {GROUPS}"
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        return "it reads 16 bytes of x at a time: the rows' stride and the address must be multiples of 16 bytes"
-    return ""

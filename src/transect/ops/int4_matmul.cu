@@ -1,21 +1,35 @@
-// Y = X W^T + b for up to 16 rows of X at a time and a weight of 4-bit codes in groups, W = scale code + zero. bfloat16 in
-// and out, float32 sums. See int4_matmul.py for the arithmetic; small_matmul.cu for how rows and k are dealt out.
+// Y = X W^T + b for a few rows of X, up to 32 at a time, and a weight of 4-bit codes in groups, W = scale code + zero. bfloat16
+// in and out, float32 sums. Hopper. See int4_matmul.py for the arithmetic, and for when int4_matmul_hopper.cu is quicker.
 //
-// * The weight is packed once (``repack`` in int4_matmul.py) so that the word a thread loads is its part of the left operand
-//   of a product: a tile of 16 rows x 128 k is 1024 neighbouring bytes, two accesses of a warp.
+// * The weight is arranged once (``arrange`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of codes in the
+//   order in which the tensor cores take them, then the scales and zeros. So all that a block needs of 128 k is one piece of
+//   memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16 bytes a copy.
+// * One warp asks for W and X, one adds X up over every group of k (a product with ones), the others multiply. A stage has
+//   three barriers: it has landed, its sums are there, all have read it.
+// * A warp has rows of W of its own and goes along the k of its team, so its sums stay in registers to the end. Teams of
+//   warps, and the blocks of a cluster, share K; their sums are added at the end in an order that is always the same. A stage
+//   is always of the same team: who waits for its next filling has seen the one before, so a bit tells them apart.
 // * A shift and one logic operation of three inputs make two bfloat16 of two codes: 0x4300 | c is 128 + c. Codes enter the
 //   product as they are; the scale multiplies its sum once for a group, and 128 scale - zero times the sum of x is taken off.
-//   So there is no multiplication for a weight, and no weight is ever rounded.
-//   These 1.75 instructions for two codes are what bounds the kernel where memory does not (57% of the logic unit at one row);
-//   shifts written as products with 2^28, for the multipliers to do, took 10% longer.
-// * X is kept in shared memory, of each warp the part of K that it works on; blocks of a cluster share K where it is long.
+//   So there is no multiplication for a weight, and no weight is ever rounded. These 7 instructions for 8 codes of 16 rows and
+//   the products are what bounds the kernel where memory does not; products of two sixteens of rows take turns, because one
+//   waits 33 cycles for the one before.
+// * Few registers and less than half of the shared memory leave room for the block of the next launch beside this one. It is
+//   let in (``late``) when what remains to be asked for here is little: then it fills its ring while this one ends, where
+//   its copies would else have delayed the ones that this one waits for.
 
 #include "few_rows.cuh"
 
 using namespace few_rows;
 
-constexpr int kChunk = 128;        // k in a tile
-constexpr int kTileBytes = 1024;   // of codes
+constexpr int kChunk = 128;        // k in a stage
+constexpr int kXPitch = 256 + 16;  // bytes of a row of X in a stage: the 8 rows of a matrix meet no bank twice
+template <int GROUP>
+constexpr int kTile = 1024 + kChunk / GROUP * 64;  // bytes of 16 rows and 128 k: codes; [group][8][rows r and r + 8][scale, zero]
+constexpr int RB = 2;  // sixteens of rows of W for a warp at a time
+// Blocks of a multiprocessor that the registers are shared out for.
+template <int NT>
+constexpr int kBlocks = NT <= 2 ? 2 : 1;
 
 // (word & mask) | bits in one instruction.
 __device__ __forceinline__ uint32_t as_pair(uint32_t word) {
@@ -24,231 +38,367 @@ __device__ __forceinline__ uint32_t as_pair(uint32_t word) {
   return pair;
 }
 
-template <int GROUP, int RB, int STAGES, int NT>
-__global__ void __launch_bounds__(512, 1)
-    int4_rows(const __nv_bfloat16* x, const unsigned char* codes, const unsigned char* scales, const __nv_bfloat16* bias,
-              __nv_bfloat16* out, int M, int N, int K, long long x_stride, int per, int row_tiles, int ranks, int ahead) {
-  constexpr int ROWS = NT * 8, COLUMNS = RB * 16;
-  constexpr int PER_CHUNK = kChunk / GROUP;        // groups in a chunk
-  constexpr int SCALE_BYTES = PER_CHUNK * 16 * 4;  // of a tile: [groups][8][rows r and r + 8][scale, zero]
-  constexpr int STAGE_BYTES = RB * (kTileBytes + SCALE_BYTES);
-  constexpr int PIECES = SCALE_BYTES / 16;
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// As ``barrier_wait``, and what blocks of the cluster sent is visible.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// The barrier counts this thread when its copies of 16 bytes so far have landed.
+__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ``bytes`` (a multiple of 16, as are both addresses) to shared memory; the barrier counts them as they land.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ uint2 read8(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+  return v;
+}
+
+// The same place of shared memory in block RANK of the cluster.
+__device__ __forceinline__ uint32_t of_rank(uint32_t here, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  return there;
+}
+
+// To shared memory of a block of the cluster; its barrier counts the 16 bytes.
+__device__ __forceinline__ void send(uint32_t to, const float (&v)[4], uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void write16(uint32_t to, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+
+__device__ __forceinline__ void add16(float (&v)[4], uint32_t from) {
+  float a, b, c, d;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(from) : "memory");
+  v[0] += a, v[1] += b, v[2] += c, v[3] += d;
+}
+
+template <int GROUP, int THREADS, int NT>
+__global__ void __launch_bounds__(THREADS, kBlocks<NT>)
+    int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
+              int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
+              int stages, int ahead, int late) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int rank = blockIdx.x % ranks, row_tile = blockIdx.x / ranks % row_tiles, share = blockIdx.x / ranks / row_tiles;
+  const int lane = threadIdx.x % 32, self = threadIdx.x / 32, takers = warps * teams;
+  const int shift = __ffs(ranks) - 1, rank = blockIdx.x & (ranks - 1), tile_of = blockIdx.x >> shift;
+  const int share = row_tiles == 1 ? tile_of : tile_of / row_tiles, row_tile = tile_of - share * row_tiles;
   const int m0 = row_tile * ROWS, rows = min(ROWS, M - m0);
-  const int block_first = share * per, block_end = min((N + 15) / 16, block_first + per);
-  const int n_end = min(N, block_end * 16);
-  const int groups = (block_end - block_first + RB - 1) / RB;
-  const int chunks = K / kChunk;
-  const int takers = warps * ranks, self = rank * warps + warp;
-  const int steps = (chunks + takers - 1) / takers;
-  const int total = groups * steps;
-  float* sums = (float*)(memory + warps * STAGES * STAGE_BYTES);
-  const int buffer = groups > 1 ? warps * ROWS * kPitch<COLUMNS> : 0;  // two of them: a group need not wait for the last
-  float* part = sums + warps * ROWS * kPitch<COLUMNS> + buffer;  // of clusters: [rows][all columns of the share]
-  const int part_pitch = (per + RB) * 16, part_size = ranks > 1 ? min(ROWS, M) * part_pitch : 0;
-  float* x_sums = part + part_size + warp * steps * PER_CHUNK * ROWS;
-  const uint32_t ring = shared_address(memory) + warp * STAGES * STAGE_BYTES;
-  const int pitch = steps * kChunk * 2 + 16;  // of a row of X: the 8 rows of a matrix meet no bank twice
-  const uint32_t my_x = shared_address(part + part_size + warps * steps * PER_CHUNK * ROWS) +
-                        warp * min(ROWS, M) * pitch;
+  const int sixteens = (N + 15) / 16, first = share * per, count = min(per, sixteens - first);
+  const int chunks = K / kChunk, chunk_first = chunks * rank >> shift, steps = (chunks * (rank + 1) >> shift) - chunk_first;
+  const int total = passes * steps;
+  // A stage: the tiles of W, X, and the sums of X over each group.
+  const int x_place = wide * TILE, sums_at = x_place + min(ROWS, M) * kXPitch, stage_bytes = sums_at + GROUPS * ROWS * 4;
+  const int own = (wide + ranks - 1) >> shift;  // tiles that a rank adds up, at most
+  const uint32_t full = shared_address(memory), empty = full + stages * 8, summed = full + stages * 16, added = full + stages * 24;
+  const uint32_t parts = full + (stages * 24 + 8 + 127) / 128 * 128;  // [own tiles][ranks][NT][32 lanes][4]
+  const uint32_t ring = parts + (ranks > 1 ? own * ranks * NT * 512 : 0);
+  const int trigger = late < 0 ? 0 : total - late;  // the step at which the next launch is let in
 
-  let_next_begin();
-  if (!ahead) wait_for_previous();
-
-  int load_group = 0, load_step = 0;
-  auto fetch = [&](int slot) {
-    if (load_group < groups) {
-      const int chunk = load_step * takers + self, block = block_first + load_group * RB;
-      const int inside = chunk < chunks ? min(RB, block_end - block) : 0;
-      const uint32_t to = ring + slot * STAGE_BYTES + lane * 16;
-      const size_t tile = (size_t)block * chunks + chunk;
-      const unsigned char* from = codes + tile * kTileBytes + lane * 16;
-#pragma unroll
-      for (int b = 0; b < RB; b++) {
-        copy16(to + b * kTileBytes, from, b < inside);
-        copy16(to + b * kTileBytes + 512, from + 512, b < inside);
-        from += (size_t)chunks * kTileBytes;
-      }
-#pragma unroll
-      for (int p = 0; p < RB * PIECES; p += 32) {
-        const int b = (p + lane) / PIECES;
-        if (b < RB)
-          copy16(to + RB * kTileBytes + p * 16,
-                 scales + (tile + (size_t)b * chunks) * SCALE_BYTES + (p + lane) % PIECES * 16, b < inside);
-      }
-    }
-    end_group();
-    if (++load_step == steps) load_step = 0, load_group++;
+  auto load_w = [&](int i, int slot) {
+    const int pass = passes == 1 ? 0 : i / steps, tiles = max(0, min(wide, count - pass * wide));
+    const size_t tile = (size_t)(chunk_first + i - pass * steps) * sixteens + first + pass * wide;
+    barrier_expect(full + slot * 8, tiles * TILE);
+    if (tiles) copy_bulk(ring + slot * stage_bytes, weight + tile * TILE, tiles * TILE, full + slot * 8);
   };
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) fetch(s);
-  if (ahead) wait_for_previous();
-
-  // X: 256 bytes a row and chunk, two rows at a time. Blocks begin at different chunks, or all would ask for the same lines.
-  for (int i = 0, step = share % steps; i < steps; i++, step = step + 1 == steps ? 0 : step + 1) {
-    const int k = (step * takers + self) * kChunk + lane % 16 * 8;
-    for (int row = lane / 16; row < rows; row += 2)
-      copy16(my_x + row * pitch + step * kChunk * 2 + lane % 16 * 16, x + (m0 + row) * x_stride + k, k < K);
+  if (self == takers) {
+    // The weights of the first stages are asked for before anything else.
+    for (int s = lane; s < stages; s += 32) {
+      barrier_init(full + s * 8, 33);
+      barrier_init(summed + s * 8, 4);
+      barrier_init(empty + s * 8, warps + 1);
+    }
+    if (lane == 0) barrier_init(added, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (lane == 0 && ranks > 1) barrier_expect(added, ((wide - rank + ranks - 1) >> shift) * ranks * NT * 512);
+    __syncwarp();
+    if (trigger < stages) let_next_begin();
+    if (!ahead) wait_for_previous();
+    for (int i = lane; i < min(stages, total); i += 32) load_w(i, i);
+    __syncwarp();
   }
-  end_group();
-  wait_groups<0>();
-  __syncwarp();
+  __syncthreads();
+  if (ranks > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+
+  if (self == takers) {
+    auto load_x = [&](int i, int slot) {
+      const __nv_bfloat16* from = x + m0 * x_stride + (chunk_first + (passes == 1 ? i : i % steps)) * kChunk + lane % 16 * 8;
+      const uint32_t to = ring + slot * stage_bytes + x_place + lane % 16 * 16;
+#pragma unroll
+      for (int j = 0; j < NT * 4; j++) {
+        const int row = lane / 16 + j * 2;
+        if (row < rows) copy16(to + row * kXPitch, from + row * x_stride, true);
+      }
+      copies_arrive(full + slot * 8);
+    };
+    if (ahead) wait_for_previous();
+    int slot = 0, parity = 1;
+#pragma unroll 1
+    for (int i = 0; i < total; i++) {
+      if (i >= stages) {
+        barrier_wait(empty + slot * 8, parity);
+        if (lane == 0) load_w(i, slot);
+        __syncwarp();
+      }
+      load_x(i, slot);
+      if (i == trigger && i >= stages) let_next_begin();
+      if (++slot == stages) slot = 0, parity ^= 1;
+    }
+    __syncwarp();
+    if (ranks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    return;
+  }
 
   uint32_t x_at[NT];  // rows past the end read the last one: what they give is not stored
 #pragma unroll
   for (int tile = 0; tile < NT; tile++)
-    x_at[tile] = my_x + min(tile * 8 + lane % 8, rows - 1) * pitch + lane / 8 * 16;
-  // The sum of X over every group of k, as a product with ones: row 2 (l % 4) and the next in lane l.
+    x_at[tile] = x_place + min(tile * 8 + lane % 8, rows - 1) * kXPitch + lane / 8 * 16;
   const uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
-#pragma unroll 2
-  for (int i = 0; i < steps * PER_CHUNK; i++)
+  if (self == takers + 1) {
+    // The sum of X over every group of k, as a product with ones.
+    for (int i = 0, slot = 0, parity = 0; i < total; i++) {
+      barrier_wait(full + slot * 8, parity);
+      const uint32_t from = ring + slot * stage_bytes;
+      for (int g = 0; g < GROUPS; g++)
 #pragma unroll
-    for (int tile = 0; tile < NT; tile++) {
-      float sum[GROUP / 32][4] = {};
+        for (int tile = 0; tile < NT; tile++) {
+          float sum[2][4] = {};
 #pragma unroll
-      for (int h = 0; h < GROUP / 32; h++) {
-        uint32_t b[4];
-        read_matrices(b, x_at[tile] + i * GROUP * 2 + h * 64);
-        multiply(sum[h], ones, b[0], b[1]);
-        multiply(sum[h], ones, b[2], b[3]);
-      }
-#pragma unroll
-      for (int h = 1; h < GROUP / 32; h++) sum[0][0] += sum[h][0], sum[0][1] += sum[h][1];
-      if (lane < 4) *(float2*)(x_sums + i * ROWS + tile * 8 + lane * 2) = make_float2(sum[0][0], sum[0][1]);
+          for (int h = 0; h < GROUP / 32; h++) {
+            uint32_t b[4];
+            read_matrices(b, from + x_at[tile] + g * GROUP * 2 + h * 64);
+            multiply(sum[0], ones, b[0], b[1]);
+            multiply(sum[1], ones, b[2], b[3]);
+          }
+          if (lane < 4)
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(from + sums_at + (g * ROWS + tile * 8 + lane * 2) * 4),
+                         "f"(sum[0][0] + sum[1][0]), "f"(sum[0][1] + sum[1][1]) : "memory");
+        }
+      if (lane < 4) barrier_arrive(summed + slot * 8);  // those that wrote
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + slot * 8);
+      if (++slot == stages) slot = 0, parity ^= 1;
     }
-  __syncwarp();
-
-  float y[RB][NT][4] = {};
-  int slot = 0, step = 0, group = 0;
-  for (int i = 0; i < total; i++) {
-    wait_groups<STAGES - 2>();
     __syncwarp();
-    fetch(slot == 0 ? STAGES - 1 : slot - 1);
-    const uint32_t from = ring + slot * STAGE_BYTES;
+    if (ranks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    return;
+  }
+
+  const int warp = self % warps, team = self / warps;
+  const int my_tile = min(warp * RB, wide - RB);  // where there are too few, two warps do the same
+  float y[RB][NT][4] = {};
+  auto store = [&](const float (&v)[4], int t, int tile, int n_tiles) {
+    if (t >= n_tiles) return;
 #pragma unroll
-    for (int in_chunk = 0; in_chunk < PER_CHUNK; in_chunk++) {
+    for (int c = 0; c < 4; c++) {
+      const int n = (first + t) * 16 + c / 2 * 8 + lane / 4, m = tile * 8 + lane % 4 * 2 + c % 2;
+      if (n < N && m < rows) out[(size_t)(m0 + m) * N + n] = __float2bfloat16(v[c] + (bias ? __bfloat162float(bias[n]) : 0.f));
+    }
+  };
+  int slot = team, parity = 0;
+  for (int pass = 0; pass < passes; pass++) {
+    for (int step = team; step < steps; step += teams) {
+      barrier_wait(full + slot * 8, parity);
+      const uint32_t from = ring + slot * stage_bytes, w_at = from + my_tile * TILE;
       float dot[RB][NT][4] = {};
 #pragma unroll
-      for (int j = 0; j < GROUP / 32; j++) {
-        const int h = in_chunk * (GROUP / 32) + j;  // the h-th 32 k: words 2 h and 2 h + 1
-        uint32_t b[NT][4];
+      for (int half = 0; half < 2; half++) {  // 64 k
+        uint4 w[RB];
 #pragma unroll
-        for (int tile = 0; tile < NT; tile++) read_matrices(b[tile], x_at[tile] + step * kChunk * 2 + h * 64);
-        uint2 w[RB];
+        for (int r = 0; r < RB; r++) w[r] = read16(w_at + r * TILE + half * 512 + lane * 16);
+        uint32_t b[NT][2][4];
 #pragma unroll
-        for (int r = 0; r < RB; r++)
-          asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                       : "=r"(w[r].x), "=r"(w[r].y)
-                       : "r"(from + r * kTileBytes + h * 256 + lane * 8));
+        for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int q = 0; q < 2; q++) {
+          for (int tile = 0; tile < NT; tile++) read_matrices(b[tile][h], from + x_at[tile] + half * 128 + h * 64);
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
 #pragma unroll
           for (int r = 0; r < RB; r++) {
-            const uint32_t word = q ? w[r].y : w[r].x;
+            const uint32_t word = q == 0 ? w[r].x : q == 1 ? w[r].y : q == 2 ? w[r].z : w[r].w;
             const uint32_t a[4] = {as_pair(word), as_pair(word >> 4), as_pair(word >> 8), as_pair(word >> 12)};
 #pragma unroll
-            for (int tile = 0; tile < NT; tile++) multiply(dot[r][tile], a, b[tile][q * 2], b[tile][q * 2 + 1]);
+            for (int tile = 0; tile < NT; tile++)
+              multiply(dot[r][tile], a, b[tile][q / 2][q % 2 * 2], b[tile][q / 2][q % 2 * 2 + 1]);
+          }
+          const int done = half * 64 + q * 16 + 16, g = done / GROUP - 1;
+          if (done % GROUP == 0) {
+            if (g == 0) barrier_wait(summed + slot * 8, parity);
+            float2 sum[NT];
+#pragma unroll
+            for (int tile = 0; tile < NT; tile++) {
+              const uint2 v = read8(from + sums_at + (g * ROWS + tile * 8 + lane % 4 * 2) * 4);
+              sum[tile] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+            }
+#pragma unroll
+            for (int r = 0; r < RB; r++) {
+              // Scale and zero of this lane's rows, lane / 4 and 8 below: bfloat16 is the upper half of float32.
+              const uint2 both = read8(w_at + r * TILE + 1024 + g * 64 + lane / 4 * 8);
+              const float s0 = __uint_as_float(both.x << 16), s1 = __uint_as_float(both.y << 16);
+              const float z0 = fmaf(-128.f, s0, __uint_as_float(both.x & 0xffff0000u));
+              const float z1 = fmaf(-128.f, s1, __uint_as_float(both.y & 0xffff0000u));
+#pragma unroll
+              for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                  const float rest = fmaf(c < 2 ? z0 : z1, c % 2 ? sum[tile].y : sum[tile].x, y[r][tile][c]);
+                  y[r][tile][c] = fmaf(c < 2 ? s0 : s1, dot[r][tile][c], rest);
+                  dot[r][tile][c] = 0;
+                }
+            }
           }
         }
       }
-      float2 sum[NT];
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + slot * 8);
+      slot += teams;
+      if (slot >= stages) slot -= stages, parity ^= 1;
+    }
+    if (teams > 1) {
+      // The other teams leave their sums in the place of the ring; the first one adds them in order.
+      auto all_takers = [&] { asm volatile("bar.sync 1, %0;" ::"r"(takers * 32) : "memory"); };
+      const uint32_t left = ring + warp * RB * NT * 512 + lane * 16;
+      all_takers();
+      if (team > 0) {
 #pragma unroll
-      for (int tile = 0; tile < NT; tile++)
-        sum[tile] = *(const float2*)(x_sums + (step * PER_CHUNK + in_chunk) * ROWS + tile * 8 + lane % 4 * 2);
-      // Scale and zero of this lane's rows, lane / 4 and 8 below: bfloat16 is the upper half of float32.
+        for (int r = 0; r < RB; r++)
 #pragma unroll
-      for (int r = 0; r < RB; r++) {
-        uint32_t above, below;
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(above), "=r"(below)
-                     : "r"(from + RB * kTileBytes + r * SCALE_BYTES + in_chunk * 64 + lane / 4 * 8));
-        const float s0 = __uint_as_float(above << 16), s1 = __uint_as_float(below << 16);
-        const float z0 = __uint_as_float(above & 0xffff0000u) - 128 * s0;
-        const float z1 = __uint_as_float(below & 0xffff0000u) - 128 * s1;
+          for (int tile = 0; tile < NT; tile++) write16(left + (((team - 1) * warps * RB + r) * NT + tile) * 512, y[r][tile]);
+      }
+      all_takers();
+      if (team == 0) {
+#pragma unroll 1
+        for (int t = 0; t < teams - 1; t++)
+#pragma unroll
+          for (int r = 0; r < RB; r++)
+#pragma unroll
+            for (int tile = 0; tile < NT; tile++) add16(y[r][tile], left + ((t * warps * RB + r) * NT + tile) * 512);
+      }
+    }
+    if (ranks == 1) {
+      if (team == 0) {
+#pragma unroll
+        for (int r = 0; r < RB; r++)
+#pragma unroll
+          for (int tile = 0; tile < NT; tile++) store(y[r][tile], pass * wide + my_tile + r, tile, min(count, (pass + 1) * wide));
+      }
+#pragma unroll
+      for (int r = 0; r < RB; r++)
 #pragma unroll
         for (int tile = 0; tile < NT; tile++)
 #pragma unroll
-          for (int c = 0; c < 4; c++)
-            y[r][tile][c] = fmaf(c < 2 ? s0 : s1, dot[r][tile][c],
-                                 fmaf(c < 2 ? z0 : z1, c % 2 ? sum[tile].y : sum[tile].x, y[r][tile][c]));
-      }
+          for (int c = 0; c < 4; c++) y[r][tile][c] = 0;
     }
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
-    if (++step < steps) continue;
-    float* mine = sums + group % 2 * buffer;
-    leave_sums(mine + warp * ROWS * kPitch<COLUMNS>, y, lane);
-    add_warps<ROWS, COLUMNS>(mine, ranks > 1 ? part + group * COLUMNS : nullptr, part_pitch, bias, out, m0,
-                             (block_first + group * RB) * 16, M, N, n_end, warps);
-    step = 0;
-    group++;
   }
   if (ranks > 1) {
-    const int n_first = block_first * 16;
-    add_ranks(part, part_pitch, bias, out, m0, n_first, rows, n_end - n_first, N, rank, ranks);
+    // Tile t belongs to rank t % ranks: every block sends its sums there, where they are added in order.
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (team == 0) {
+#pragma unroll
+      for (int r = 0; r < RB; r++) {
+        const int t = my_tile + r, owner = t & (ranks - 1);
+        if (t < warp * RB) continue;  // the warp before sends it
+        const uint32_t to = of_rank(parts + ((t & -ranks) + rank) * NT * 512 + lane * 16, owner), barrier = of_rank(added, owner);
+#pragma unroll
+        for (int tile = 0; tile < NT; tile++) send(to + tile * 512, y[r][tile], barrier);
+      }
+    }
+    const int mine = (wide - rank + ranks - 1) >> shift;
+    if (mine > 0) barrier_wait_cluster(added, 0);
+#pragma unroll 1
+    for (int e = self; e < mine * NT; e += takers) {
+      float v[4] = {};
+#pragma unroll 4
+      for (int s = 0; s < ranks; s++) add16(v, parts + ((e / NT * ranks + s) * NT + e % NT) * 512 + lane * 16);
+      store(v, e / NT * ranks + rank, e % NT, count);
+    }
   }
-}
-
-template <int GROUP, int RB, int STAGES, int NT>
-static int start(const void* x, const void* codes, const void* scales, const void* bias, void* out, int M, int N, int K,
-                 long long x_stride, int per, int warps, int ranks, int dependent, void* stream) {
-  constexpr int ROWS = NT * 8, COLUMNS = RB * 16;
-  const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
-  const int steps = (K / kChunk + warps * ranks - 1) / (warps * ranks);
-  const int shared = warps * STAGES * RB * (kTileBytes + kChunk / GROUP * 64) +
-                     (warps * ROWS * kPitch<COLUMNS> * (1 + (per > RB)) + (ranks > 1) * (M < ROWS ? M : ROWS) * (per + RB) * 16 +
-                      warps * steps * (kChunk / GROUP) * ROWS) * 4 +
-                     warps * (M < ROWS ? M : ROWS) * (steps * kChunk * 2 + 16);
-  if (shared > kMostShared) return -1;
-  return (int)launch(int4_rows<GROUP, RB, STAGES, NT>, shares * row_tiles * ranks, warps * 32, shared, ranks,
-                     dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)codes,
-                     (const unsigned char*)scales, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, per,
-                     row_tiles, ranks, (int)(dependent > 1));
-}
-
-template <int GROUP>
-static int pick(int rows, int columns, int stages, const void* x, const void* codes, const void* scales, const void* bias,
-                void* out, int M, int N, int K, long long x_stride, int per, int warps, int ranks, int dependent,
-                void* stream) {
-#define TRANSECT_INT4(RB, STAGES, NT)                                                                                  \
-  if (rows == NT * 8 && columns == RB && stages == STAGES)                                                             \
-    return start<GROUP, RB, STAGES, NT>(x, codes, scales, bias, out, M, N, K, x_stride, per, warps, ranks, dependent, stream);
-#ifdef TRANSECT_TRY
-  TRANSECT_TRY
-#else
-  TRANSECT_INT4(1, 3, 1)
-  TRANSECT_INT4(2, 2, 1)
-  TRANSECT_INT4(2, 3, 1)
-  TRANSECT_INT4(4, 2, 1)
-  TRANSECT_INT4(4, 3, 1)
-  TRANSECT_INT4(1, 3, 2)
-  TRANSECT_INT4(2, 2, 2)
-  TRANSECT_INT4(2, 3, 2)
 #endif
-  return -1;
 }
 
-// How many clusters of ``size`` blocks that leave room for no second one on a multiprocessor the device runs at once.
-extern "C" int transect_int4_clusters(int size) {
-  return clusters_at_once(int4_rows<128, 2, 2, 1>, size, 512);
-}
-
-// x [M, K] with x_stride between rows, a multiple of 8; codes and scales as ``repack`` makes them for N rows and groups of
-// GROUP (32, 64 or 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: rows of X at a time (8 or
-// 16). The rest as in small_matmul.cu. Returns a cudaError_t, or -1 for what it does not take.
-extern "C" int transect_int4_matmul(const void* x, const void* codes, const void* scales, const void* bias, void* out, int M,
-                                    int N, int K, int group, long long x_stride, int rows, int columns, int stages, int warps,
-                                    int per, int ranks, int dependent, void* stream) {
-  if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
-      (warps != 4 && warps != 8 && warps != 16))
+template <int GROUP, int THREADS, int NT>
+static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
+                 int warps, int teams, int stages, int per, int ranks, int late, int dependent, void* stream) {
+  constexpr int ROWS = NT * 8;
+  const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
+  const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
+  const int stage_bytes = wide * kTile<GROUP> + (M < ROWS ? M : ROWS) * kXPitch + kChunk / GROUP * ROWS * 4;
+  const int parts = ranks > 1 ? (wide + ranks - 1) / ranks * ranks * NT * 512 : 0;
+  const int ring = stages * stage_bytes, left = (teams - 1) * warps * RB * NT * 512;
+  const int shared = (stages * 24 + 8 + 127) / 128 * 128 + parts + (left > ring ? left : ring);
+  if (shared > kMostShared || (ranks * teams > 1 && passes > 1) || (warps * teams + 2) * 32 > THREADS ||
+      stages % teams || wide < RB)
     return -1;
-#define TRANSECT_GROUP(GROUP)                                                                                           \
-  if (group == GROUP)                                                                                                   \
-    return pick<GROUP>(rows, columns, stages, x, codes, scales, bias, out, M, N, K, x_stride, per, warps, ranks, dependent, \
-                       stream);
-  TRANSECT_GROUP(128)
-  TRANSECT_GROUP(64)
-  TRANSECT_GROUP(32)
+  return (int)launch(int4_rows<GROUP, THREADS, NT>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared, ranks,
+                     dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
+                     (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
+                     (int)(dependent > 1), late);
+}
+
+// How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
+extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_rows<128, 320, 1>, size, 320); }
+
+// x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of ``group`` (32, 64
+// or 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16 or 32); ``warps`` of a
+// team, ``teams`` that share K (12 warps in all, 6 with narrower groups); ``stages`` of the ring, a multiple of ``teams``;
+// ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
+// launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``dependent``: 0 an ordinary launch,
+// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns a cudaError_t,
+// or -1 for what it does not take.
+extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
+                                    int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
+                                    int ranks, int late, int dependent, void* stream) {
+  if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
+      (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
+    return -1;
+  const int threads = group < 128 ? 256 : warps * teams <= 8 ? 320 : 448;
+#define TRANSECT_INT4(GROUP, THREADS, NT)                                                                            \
+  if (group == GROUP && threads == THREADS && rows == NT * 8)                                                        \
+    return start<GROUP, THREADS, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, late, \
+                                     dependent, stream);
+#define TRANSECT_WARPS(GROUP, THREADS) \
+  TRANSECT_INT4(GROUP, THREADS, 1)     \
+  TRANSECT_INT4(GROUP, THREADS, 2)     \
+  TRANSECT_INT4(GROUP, THREADS, 4)
+  TRANSECT_WARPS(128, 320)
+  TRANSECT_WARPS(128, 448)
+  TRANSECT_WARPS(64, 256)
+  TRANSECT_WARPS(32, 256)
   return -1;
 }

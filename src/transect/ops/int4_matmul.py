@@ -11,21 +11,22 @@ The inner product of codes and x runs on the tensor cores. A code c becomes a bf
 that way; no weight is ever rounded, which a kernel that rebuilds W in bfloat16 cannot say. float16 has 0x6400, 1024 +
 c. In float32 8 is taken off the code instead: zeros lie near -8 scale, and their share would cancel against the codes'.
 
-Shapes: x ``[M, K]``, codes uint8 ``[N, K / 2]`` (``pack`` of ``int4_packing.py``), scale and zero ``[N, K / G]`` of one
-floating dtype (fastest as transposed views of ``[K / G, N]``), bias ``[N]``, result ``[M, N]``. G is 32, 64 or 128 and
-K a multiple of 2 G. Inference only.
+Shapes: x ``[M, K]``, weight int32 ``[K / 128, N / 16, 256 + 2048 / G]`` (``arrange`` of ``int4_packing.py``: codes,
+scales and zeros, which are bfloat16), n = N, bias ``[N]``, result ``[M, N]``. G is 32, 64 or 128 and K a multiple of
+128. Inference only.
 
 Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 16-bit scales, against 2 in bfloat16.
-Four ways, chosen by ``way`` from what was measured on an H200 (fractions of the byte floor, in a chain of launches):
+All ways read the same order of the weight, so one copy of it is all that is held. ``way`` chooses, from what was
+measured on an H200 (fractions of the byte floor at 1, 8 and 16 rows, in a chain of launches):
 
-* ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows: N 28672, K 4096 at 75, 68 and 51% for 1, 8 and 16 rows, N 4096,
-  K 14336 at 63, 52 and 33%, N 4096, K 4096 at 40, 33 and 24%. All of X lies in shared memory, which at 16 rows leaves
-  a short ring for W; below some 30 MB the 3 to 4 us that begin and end a launch are what is left.
-* ``int4_matmul_hopper.cu`` (``int4_hopper.py``), 17 to 64 rows, and heads: X is streamed beside W. Its first version
-  had N 128256, K 4096 at 91, 92 and 86% for 1, 8 and 16 rows (the other kernel: 91, 84, 62%), and N 28672 at 44 and 33%
-  for 32 and 64 rows, 1.6 and 1.8 times as fast as the Triton kernel: there instructions and products bound it.
-* the Triton kernel below, 17 to 64 rows of narrow weights, other dtypes and GPUs.
-* from 65 rows on W is rebuilt and multiplied by cuBLAS: 75 + 68 us at 128 rows of 28672 x 4096, the Triton kernel 175.
+* ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows, and up to 64 of narrow weights: N 28672, K 4096 at 79, 75 and
+  63%, N 4096, K 14336 at 62, 62 and 51%, 33% at 32 rows. Below some 30 MB the 3 to 4 us that begin and end a launch are
+  what is left.
+* ``int4_matmul_hopper.cu`` (``int4_hopper.py``), heads, and 17 to 64 rows of wide weights. Its first version had N
+  128256, K 4096 at 92, 92 and 86%, and N 28672 at 44 and 33% for 32 and 64 rows: there instructions and products bound
+  it.
+* from 65 rows of a half type on W is rebuilt and multiplied by cuBLAS.
+* the Triton kernel below for other dtypes and GPUs.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
 the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``.
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -43,12 +45,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda, shapes
-from .int4_dequantize import triton_dequantize
-from .int4_hopper import CHOICES, HOPPER_ROWS, HopperCodes, hopper_refuses
-from .int4_hopper import rule as hopper_rule
-from .int4_packing import GROUPS, pack, repack, unpack
-from .int4_rows import CUDA_ROWS, CudaCodes, cuda_refuses
+from . import int4_hopper, int4_rows, shapes
+from .int4_packing import CHUNK, GROUPS, arrange, group_of, pack, taken_apart
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, Unavailable, register
@@ -61,17 +59,23 @@ OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: -8}
 """What comes on top of a code before the product."""
 DENSE_ROWS = 65
 """From so many rows on it is quicker to rebuild W and multiply by it."""
+REBUILT_ROWS = 64
+"""Of W, in a program that rebuilds it."""
 TRITON_CHOICES = {"bn": (32, 64, 128), "split": (1, 2, 4, 8), "warps": (2, 4, 8), "stages": (2, 3, 4)}
 
 
-def reference(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x ``[M, K]``, codes ``[N, K / 2]``, scale and zero ``[N, K / G]``, bias ``[N]`` -> ``[M, N]`` in x's dtype."""
-    group = x.shape[1] // scale.shape[1]
+def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
+    """x ``[M, K]``, weight from ``arrange`` for ``n`` rows, bias ``[n]`` -> ``[M, n]`` in x's dtype."""
     dtype = compute_dtype(x.dtype)
-    wide = (t.to(dtype).repeat_interleave(group, dim=1) for t in (scale, zero))
-    weight = next(wide) * unpack(codes, group).to(dtype) + next(wide)
-    y = x.to(dtype) @ weight.T
+    y = x.to(dtype) @ dense(weight, n, dtype).T
     return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
+
+
+def dense(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """W ``[n, K]``, by torch: of float64 exact, of a narrower type rounded at every step."""
+    codes, scale, zero = taken_apart(weight, n)
+    grouped = codes.view(*scale.shape, -1).to(dtype)
+    return torch.addcmul(zero[..., None].to(dtype), scale[..., None].to(dtype), grouped).view(n, -1)
 
 
 @kernel
@@ -87,61 +91,66 @@ def _as_float(nibbles, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: igno
 
 @kernel
 def _codes(  # type: ignore[no-untyped-def]
-    x, codes, scale, zero, bias, out, parts, counters, M, N, K, x_m, out_m, s_n, s_g, part_pairs,
+    x, weight, bias, out, parts, counters, M, N, K, x_m, out_m, part_chunks,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, OFFSET: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of Y, or a part of it; one pair of groups per step. Axes as in ``small_matmul``; W is the left operand.
+    """One tile of Y, or a part of it; 128 k a step. Axes as in ``small_matmul``; W is the left operand.
 
-    Scales and zeros of the next step are loaded a step ahead: nothing else would hide the time they take.
+    A word holds four k of each of two rows of W, so there are two products; X is read in the order of those k.
     """
     after_previous(EARLY)
     tile_n = tl.program_id(0)
     tile_m = tl.program_id(1)
     part = tl.program_id(2)
+    blocks = (N + 15) // 16
+    GROUPS: tl.constexpr = 128 // GROUP
+    STRIDE: tl.constexpr = 256 + 16 * GROUPS
+    WORDS: tl.constexpr = GROUP // 4  # of a row and a group
+    SIXTEENS: tl.constexpr = 4 if GROUP >= 64 else 2  # neighbouring words
     m = tile_m * BM + tl.arange(0, BM)
-    n = tile_n * BN + tl.arange(0, BN)
-    safe_n = tl.where(n < N, n, 0).to(tl.int64)
-    j = tl.arange(0, GROUP)
-    pairs = K // (2 * GROUP)
-    first = part * part_pairs
-    last = min(pairs, first + part_pairs)
-    codes_at = codes + safe_n[:, None] * (K // 2) + first * GROUP + j[None, :]
-    # Transposed: [GROUP, BM].
-    x_at = x + m[None, :] * x_m + first * 2 * GROUP + j[:, None]
-    scale_at = scale + safe_n * s_n + 2 * first * s_g
-    zero_at = zero + safe_n * s_n + 2 * first * s_g
-    acc = tl.zeros((BN, BM), tl.float32)
+    pair = tl.arange(0, BN // 2)  # rows n and n + 8
+    block = tile_n * (BN // 16) + pair // 8
+    inside = block < blocks
+    first = part * part_chunks
+    at = weight + (first.to(tl.int64) * blocks + tl.where(inside, block, 0)) * STRIDE
+    j = tl.arange(0, WORDS)
+    word_thread = j // SIXTEENS % 4
+    word_place = j // (4 * SIXTEENS) * 4 + j % SIXTEENS  # 16 k
+    shift = tl.arange(0, 4) // 2 * 8 + tl.arange(0, 4) % 2 * 16
+    i = tl.arange(0, GROUP)
+    k_place = i // (16 * SIXTEENS) * 4 + i // 4 % SIXTEENS
+    k = k_place * 16 + i // (4 * SIXTEENS) % 4 * 2 + i // 2 % 2 * 8 + i % 2
+    x_at = x + m[None, :] * x_m + first * 128 + k[:, None]
+    above = tl.zeros((BN // 2, BM), tl.float32)
+    below = tl.zeros((BN // 2, BM), tl.float32)
     # The sum of x over a group, for every row of the tile alike: a product with ones, which costs nothing here.
-    ones = tl.full((BN, GROUP), 1.0, tl.float32).to(x.dtype.element_ty)
-    next_low_scale = tl.load(scale_at)
-    next_high_scale = tl.load(scale_at + s_g)
-    next_low_zero = tl.load(zero_at)
-    next_high_zero = tl.load(zero_at + s_g)
-    for pair in range(first, last):
-        packed = tl.load(codes_at)
-        low_x = tl.load(x_at, m[None, :] < M, 0.0)
-        high_x = tl.load(x_at + GROUP, m[None, :] < M, 0.0)
-        low_scale = next_low_scale.to(tl.float32)
-        high_scale = next_high_scale.to(tl.float32)
-        low_zero = next_low_zero.to(tl.float32) - OFFSET * low_scale
-        high_zero = next_high_zero.to(tl.float32) - OFFSET * high_scale
-        scale_at += 2 * s_g
-        zero_at += 2 * s_g
-        more = (n < N) & (pair + 1 < last)
-        next_low_scale = tl.load(scale_at, more, 0.0)
-        next_high_scale = tl.load(scale_at + s_g, more, 0.0)
-        next_low_zero = tl.load(zero_at, more, 0.0)
-        next_high_zero = tl.load(zero_at + s_g, more, 0.0)
-        fresh = tl.zeros((BN, BM), tl.float32)
-        low = dot(_as_float(packed & 15, OFFSET, x.dtype.element_ty), low_x, fresh)
-        high = dot(_as_float(packed >> 4, OFFSET, x.dtype.element_ty), high_x, fresh)
-        acc += low * low_scale[:, None] + high * high_scale[:, None]
-        acc += dot(ones, low_x, fresh) * low_zero[:, None] + dot(ones, high_x, fresh) * high_zero[:, None]
-        codes_at += GROUP
-        x_at += 2 * GROUP
-    rows = m[None, :]
-    columns = n[:, None]
+    ones = tl.full((BN // 2, GROUP), 1.0, tl.float32).to(x.dtype.element_ty)
+    for _ in range(first, min(K // 128, first + part_chunks)):
+        for g in tl.static_range(GROUPS):
+            place = g * (GROUP // 16) + word_place
+            word = place // 4 * 128 + (pair % 8 * 16)[:, None] + (word_thread * 4 + place % 4)[None, :]
+            words = tl.load(at[:, None] + word, inside[:, None], 0)
+            both_above = tl.load(at + 256 + g * 16 + pair % 8 * 2, inside, 0)
+            both_below = tl.load(at + 256 + g * 16 + pair % 8 * 2 + 1, inside, 0)
+            k_x = tl.load(x_at + g * GROUP, m[None, :] < M, 0.0)
+            nibbles = (words[:, :, None] >> shift[None, None, :]).reshape(BN // 2, GROUP)
+            fresh = tl.zeros((BN // 2, BM), tl.float32)
+            dot_above = dot(_as_float(nibbles & 15, OFFSET, x.dtype.element_ty), k_x, fresh)
+            dot_below = dot(_as_float((nibbles >> 4) & 15, OFFSET, x.dtype.element_ty), k_x, fresh)
+            total = dot(ones, k_x, fresh)
+            # bfloat16 is the upper half of float32.
+            scale_above = (both_above << 16).to(tl.float32, bitcast=True)
+            scale_below = (both_below << 16).to(tl.float32, bitcast=True)
+            zero_above = (both_above & -65536).to(tl.float32, bitcast=True) - OFFSET * scale_above
+            zero_below = (both_below & -65536).to(tl.float32, bitcast=True) - OFFSET * scale_below
+            above += dot_above * scale_above[:, None] + total * zero_above[:, None]
+            below += dot_below * scale_below[:, None] + total * zero_below[:, None]
+        at += blocks * STRIDE
+        x_at += 128
+    acc = tl.join(above, below)
+    rows = m[None, :, None]
+    columns = (block * 16 + pair % 8)[:, None, None] + 8 * tl.arange(0, 2)[None, None, :]
     done = True
     if SPLIT > 1:
         tile = tile_m * tl.num_programs(0) + tile_n
@@ -150,6 +159,37 @@ def _codes(  # type: ignore[no-untyped-def]
         if bias is not None:
             acc += tl.load(bias + columns, columns < N, 0.0).to(tl.float32)
         tl.store(out + rows * out_m + columns, acc.to(out.dtype.element_ty), (rows < M) & (columns < N))
+
+
+@kernel
+def _rebuild(weight, out, N, K, GROUP: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BN rows of W and 128 k, two neighbours in a word of ``out``.
+
+    k comes first in every tile, so that the threads of a warp go along k: 32 of them share one line of memory.
+    """
+    STRIDE: tl.constexpr = 256 + 16 * (128 // GROUP)
+    chunk = tl.program_id(0)
+    blocks = (N + 15) // 16
+    pair = tl.arange(0, BN // 2)  # rows n and n + 8
+    block = tl.program_id(1) * (BN // 16) + pair // 8
+    inside = (block < blocks)[None, :]
+    two = tl.arange(0, 64)[:, None]
+    place = two // 8  # 16 k
+    at = weight + ((chunk.to(tl.int64) * blocks + tl.where(block < blocks, block, 0)) * STRIDE + pair % 8 * 16)[None, :]
+    words = tl.load(at + (place // 4 * 128 + two % 4 * 4 + place % 4), inside, 0)
+    words = words >> (two // 4 % 2 * 8)
+    group_at = at + (256 + place // (GROUP // 16) * 16) - (pair % 8 * 14)[None, :]
+    for below in tl.static_range(2):
+        both = tl.load(group_at + below, inside, 0)
+        scale = (both << 16).to(tl.float32, bitcast=True)
+        zero = (both & -65536).to(tl.float32, bitcast=True)
+        even = ((words >> (4 * below)) & 15).to(tl.float32) * scale + zero
+        odd = ((words >> (4 * below + 16)) & 15).to(tl.float32) * scale + zero
+        low = even.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+        high = odd.to(out.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        row = (block * 16 + pair % 8 + 8 * below)[None, :]
+        to = out.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * (K // 2) + chunk * 64 + two
+        tl.store(to, low | high, row < N)
 
 
 def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
@@ -166,16 +206,29 @@ def rows_of_a_tile(m: int) -> int:
     return max(16, min(64, next_power_of_2(m)))
 
 
-def cut_of(m: int, n: int, k: int, group: int, device: torch.device, config: Mapping[str, Any] | None = None) -> Cut:
-    """How the Triton kernel cuts a product up (``bk`` is a pair of groups): by ``config``, else tuned, else by rule."""
+def cut_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str, Any] | None = None) -> Cut:
+    """How the Triton kernel cuts a product up (``bk`` is what it takes at a time): by ``config``, else tuned, else by
+    rule."""
     if INTERPRETED:
-        return Cut(16, 16, 2 * group, 2, warps=1, stages=1)
+        return Cut(16, 32, CHUNK, 2, warps=1, stages=1)
     knobs = config or choose("int4_matmul", (m, n, k), device, triton_rule)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return Cut(
-        rows_of_a_tile(m), knobs["bn"], 2 * group, min(knobs["split"], k // (2 * group)), warps=knobs["warps"],
+        rows_of_a_tile(m), knobs["bn"], CHUNK, min(knobs["split"], k // CHUNK), warps=knobs["warps"],
         stages=knobs["stages"], early=hopper,
     )  # fmt: skip
+
+
+def _fitting(x: Tensor, weight: Tensor, n: int) -> None:
+    """Raises ValueError where the shapes are not those of a product."""
+    if (
+        weight.dim() != 3 or weight.dtype != torch.int32 or group_of(weight) not in GROUPS or x.dim() != 2
+        or weight.shape[0] * CHUNK != x.shape[1] or weight.shape[1] != -(-n // 16)
+    ):  # fmt: skip
+        raise ValueError(
+            f"int4_matmul: x {list(x.shape)} and weight {weight.dtype} {list(weight.shape)} of {n} rows do not fit; x "
+            "must be [M, K] and the weight what arrange(codes, scale, zero) of int4_packing.py gives for [n, K]"
+        )
 
 
 def launcher() -> Callable[..., Tensor]:
@@ -183,39 +236,29 @@ def launcher() -> Callable[..., Tensor]:
     counters = Counters()
 
     def call(
-        x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *,
-        config: Mapping[str, Any] | None = None,
-    ) -> Tensor:  # fmt: skip
+        x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, config: Mapping[str, Any] | None = None
+    ) -> Tensor:
         """As ``reference``, on the GPU. ``config``: of ``TRITON_CHOICES``, instead of the tuned one."""
-        require("int4_matmul", *(t for t in (x, scale, zero, bias) if t is not None))
+        require("int4_matmul", *(t for t in (x, bias) if t is not None))
+        _fitting(x, weight, n)
         m, k = x.shape
-        n = codes.shape[0]
-        group = k // max(1, scale.shape[1])
-        if group not in GROUPS or k % (2 * group) or codes.shape[1] * 2 != k or scale.shape != zero.shape:
-            raise ValueError(
-                f"int4_matmul: x {list(x.shape)}, codes {list(codes.shape)} and scale {list(scale.shape)} do not fit; "
-                f"codes must be [N, K / 2], scale and zero [N, K / G] with G in {GROUPS} and K a multiple of 2 G"
-            )
         x = x if x.stride(1) == 1 else x.contiguous()
-        codes = codes.contiguous()
-        if scale.stride() != zero.stride():
-            zero = torch.empty_like(scale).copy_(zero)
+        weight = weight.contiguous()
         out = x.new_empty((m, n))
         if out.numel() == 0:
             return out
-        cut = cut_of(m, n, k, group, x.device, config)
-        pairs = k // (2 * group)
+        cut = cut_of(m, n, k, x.device, config)
         grid = (triton.cdiv(n, cut.bn), triton.cdiv(m, cut.bm))
-        part_pairs = triton.cdiv(pairs, cut.split)
-        split = triton.cdiv(pairs, part_pairs)
+        part_chunks = triton.cdiv(k // CHUNK, cut.split)
+        split = triton.cdiv(k // CHUNK, part_chunks)
         parts = held = None
         if split > 1:
             parts = x.new_empty((split, m, n), dtype=torch.float32)
             held = counters.get(x.device, grid[0] * grid[1])
         _codes[(*grid, split)](
-            x, codes, scale, zero, None if bias is None else bias.contiguous(), out, parts, held, m, n, k, x.stride(0),
-            n, *scale.stride(), part_pairs, GROUP=group, BM=cut.bm, BN=cut.bn, SPLIT=split,
-            OFFSET=OFFSETS[x.dtype], EARLY=cut.early, num_warps=cut.warps, num_stages=cut.stages,
+            x, weight, None if bias is None else bias.contiguous(), out, parts, held, m, n, k, x.stride(0), n,
+            part_chunks, GROUP=group_of(weight), BM=cut.bm, BN=cut.bn, SPLIT=split, OFFSET=OFFSETS[x.dtype],
+            EARLY=cut.early, num_warps=cut.warps, num_stages=cut.stages,
             **({"launch_pdl": True} if cut.early else {}),
         )  # fmt: skip
         return out
@@ -226,29 +269,34 @@ def launcher() -> Callable[..., Tensor]:
 by_triton = launcher()
 
 
-def rebuilt(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``reference`` for many rows, on the GPU: W is rebuilt in x's dtype, which rounds it, and takes 2 N K bytes for
-    the time of the call."""
-    return F.linear(x, triton_dequantize(codes, scale.to(x.dtype), zero.to(x.dtype)), bias)
+def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
+    """As ``reference`` for many rows of bfloat16 or float16, on the GPU: W is rebuilt in that type, which rounds it,
+    and takes 2 N K bytes for the time of the call."""
+    require("int4_matmul", x)
+    if x.element_size() != 2:
+        raise ValueError(f"int4_matmul: a weight is rebuilt in bfloat16 or float16, not in {x.dtype}; use by_triton")
+    _fitting(x, weight, n)
+    wide = x.new_empty((n, x.shape[1]))
+    if wide.numel():
+        grid = (weight.shape[0], triton.cdiv(n, REBUILT_ROWS))
+        _rebuild[grid](weight.contiguous(), wide, n, x.shape[1], GROUP=group_of(weight), BN=REBUILT_ROWS, num_warps=4)
+    return F.linear(x, wide, bias)
 
 
 def way(m: int, n: int) -> str:
     """What was quickest on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows``
-    (``int4_matmul.cu``), ``hopper`` (``int4_matmul_hopper.cu``), ``triton`` or ``rebuilt``."""
+    (``int4_matmul.cu``), ``hopper`` (``int4_matmul_hopper.cu``) or ``rebuilt``."""
     if m >= DENSE_ROWS:
         return "rebuilt"
-    if n >= 65536 or (m > CUDA_ROWS and n >= 16384):
-        return "hopper"
-    return "rows" if m <= CUDA_ROWS else "triton"
+    return "hopper" if n >= 65536 or (m > 16 and n >= 16384) else "rows"
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``int4_matmul(x, codes, scale, zero, bias=None, *, pdl=False)``: on a Hopper GPU whatever ``way`` says, if
-    it takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
+    """A new ``int4_matmul(x, weight, n, bias=None, *, pdl=False)``: on a Hopper GPU whatever ``way`` says, if it takes
+    the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
 
-    Which one runs is decided by the shape, the strides and the dtype alone. The CUDA kernels read W in orders of their
-    own, each made at its first call and kept as long as the codes live: a weight that meets both up to 16 and 17 to 64
-    rows is held three times. Where they cannot be built, that is said once, in the log.
+    Which one runs is decided by the shape, the strides and the dtype alone, and all of them read the same order of the
+    weight. Where the CUDA kernels cannot be built, that is said once, in the log.
     """
     by_tiles = launcher()
     built: dict[torch.device, dict[str, Callable[..., Tensor]]] = {}
@@ -257,24 +305,22 @@ def best_launcher() -> Callable[..., Tensor]:
         if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
             return {}
         try:
-            return {"rows": CudaCodes(), "hopper": HopperCodes()}
+            return {"rows": int4_rows.CudaCodes(), "hopper": int4_hopper.HopperCodes()}
         except Unavailable as error:
             log.warning("int4_matmul runs its Triton kernel, which is slower: %s", error)
             return {}
 
-    def call(
-        x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *, pdl: bool = False
-    ) -> Tensor:
+    def call(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
         """As ``reference``, on the GPU; ``pdl`` as in ``CudaRows``."""
-        chosen = way(x.shape[0], codes.shape[0])
+        chosen = way(x.shape[0], n)
         if chosen == "rebuilt" and x.element_size() == 2:
-            return rebuilt(x, codes, scale, zero, bias)
+            return rebuilt(x, weight, n, bias)
         if x.device not in built:
             built[x.device] = build(x.device)
         kernel = built[x.device].get(chosen)
-        if kernel is not None and not cuda_refuses(x, codes, scale, zero, bias):
-            return kernel(x, codes, scale, zero, bias, pdl=pdl)
-        return by_tiles(x, codes, scale, zero, bias)
+        if kernel is not None and not int4_rows.cuda_refuses(x, weight, n, bias):
+            return kernel(x, weight, n, bias, pdl=pdl)
+        return by_tiles(x, weight, n, bias)
 
     return call
 
@@ -285,28 +331,53 @@ int4_matmul = best_launcher()
 # ----------------------------------------------------------------------------------------------------- registry entry
 
 
-def cost(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> Cost:
+def cost(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Cost:
     """A product and a sum for each weight and row; codes, scales and zeros are read once."""
-    tokens, outputs = x.shape[0], codes.shape[0]
-    read = sum(t.nbytes for t in (x, codes, scale, zero, bias) if t is not None)
-    return Cost(4 * tokens * codes.numel(), read, tokens * outputs * x.element_size())
+    m, k = x.shape
+    read = sum(t.nbytes for t in (x, weight, bias) if t is not None)
+    return Cost(2 * m * n * k, read, m * n * x.element_size())
 
 
-def _peer(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Weights rebuilt in x's dtype, then cuBLAS: what torch can do with these codes."""
-    group = x.shape[1] // scale.shape[1]
-    n = codes.shape[0]
-    code = unpack(codes, group).reshape(n, -1, group).to(x.dtype)
-    weight = torch.addcmul(zero[..., None].to(x.dtype), scale[..., None].to(x.dtype), code).reshape(n, -1)
-    return F.linear(x, weight, bias)
+class Prepared:
+    """A peer that keeps a weight in an order of its own: made at the first call, dropped with the weight."""
+
+    def __init__(self, make: Callable[[Tensor, int, torch.dtype], Any], call: Callable[..., Tensor]) -> None:
+        self._make, self._call = make, call
+        self._held: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
+        held = self._held.get(id(weight))
+        if held is None or held[0]() is not weight:
+            key = id(weight)
+            kept = weakref.ref(weight, lambda _: self._held.pop(key, None))
+            held = self._held[key] = (kept, self._make(weight, n, x.dtype))
+        y = self._call(x, held[1])
+        return y if bias is None else y + bias
+
+
+def _rounded(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    return dense(weight, n, dtype)
+
+
+def _for_torch(weight: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """What torch's own product with 4-bit codes takes: W = scale (code - 8) + zero, groups of 32 to 256."""
+    codes, scale, zero = taken_apart(weight, n)
+    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+    both = torch.stack((scale, zero + 8 * scale), -1).to(dtype).transpose(0, 1).contiguous()
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8), both, group_of(weight)
+
+
+def _by_torch(x: Tensor, packed: tuple[Tensor, Tensor, int]) -> Tensor:
+    codes, both, group = packed
+    return torch.ops.aten._weight_int4pack_mm(x, codes, group, both)
 
 
 def _examples() -> Sequence[dict[str, Any]]:
     def inputs(m: int, n: int, k: int, group: int, bias: bool) -> dict[str, Any]:
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
         scale = (sample(n, k // group, seed=1).abs() + 0.1) / math.sqrt(20 * k)
-        made = {"x": sample(m, k), "codes": pack(codes, group), "scale": scale, "zero": -7.5 * scale}
-        return made | {"bias": sample(n, seed=2) if bias else None}
+        weight = arrange(pack(codes, group), scale, -7.5 * scale)
+        return {"x": sample(m, k), "weight": weight, "n": n, "bias": sample(n, seed=2) if bias else None}
 
     return [inputs(1, 33, 128, 32, True), inputs(5, 16, 384, 64, False), inputs(17, 20, 256, 128, False)]
 
@@ -316,11 +387,12 @@ def _cases() -> Sequence[Case]:
 
     def make(device: torch.device, seed: int, m: int, n: int, k: int) -> Mapping[str, Any]:
         generator = torch.Generator(device).manual_seed(seed)
-        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device, generator=generator)
-        scale = torch.rand(k // 128, n, device=device, generator=generator).add(0.1).mul(k**-0.5 / 4)
-        scale = scale.to(torch.bfloat16).T
+        weight = torch.randint(-(2**31), 2**31, (k // CHUNK, n // 16, 272), device=device, generator=generator)
+        weight = weight.to(torch.int32)
+        scale = torch.rand(k // CHUNK, n // 16, 16, device=device, generator=generator).add(0.1).mul(k**-0.5 / 4)
+        weight[..., 256:] = torch.stack((scale, -7.5 * scale), -1).to(torch.bfloat16).view(torch.int32).squeeze(-1)
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16, generator=generator)
-        return {"x": x, "codes": codes, "scale": scale, "zero": -7.5 * scale, "bias": None}
+        return {"x": x, "weight": weight, "n": n, "bias": None}
 
     model = shapes.LLAMA_8B
     projections = {
@@ -338,48 +410,48 @@ def _cases() -> Sequence[Case]:
 
 
 def _kernels() -> Sequence[Kernel]:
-    ints = dict.fromkeys(("M", "N", "K", "x_m", "out_m", "s_g", "part_pairs"), "i32")
-    pointers = {"x": "*bf16", "codes": "*u8", "scale": "*bf16", "zero": "*bf16", "out": "*bf16", "parts": "*fp32"}
+    ints = dict.fromkeys(("M", "N", "K", "x_m", "out_m", "part_chunks"), "i32")
+    pointers = {"x": "*bf16", "weight": "*i32", "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
+    constants = {"bias": None, "GROUP": 128, "BM": 16, "BN": 64, "SPLIT": 4, "OFFSET": 128, "EARLY": False}
+    rebuild = {"weight": "*i32", "out": "*bf16", "N": "i32", "K": "i32"}
     return [
-        Kernel(
-            name="codes",
-            function=_codes,
-            arguments={**pointers, "counters": "*i32", **ints},
-            constants={
-                "bias": None,
-                "GROUP": 128,
-                "BM": 16,
-                "BN": 64,
-                "SPLIT": 4,
-                "OFFSET": 128,
-                "EARLY": False,
-                "s_n": 1,
-            },
-            divisible=("N", "K", "x_m", "out_m", "s_g"),
-            stages=4,
-            targets=TRITON_TARGETS,
-        )
-    ]
+        Kernel("codes", _codes, {**pointers, **ints}, constants, divisible=("N", "K", "x_m", "out_m"), stages=4,
+               targets=TRITON_TARGETS),
+        Kernel("rebuild", _rebuild, rebuild, {"GROUP": 128, "BN": REBUILT_ROWS}, divisible=("N", "K"),
+               targets=TRITON_TARGETS),
+    ]  # fmt: skip
 
 
 def _size(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
     x = inputs["x"]
-    return x.shape[0], inputs["codes"].shape[0], x.shape[1]
+    return x.shape[0], inputs["n"], x.shape[1]
 
 
-@cache
-def _hopper() -> HopperCodes:
-    return HopperCodes()
+def _runs(name: str, inputs: Mapping[str, Any]) -> bool:
+    m, n, _ = _size(inputs)
+    return way(m, n) == name and not int4_rows.cuda_refuses(**inputs)
 
 
-def _repack_case(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of ``HopperCodes.packed`` for a case's."""
-    weight = repack(inputs["codes"], inputs["scale"], inputs["zero"])
-    return {"x": inputs["x"], "weight": weight, "n": inputs["codes"].shape[0]}
+def _tuned(made: type[int4_rows.CudaCodes] | type[int4_hopper.HopperCodes]) -> Callable[..., Tensor]:
+    """A kernel to tune: built at the first call."""
+
+    @cache
+    def kernel() -> Callable[..., Tensor]:
+        return made()
+
+    def launch(x: Tensor, weight: Tensor, n: int, bias: Tensor | None, *, config: Mapping[str, Any]) -> Tensor:
+        return kernel()(x, weight, n, bias, pdl=True, config=config)
+
+    return launch
 
 
-def _launch_hopper(x: Tensor, weight: Tensor, n: int, *, config: Mapping[str, Any]) -> Tensor:
-    return _hopper().packed(x, weight, n, pdl=True, config=config)
+def _in_cuda(
+    made: type[int4_rows.CudaCodes] | type[int4_hopper.HopperCodes], source: str, *, pdl: bool
+) -> Implementation:
+    return Implementation(
+        "cuda", lambda: partial(made(), pdl=pdl), ("sm_90",), dtypes=("bfloat16",), refuses=int4_rows.cuda_refuses,
+        source=source,
+    )  # fmt: skip
 
 
 register(
@@ -389,53 +461,38 @@ register(
         cost=cost,
         implementations={
             "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
-            "cuda": Implementation(
-                "cuda",
-                lambda: CudaCodes(),
-                cuda.CUDA_TARGETS,
-                dtypes=("bfloat16",),
-                refuses=cuda_refuses,
-                source="int4_matmul.cu",
-            ),
-            "cuda_pdl": Implementation(
-                "cuda",
-                lambda: partial(CudaCodes(), pdl=True),
-                ("sm_90",),
-                dtypes=("bfloat16",),
-                refuses=cuda_refuses,
-                source="int4_matmul.cu",
-            ),
-            "hopper": Implementation(
-                "cuda",
-                lambda: HopperCodes(),
-                ("sm_90",),
-                dtypes=("bfloat16",),
-                refuses=hopper_refuses,
-                source="int4_matmul_hopper.cu",
-            ),
-            "hopper_pdl": Implementation(
-                "cuda",
-                lambda: partial(HopperCodes(), pdl=True),
-                ("sm_90",),
-                dtypes=("bfloat16",),
-                refuses=hopper_refuses,
-                source="int4_matmul_hopper.cu",
-            ),
+            "rebuilt": Implementation("triton", available(rebuilt), TRITON_TARGETS, dtypes=("bfloat16", "float16")),
+            "cuda": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", pdl=False),
+            "cuda_pdl": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", pdl=True),
+            "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", pdl=False),
+            "hopper_pdl": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", pdl=True),
         },
         examples=_examples,
-        peers={"torch": _peer},
+        peers={
+            "torch": Prepared(_rounded, F.linear),
+            "torch_int4": Prepared(_for_torch, _by_torch),
+        },
         cases=_cases,
         kernels=_kernels,
         knobs=[
             Knobs("int4_matmul", TRITON_CHOICES, triton_rule, by_triton, dict, _size),
             Knobs(
-                "int4_matmul_hopper.cu",
-                CHOICES,
-                hopper_rule,
-                _launch_hopper,
-                _repack_case,
+                "int4_matmul.cu",
+                int4_rows.CHOICES,
+                int4_rows.rule,
+                _tuned(int4_rows.CudaCodes),
+                dict,
                 _size,
-                applies=lambda inputs: inputs["x"].shape[0] <= HOPPER_ROWS and not hopper_refuses(**inputs),
+                applies=lambda inputs: _runs("rows", inputs),
+            ),
+            Knobs(
+                "int4_matmul_hopper.cu",
+                int4_hopper.CHOICES,
+                int4_hopper.rule,
+                _tuned(int4_hopper.HopperCodes),
+                dict,
+                _size,
+                applies=lambda inputs: _runs("hopper", inputs),
             ),
         ],
     )

@@ -1,8 +1,7 @@
 // Y = X W^T + b for up to 64 rows of X at a time and a weight of 4-bit codes in groups, W = scale code + zero. bfloat16 in and
-// out, float32 sums. Hopper. See int4_matmul.py for the arithmetic, int4_matmul.cu for the kernel that is quicker where one
-// or few rows meet a weight of some tens of megabytes.
+// out, float32 sums. Hopper. See int4_matmul.py for the arithmetic, and for when int4_matmul.cu is quicker.
 //
-// * The weight is packed once (``repack`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of codes in the
+// * The weight is arranged once (``arrange`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of codes in the
 //   order in which the tensor cores take them, then the scales and zeros. So all that a block needs of 128 k is one piece of
 //   memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16 bytes a copy.
 // * Who is the last to have read a stage has it filled again; a barrier of each stage says that it has landed.
@@ -362,7 +361,7 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, teams, stages, (int)(dependent > 1));
 }
 
-// x [M, K] with x_stride between rows, a multiple of 8; weight as ``repack`` makes it for N rows and groups of GROUP (32, 64 or
+// x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of GROUP (32, 64 or
 // 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16, 32 or 64);
 // ``columns``: sixteens of rows of W for a warp at a time; ``warps`` of a team; ``teams`` that share K; ``stages`` of the
 // ring; ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8). ``dependent``: 0 an ordinary launch, 1 a

@@ -2,10 +2,13 @@ r"""4-bit codes in groups: how a weight of them lies in memory.
 
     W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]        code in 0..15, G = 32, 64 or 128
 
-Two orders. ``pack`` makes the one that everything keeps and exchanges: codes uint8 ``[N, K / 2]``; byte j of pair p of
-groups holds code 2 p G + j of its row in the low half and code (2 p + 1) G + j in the high half, so that unpacking
-moves nothing between threads. ``repack`` makes of it the order that ``int4_matmul.cu`` streams, once, when a weight is
-loaded.
+A weight is held in one order, chosen when it is packed, by what it will meet:
+
+* ``pack``, for training: codes uint8 ``[N, K / 2]``, scales and zeros beside them, in any dtype. Byte j of pair p of
+  groups holds code 2 p G + j of its row in the low half and code (2 p + 1) G + j in the high half, so that unpacking
+  moves nothing between threads. ``int4_dequantize`` reads it.
+* ``arrange``, for inference: codes, scales and zeros in one tensor, in the order in which the tensor cores take them,
+  at any number of rows. ``int4_matmul`` reads it.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978).
 """
@@ -20,7 +23,7 @@ from torch import Tensor
 
 GROUPS = (32, 64, 128)
 CHUNK = 128
-"""k in a tile of ``repack``."""
+"""k in a tile of ``arrange``."""
 
 
 def pack(codes: Tensor, group: int) -> Tensor:
@@ -45,8 +48,8 @@ def unpack(packed: Tensor, group: int) -> Tensor:
     return torch.cat((pairs & 15, pairs >> 4), dim=2).reshape(n, 2 * half)
 
 
-def repack(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The order that ``int4_matmul.cu`` streams.
+def arrange(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The order that ``int4_matmul`` reads.
 
     Args:
         codes: uint8 ``[N, K / 2]`` from ``pack``.
@@ -66,7 +69,7 @@ def repack(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     n, half = codes.shape
     k, groups = 2 * half, scale.shape[1]
     if k % CHUNK:
-        raise ValueError(f"int4_matmul.cu: K must be a multiple of {CHUNK}, not {k}")
+        raise ValueError(f"int4 groups: to arrange a weight for int4_matmul K must be a multiple of {CHUNK}, not {k}")
     group, blocks, chunks = k // groups, -(-n // 16), k // CHUNK
     whole = F.pad(unpack(codes, group), (0, 0, 0, blocks * 16 - n))
     #             block, row / 8, row % 8, chunk, 64 k, 32 k, 16 k, 8 k, thread, pair
@@ -78,3 +81,21 @@ def repack(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     both = F.pad(torch.stack((scale, zero), -1).to(torch.bfloat16), (0, 0, 0, 0, 0, blocks * 16 - n))
     both = both.view(blocks, 2, 8, chunks, CHUNK // group, 2).permute(3, 0, 4, 2, 1, 5)
     return torch.cat((words, both.reshape(chunks, blocks, -1).view(torch.int32)), -1)
+
+
+def group_of(weight: Tensor) -> int:
+    """G of a weight from ``arrange``."""
+    return 16 * CHUNK // max(1, weight.shape[2] - 256)
+
+
+def taken_apart(weight: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of ``arrange``: codes uint8 ``[n, K]`` one to a byte, scale and zero bfloat16 ``[n, K / G]``."""
+    chunks, blocks, _ = weight.shape
+    words = weight[..., :256].view(chunks, blocks, 2, 8, 4, 4)  # 64 k, row % 8, thread, 16 k
+    codes = words.new_empty((blocks, 2, 8, chunks, 2, 4, 2, 4, 2), dtype=torch.uint8)
+    for below, right, odd in product(range(2), repeat=3):
+        nibbles = (words >> (4 * (below + 2 * right) + 16 * odd) & 15).to(torch.uint8)
+        codes[:, below, ..., right, :, odd] = nibbles.permute(1, 3, 0, 2, 5, 4)
+    both = weight[..., 256:].contiguous().view(torch.bfloat16).view(chunks, blocks, -1, 8, 2, 2)
+    scale, zero = both.permute(5, 1, 4, 3, 0, 2).reshape(2, blocks * 16, -1)[:, :n]
+    return codes.view(blocks * 16, -1)[:n], scale, zero

@@ -1,188 +1,213 @@
-"""``int4_matmul.cu`` for Python: the order of a weight that it reads, how it cuts a product up, and the call.
+"""``int4_matmul.cu`` for Python: how it cuts a product up, and the call. bfloat16, Hopper, a few rows of X.
 
-For up to 16 rows of X; see the head of ``int4_matmul.cu`` for what a block does.
+A block takes ``per`` sixteens of rows of W and all of K; where a weight has too few rows for all multiprocessors, a
+cluster of ``ranks`` blocks shares K, and fewer, wider shares of rows keep down how often X is read. The head of
+``int4_matmul.cu`` says what a block does.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .int4_packing import GROUPS, unpack
+from .cuda import bind
+from .int4_packing import CHUNK, GROUPS, group_of
 from .jit import multiprocessors
-from .small_matmul import SHARED, bind
+from .tuning import choose
 
-
-def repack(codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """The order that ``int4_matmul.cu`` reads: done once, when a weight is loaded.
-
-    Args:
-        codes: uint8 ``[N, K / 2]`` from ``pack``.
-        scale, zero: ``[N, K / G]``; rounded to bfloat16.
-
-    Returns:
-        codes int32 ``[B, K / 128, 4, 32, 2]`` for B = N / 16 blocks of rows (the last filled up with zeros): of each
-        32 k, for every lane l of a warp, two words, one for each 16 k. A word holds rows l / 4 and l / 4 + 8, k = 2 (l
-        % 4) and the next, and both 8 further: what the lane feeds to one product, in the order in which shifts by four
-        bits bring it out. And scale and zero bfloat16 ``[B, K / 128, 128 / G, 8, 2, 2]``: rows r and r + 8, scale and
-        zero.
-
-    Raises:
-        ValueError: K is not a multiple of 128.
-    """
-    n, half = codes.shape
-    k, groups = 2 * half, scale.shape[1]
-    if k % 128:
-        raise ValueError(f"int4_matmul.cu: K must be a multiple of 128, not {k}")
-    group, blocks = k // groups, -(-n // 16)
-    whole = F.pad(unpack(codes, group).to(torch.int32), (0, 0, 0, blocks * 16 - n))
-    #             block, row / 8, row % 8, chunk, 32 k, 16 k, 8 k, thread, pair
-    parts = whole.view(blocks, 2, 8, k // 128, 4, 2, 2, 4, 2)
-    words = torch.zeros((blocks, 8, k // 128, 4, 2, 4), dtype=torch.int32, device=codes.device)
-    for below, right, odd in product(range(2), repeat=3):
-        words |= parts[:, below, :, :, :, :, right, :, odd] << (4 * (below + 2 * right) + 16 * odd)
-    words = words.permute(0, 2, 3, 1, 5, 4).reshape(blocks, k // 128, 4, 32, 2).contiguous()
-    both = F.pad(torch.stack((scale, zero), -1).to(torch.bfloat16), (0, 0, 0, 0, 0, blocks * 16 - n))
-    both = both.view(blocks, 2, 8, k // 128, 128 // group, 2).permute(0, 3, 4, 2, 1, 5).contiguous()
-    return words, both
+SHARED = 227 * 1024
+"""Bytes of shared memory of a block."""
+BESIDE = 113 * 1024
+"""Shared memory of a block that leaves room for one of the next launch beside it."""
+BESIDE_ROWS = 16
+"""Up to so many rows of X at a time a block's registers leave that room too."""
+ROWS = (8, 16, 32)
+"""Rows of X at a time that are compiled; it takes more, but reads W again for them."""
+COLUMNS = 2
+"""Sixteens of rows of W for a warp at a time."""
+MOST_STAGES = 40
+CHOICES = {
+    "warps": (4, 6, 8, 12),
+    "teams": (1, 2, 3, 4),
+    "ranks": (1, 2, 4, 8),
+    "blocks": (1, 2),
+    "late": (2, 4, 5, 6, 7, 8),
+}
+"""What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``Plan``; how many blocks share a
+multiprocessor; and how many quarters of a ring of stages before its end a block lets the next launch begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How ``int4_matmul.cu`` cuts a product up; the fields are the arguments of its launcher."""
+    """How ``int4_matmul.cu`` cuts a product up; the fields are arguments of its launcher."""
 
     rows: int
     """Of X at a time."""
-    columns: int
-    """Rows of W in a group, in sixteens."""
-    stages: int
     warps: int
+    """Of a team: they share the rows of W."""
+    teams: int
+    """They share K: each takes every so-many-th span of 128 k."""
+    stages: int
+    """Of the ring, 128 k each; as many for each team."""
     per: int
     """Sixteens of rows of W for a block."""
     ranks: int
     """Blocks of a cluster that share K."""
+    late: int
+    """The next launch may begin when so many stages or fewer remain to be asked for."""
 
 
-CUDA_ROWS = 16
-"""Up to so many rows of X ``int4_matmul.cu`` is the quicker one; it takes more, sixteen at a time."""
-KERNELS = {8: ((4, 3), (4, 2), (2, 3), (2, 2), (1, 3)), 16: ((2, 3), (2, 2), (1, 3))}
-"""(columns, stages) that are compiled for each number of rows."""
+def most_warps(group: int) -> int:
+    """That multiply in a block."""
+    return 12 if group == 128 else 6
 
 
-def shared_bytes(plan: Plan, m: int, k: int, group: int) -> int:
-    """Shared memory of a block."""
-    held = min(m, plan.rows)
-    steps = -(-(k // 128) // (plan.warps * plan.ranks))
-    ring = plan.warps * plan.stages * plan.columns * (1024 + 128 // group * 64)
-    sums = plan.warps * plan.rows * (plan.columns * 16 + 4) * (1 + (plan.per > plan.columns))
-    part = held * (plan.per + plan.columns) * 16 if plan.ranks > 1 else 0
-    return (
-        ring
-        + 4 * (sums + part + plan.warps * steps * (128 // group) * plan.rows)
-        + (plan.warps * held * (steps * 256 + 16))
-    )
+def tiles_at_once(plan: Plan) -> int:
+    """Sixteens of rows of W that a block works on at a time: its share in equal passes."""
+    passes = -(-plan.per // (plan.warps * COLUMNS))
+    return -(-plan.per // passes)
 
 
-def plan_codes(m: int, n: int, k: int, group: int, clusters: Mapping[int, int]) -> Plan:
-    """A plan by a rule from times on an H200 (no search). ``clusters``: how many of each size run at once.
+def shared_bytes(plan: Plan, m: int, group: int) -> int:
+    """Shared memory of a block: barriers, what the cluster's blocks send to be added, and the ring. In the place of the
+    ring the teams leave their sums at the end."""
+    wide = tiles_at_once(plan)
+    stage = wide * (1024 + CHUNK // group * 64) + min(m, plan.rows) * 272 + CHUNK // group * plan.rows * 4
+    sent = -(-wide // plan.ranks) * plan.ranks * plan.rows * 64 if plan.ranks > 1 else 0
+    left = (plan.teams - 1) * plan.warps * COLUMNS * plan.rows * 64
+    return -(-(plan.stages * 24 + 8) // 128) * 128 + sent + max(plan.stages * stage, left)
 
-    A block keeps its part of X in shared memory, so a long K is shared by a cluster. Many warps hide the time between
-    unpacking and multiplying; wide groups end less often, which pays where a block has many rows.
+
+def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]) -> Plan | None:
+    """The plan of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
+
+    ``clusters``: how many of each size there is room for, one block on a multiprocessor.
+    """
+    rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
+    ranks, teams, chunks = config["ranks"], config["teams"], k // CHUNK
+    if config["warps"] * teams > most_warps(group) or ranks * teams > chunks or not clusters.get(ranks):
+        return None
+    if config["blocks"] > 1 and rows > BESIDE_ROWS:
+        return None
+    per = max(COLUMNS, -(-n // (16 * clusters[ranks] * config["blocks"])))
+    wide = tiles_at_once(Plan(rows, config["warps"], teams, teams, per, ranks, 0))
+    if ranks * teams > 1 and wide < per:
+        return None
+    plan = Plan(rows, -(-wide // COLUMNS), teams, teams, per, ranks, 0)
+    most = BESIDE if rows <= BESIDE_ROWS else SHARED
+    wanted = max(teams, min(-(-per // wide) * -(-chunks // ranks), MOST_STAGES))
+    fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(plan, stages=s), m, group) <= most]
+    return replace(plan, stages=fitting[-1], late=config["late"] * fitting[-1] // 4) if fitting else None
+
+
+def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
+    """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
+    m, n, k = size
+    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4}
+    if n >= 16384:
+        return shared | {"warps": 8} | ({"ranks": 2, "blocks": 2} if 8 < m <= BESIDE_ROWS else {"ranks": 1})
+    return shared | ({"warps": 12, "ranks": 8} if k >= 8192 else {"warps": 8, "ranks": 4})
+
+
+def plan_codes(
+    m: int, n: int, k: int, group: int, clusters: Mapping[int, int], config: Mapping[str, Any] | None = None
+) -> Plan:
+    """The plan of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
 
     Raises:
-        ValueError: X does not fit the shared memory of eight blocks.
+        ValueError: none fits.
     """
-    rows, sixteens = 8 if m <= 8 else 16, -(-n // 16)
-    for ranks in (1, 2, 4, 8):
-        per = -(-sixteens // max(1, clusters[ranks]))
-        if rows == 16 and ranks == 1 and per <= 3:
-            continue
-        wide = [(4, 3, 8), (2, 3, 16), (4, 2, 8)] if per >= 28 else [(2, 2, 16), (4, 2, 8)]
-        order = (wide if rows == 8 else [(2, 2, 16), (2, 3, 8), (2, 2, 8)]) + [(2, 2, 8), (1, 3, 8), (1, 3, 4)]
-        for columns, stages, warps in order:
-            plan = Plan(rows, columns, stages, warps, per, ranks)
-            if columns <= per and shared_bytes(plan, m, k, group) <= SHARED:
-                return plan
-    raise ValueError(f"int4_matmul.cu: {m} rows of {k} do not fit in shared memory; use the Triton kernel")
+    wanted = config or rule((m, n, k))
+    narrower = [dict(wanted) | {"ranks": ranks, "warps": warps, "teams": 1, "blocks": 1}
+                for ranks in (wanted["ranks"], 4, 2, 1) for warps in (12, 8, 6, 4)]  # fmt: skip
+    for tried in (wanted, *narrower):
+        plan = plan_of(tried, m, n, k, group, clusters)
+        if plan is not None:
+            return plan
+    raise ValueError(f"int4_matmul.cu: no cut of {m} x {k} by {n} x {k} fits the shared memory; use the Triton kernel")
 
 
 class CudaCodes:
-    """``int4_matmul`` by ``int4_matmul.cu``: ``packed`` for weights in its own order, or called as ``reference``.
+    """``int4_matmul`` by ``int4_matmul.cu``.
 
     Raises:
         Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
     """
 
     def __init__(self) -> None:
-        self._launch = bind("int4_matmul", "transect_int4_matmul", "pppppiiiiliiiiiiip")
-        at_once = bind("int4_matmul", "transect_int4_clusters", "i")
-        hopper = torch.cuda.get_device_capability()[0] >= 9
-        count = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-        self._clusters = {1: count} | {size: at_once(size) if hopper else 0 for size in (2, 4, 8)}
-        self._dependent = hopper
+        self._launch = bind("int4_matmul", "transect_int4_matmul", "ppppiiiiliiiiiiiip")
+        self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
+        self._clusters: dict[int, int] = {}
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
-        self._repacked: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, Tensor]]] = {}
 
-    def packed(
-        self, x: Tensor, words: Tensor, scales: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
-        plan: Plan | None = None,
+    def clusters(self, device: torch.device) -> Mapping[int, int]:
+        """How many clusters of 1, 2, 4 and 8 blocks run at once. Not what the multiprocessors would divide into: a
+        cluster stays within one of the chip's parts, and an H200 takes 15 of 8."""
+        if not self._clusters:
+            found = {1: multiprocessors(device)} | {size: self._at_once(size) for size in (2, 4, 8)}
+            if not found[2]:  # launches are skipped: see ``cuda.skipped``
+                return found
+            self._clusters = found
+        return self._clusters
+
+    def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Plan:
+        """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
+        m, k = x.shape
+        clusters = self.clusters(x.device)
+        if config is not None:
+            return plan_codes(m, n, k, group, clusters, config)
+        key = (m, n, k, group)
+        if key not in self._plans:
+            plan = plan_codes(m, n, k, group, clusters, choose("int4_matmul.cu", (m, n, k), x.device, rule))
+            if not self._clusters:
+                return plan
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """x bfloat16 ``[M, K]``, words and scales from ``repack`` of a weight of ``n`` rows -> ``[M, n]``.
+        """As ``int4_matmul.reference``.
 
-        ``pdl``: as in ``small_matmul.CudaRows``.
+        ``pdl``: as in ``small_matmul.CudaRows``. ``config``: one of each of ``CHOICES`` instead of the tuned ones.
 
         Raises:
+            ValueError: see ``cuda_refuses``; or the configuration does not fit the shape.
             RuntimeError: the launch failed.
         """
+        reason = cuda_refuses(x, weight, n, bias)
+        if reason:
+            raise ValueError(f"int4_matmul.cu: {reason}")
         m, k = x.shape
-        group = 128 // scales.shape[2]
+        group = group_of(weight)
         out = x.new_empty((m, n))
         if m == 0 or n == 0:
             return out
-        key = (m, n, k, group)
-        cut = plan or self._plans.get(key)
-        if cut is None:
-            cut = self._plans[key] = plan_codes(m, n, k, group, self._clusters)
+        cut = self.plan(x, n, group, config)
         code = self._launch(
-            x.data_ptr(), words.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            m, n, k, group, x.stride(0), cut.rows, cut.columns, cut.stages, cut.warps, cut.per, cut.ranks,
-            (2 if pdl else 1) if self._dependent else 0, torch.cuda.current_stream(x.device).cuda_stream,
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
+            x.stride(0), cut.rows, cut.warps, cut.teams, cut.stages, cut.per, cut.ranks, cut.late, 2 if pdl else 1,
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"int4_matmul.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
         return out
 
-    def __call__(
-        self, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None, *, pdl: bool = False
-    ) -> Tensor:
-        """As ``reference``. A weight is repacked at its first call; the result is kept as long as ``codes`` lives.
 
-        Raises:
-            ValueError: see ``cuda_refuses``.
-        """
-        reason = cuda_refuses(x, codes, scale, zero, bias)
-        if reason:
-            raise ValueError(f"int4_matmul.cu: {reason}")
-        held = self._repacked.get(id(codes))
-        if held is None or held[0]() is not codes or held[1] != codes._version:
-            key = id(codes)
-            kept = weakref.ref(codes, lambda _: self._repacked.pop(key, None))
-            held = self._repacked[id(codes)] = (kept, codes._version, repack(codes, scale, zero))
-        return self.packed(x, *held[2], codes.shape[0], bias, pdl=pdl)
-
-
-def cuda_refuses(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> str:
-    """Why ``int4_matmul.cu`` does not take these arguments, or ``""``."""
-    if any(t is not None and t.dtype != torch.bfloat16 for t in (x, scale, zero, bias)):
-        return "it computes in bfloat16, scales and zeros included"
-    if x.shape[1] % 128 or x.shape[1] != 2 * codes.shape[1] or x.shape[1] // scale.shape[1] not in GROUPS:
-        return f"K must be a multiple of 128, and a group one of {GROUPS}"
+def cuda_refuses(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str:
+    """Why ``int4_matmul.cu`` and ``int4_matmul_hopper.cu`` do not take these arguments, or ``""``."""
+    if any(t is not None and t.dtype != torch.bfloat16 for t in (x, bias)):
+        return "it computes in bfloat16"
+    if (
+        weight.dtype != torch.int32 or weight.dim() != 3 or not weight.is_contiguous() or group_of(weight) not in GROUPS
+        or weight.shape[0] * CHUNK != x.shape[1] or weight.shape[1] != -(-n // 16)
+    ):  # fmt: skip
+        return f"the weight must be what arrange of int4_packing.py gives for {n} rows of {x.shape[1]}"
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         return "it reads 16 bytes of x at a time: the rows' stride and the address must be multiples of 16 bytes"
     return ""

@@ -19,7 +19,7 @@ from ..models.decoder import Decoder
 from ..models.linear import Linear
 from ..ops.int4_dequantize import reference as dequantize_reference
 from ..ops.int4_dequantize import triton_dequantize
-from ..ops.int4_matmul import pack
+from ..ops.int4_packing import pack
 
 
 class Int4Linear(nn.Module):
