@@ -1,7 +1,8 @@
 """Runs every CUDA C++ implementation of the registry on its small examples under compute-sanitizer.
 
 Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
-of the kernel for fewer rows also products with a norm beside them.
+of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
+fill a stage of their ring again.
 
 python benchmarks/sanitize_cuda.py [OUT.json]  memcheck and racecheck; exit 1 where one finds something
 python benchmarks/sanitize_cuda.py --inside    the program that is watched
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 
 import record
-from transect.ops import small_matmul_cuda, small_matmul_hopper
+from transect.ops import int4_hopper, int4_rows, small_matmul_cuda, small_matmul_hopper
+from transect.ops.int4_packing import arrange, pack
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 
@@ -104,8 +106,35 @@ def plans() -> int:
     return refused
 
 
+def int4_plans() -> None:
+    """Run the kernels for 4-bit weights with K so long that their rings are filled again, each twice in a row as
+    dependent launches."""
+    try:
+        rows_kernel, kernel = int4_rows.CudaCodes(), int4_hopper.HopperCodes()
+    except Unavailable as reason:
+        print(f"int4_matmul plans: {reason}")
+        return
+    taken = 0
+    for m, group in ((3, 128), (13, 64), (30, 128)):
+        n, k = 6000, 4096
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        scale = torch.rand(n, k // group, device="cuda") / k
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+        weight = arrange(pack(codes, group), scale, -7.5 * scale)
+        for ranks in (1, 4):
+            for teams in (1, 2):
+                config = {"ranks": ranks, "teams": teams, "blocks": 1}
+                for _ in range(2):
+                    rows_kernel(x, weight, n, pdl=True, config=config | {"warps": 12 // teams, "late": 4})
+                    kernel(x, weight, n, pdl=True, config=config | {"warps": 4, "columns": 2, "beside": True})
+                torch.cuda.synchronize()
+                taken += 2
+    print(f"int4_matmul plans: {taken} runs", flush=True)
+
+
 def main() -> int:
     if "--inside" in sys.argv:
+        int4_plans()
         return 1 if inside() + plans() else 0
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
