@@ -1,5 +1,5 @@
-// What the kernels for few rows share (small_matmul.cu, int4_matmul.cu): copies into shared memory, the tensor-core
-// product of mma.sync, dependent launch, and the sum over the warps of a block and the blocks of a cluster.
+// What the kernels of a decode step share (products of few rows, paged decode): copies into shared memory, the tensor-core
+// product of mma.sync, reading another block's shared memory, dependent launch.
 
 #pragma once
 
@@ -81,70 +81,6 @@ __device__ __forceinline__ float read_of_rank(const float* pointer, int rank) {
 #else
   return *pointer;
 #endif
-}
-
-// The sums of a warp's tile of Y, COLUMNS rows of the weight by ROWS of x: a float for each, x's rows PITCH apart (4 more than
-// they need: then a warp meets no bank twice).
-template <int COLUMNS>
-constexpr int kPitch = COLUMNS + 4;
-
-template <int RB, int NT>
-__device__ __forceinline__ void leave_sums(float* sums, float (&acc)[RB][NT][4], int lane) {
-#pragma unroll
-  for (int b = 0; b < RB; b++)
-#pragma unroll
-    for (int tile = 0; tile < NT; tile++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        sums[(tile * 8 + lane % 4 * 2 + j % 2) * kPitch<RB * 16> + b * 16 + j / 2 * 8 + lane / 4] = acc[b][tile][j];
-        acc[b][tile][j] = 0;
-      }
-}
-
-// Of a tile of Y of up to ROWS x COLUMNS every warp holds a part: they are added in the order of the warps. ``sums`` is
-// [warps][ROWS][PITCH], filled by the caller, and may be written again after the next barrier of the block. The sum goes to
-// ``part``, rows ``part_pitch`` apart, or, where that is null, with the bias to Y.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void add_warps(const float* sums, float* part, int part_pitch, const __nv_bfloat16* bias,
-                                          __nv_bfloat16* out, int m0, int n0, int M, int N, int n_end, int warps) {
-  __syncthreads();
-  const int count = min(ROWS, M - m0) * COLUMNS;
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    const int m = i / COLUMNS, c = i % COLUMNS;
-    const float* from = sums + m * kPitch<COLUMNS> + c;
-    float sum = 0;
-    for (int w = 0; w < warps; w += 4) {  // four loads at a time
-      float four[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) four[j] = from[(w + j) * ROWS * kPitch<COLUMNS>];
-#pragma unroll
-      for (int j = 0; j < 4; j++) sum += four[j];
-    }
-    if (part) {
-      part[m * part_pitch + c] = sum;
-    } else if (n0 + c < n_end) {
-      if (bias) sum += __bfloat162float(bias[n0 + c]);
-      out[(size_t)(m0 + m) * N + n0 + c] = __float2bfloat16(sum);
-    }
-  }
-}
-
-// The blocks of a cluster hold parts of the same ``rows`` x ``columns`` of Y: they are added in the order of the ranks. All
-// threads of all blocks take part.
-__device__ __forceinline__ void add_ranks(const float* part, int part_pitch, const __nv_bfloat16* bias, __nv_bfloat16* out,
-                                          int m0, int n0, int rows, int columns, int N, int rank, int ranks) {
-  cluster_barrier();
-  for (int i = rank * blockDim.x + threadIdx.x; i < rows * columns; i += ranks * blockDim.x) {
-    const int m = i / columns, c = i % columns;
-    float of_rank[8], sum = 0;
-#pragma unroll
-    for (int r = 0; r < 8; r++) of_rank[r] = r < ranks ? read_of_rank(part + m * part_pitch + c, r) : 0;
-#pragma unroll
-    for (int r = 0; r < 8; r++) sum += of_rank[r];
-    if (bias) sum += __bfloat162float(bias[n0 + c]);
-    out[(size_t)(m0 + m) * N + n0 + c] = __float2bfloat16(sum);
-  }
-  cluster_barrier();  // nobody leaves while others read its part
 }
 
 // Launch on a stream in clusters of ``cluster`` blocks. ``dependent``: begin while the kernel before still ends.

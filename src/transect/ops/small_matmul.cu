@@ -80,6 +80,24 @@ __device__ __forceinline__ void add_to_stream(const Norm& norm, float sum, float
   if (threadIdx.x % 16 == 0) norm.squares[at / 16] = square;
 }
 
+// The sums of a warp's tile of Y, COLUMNS rows of the weight by ROWS of x: a float for each, x's rows PITCH apart (4 more than
+// they need: then a warp meets no bank twice).
+template <int COLUMNS>
+constexpr int kPitch = COLUMNS + 4;
+
+template <int RB, int NT>
+__device__ __forceinline__ void leave_sums(float* sums, float (&acc)[RB][NT][4], int lane) {
+#pragma unroll
+  for (int b = 0; b < RB; b++)
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        sums[(tile * 8 + lane % 4 * 2 + j % 2) * kPitch<RB * 16> + b * 16 + j / 2 * 8 + lane / 4] = acc[b][tile][j];
+        acc[b][tile][j] = 0;
+      }
+}
+
 // Of a tile of Y of up to ROWS x COLUMNS every warp holds a part: they are added in the order of the warps. ``sums`` is
 // [warps][ROWS][PITCH], filled by the caller, and may be written again after the next barrier of the block. The sum goes to
 // ``part``, rows ``part_pitch`` apart, or, where that is null, to ``finish`` with its place in Y.

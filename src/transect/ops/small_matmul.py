@@ -49,12 +49,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cuda, shapes, small_matmul_hopper
-from .cuda import bind as bind
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
 from .small_matmul_cuda import CUDA_ROWS, CudaRows, cuda_refuses, quicker
-from .small_matmul_cuda import SHARED as SHARED
 from .tiles import after_previous, describe, dot, fits_descriptor
 
 log = logging.getLogger(__name__)
