@@ -461,7 +461,6 @@ register(
         cost=cost,
         implementations={
             "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
-            "rebuilt": Implementation("triton", available(rebuilt), TRITON_TARGETS, dtypes=("bfloat16", "float16")),
             "cuda": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", pdl=False),
             "cuda_pdl": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", pdl=True),
             "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", pdl=False),
