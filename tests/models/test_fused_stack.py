@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_engine import gpu_model
 
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
+from transect.models.presets import PRESETS
 from transect.ops.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
 from transect.ops.registry import get
@@ -120,6 +122,30 @@ def test_norms_in_the_products_change_nothing(name):
     both(model)
     both(model, Fusions(add_norm=False))
     assert streams.products == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b"])
+def test_one_row_on_an_h200_with_norms_in_the_products_or_apart(name):
+    if not torch.cuda.is_available() or "H200" not in torch.cuda.get_device_name():
+        pytest.skip("needs an H200: norms are in the products where that was measured")
+    config = dataclasses.replace(PRESETS[name], n_layers=2, vocab_size=64, max_position=256)
+    model = gpu_model(config, torch.bfloat16, std=0.02)
+    products, found = model.ops.stream_products, []
+    tokens = torch.tensor([7], device="cuda")
+    for streams in (products, None):
+        model.ops = dataclasses.replace(model.ops, stream_products=streams)
+        model.stack = FusedStack(model, max_positions=256)
+        caches = model.new_kv_cache(4, 16, torch.bfloat16)
+        for cache in caches:
+            cache.normal_(generator=torch.Generator("cuda").manual_seed(1))
+        numbers = [torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([[2, 0, 3]], [0, 1], [40])]
+        context = PagedContext(*caches, *numbers, model.ops)
+        hidden = model(tokens, context.positions(), context)
+        found.append((hidden.double(), *(cache.double() for cache in context.k_cache)))
+    assert products.takes(hidden, model.stack._layers[0].sizes)
+    for one, two in zip(*found, strict=True):
+        assert (one - two).norm() <= 0.03 * two.norm()
 
 
 @pytest.mark.parametrize("switched_off", [field.name for field in dataclasses.fields(Fusions)])
