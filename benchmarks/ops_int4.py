@@ -1,6 +1,6 @@
 """Products with weights of int4 groups on one GPU: each way that we have, beside torch's own, cuBLAS and floors.
 
-    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--late 4,5,6,7,8]
+    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--try 6:0,2:1]
 
 Prints a line for each weight and number of rows: the floor in us, and of each way us and the share of the floor. Times
 are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays. Launches in such a
@@ -8,8 +8,9 @@ chain are dependent: one begins while the last one ends. ``cuda`` and ``hopper``
 ended; ``cuda_pdl`` and ``hopper_pdl`` ask for weights, as in a chain of layers, where only X comes from the kernel
 before. A star is at what ``int4_matmul`` takes. ``torch_int4`` is ``torch.ops.aten._weight_int4pack_mm`` on a weight in
 its own order, ``cublas`` a product with the same weight in bfloat16, ``rebuilt`` makes that weight at every call. The
-floor counts codes, bfloat16 scales and zeros, X and Y. ``--late``: also the kernel for few rows with the next launch
-let in at other times (``late`` of ``int4_rows.CHOICES``).
+floor counts codes, bfloat16 scales and zeros, X and Y. ``--try``: also the kernel for few rows with other values of
+``late:fetch`` of ``int4_rows.CHOICES``: when the next launch is let in, and how much that one has brought into the L2
+cache meanwhile.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def error_ratio(call: Callable[..., torch.Tensor], x: torch.Tensor, given: torch
 class Ways:
     """What can be timed, by name."""
 
-    def __init__(self, late: list[int]) -> None:
+    def __init__(self, tried: list[str]) -> None:
         self._rows, self._hopper = int4_rows.CudaCodes(), int4_hopper.HopperCodes()
         self._peers = {
             "torch_int4": i4.Prepared(i4._for_torch, i4._by_torch),
             "cublas": i4.Prepared(i4._rounded, F.linear),
         }
-        self._late = late
+        self._tried = tried
 
     def at(self, m: int, n: int, k: int) -> dict[str, Callable[..., torch.Tensor]]:
         """For ``m`` rows and a weight ``[n, k]``; starred: what ``int4_matmul`` takes."""
@@ -80,9 +81,10 @@ class Ways:
         if m >= 64:
             ours["rebuilt"] = i4.rebuilt
         if chosen == "cuda_pdl":
-            for late in self._late:
-                config = dict(int4_rows.rule((m, n, k))) | {"late": late}
-                ours[f"late {late}"] = partial(self._rows, pdl=True, config=config)
+            for tried in self._tried:
+                late, fetch = map(int, tried.split(":"))
+                config = dict(int4_rows.rule((m, n, k))) | {"late": late, "fetch": fetch}
+                ours[tried] = partial(self._rows, pdl=True, config=config)
         return {name + "*" * (name == chosen): call for name, call in (ours | self._peers).items()}
 
 
@@ -91,13 +93,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--late", default="")
+    parser.add_argument("--try", default="", dest="tried")
     given = parser.parse_args()
-    late = [int(value) for value in given.late.split(",") if value]
     torch.manual_seed(0)
     with ThreadPoolExecutor() as pool:  # nvcc, side by side
         list(pool.map(library, ("int4_matmul", "int4_matmul_hopper")))
-    ways = Ways(late)
+    ways = Ways([value for value in given.tried.split(",") if value])
     found: list[dict[str, Any]] = []
     for name in given.shapes.split(","):
         n, k = SHAPES[name]

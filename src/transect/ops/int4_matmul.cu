@@ -16,7 +16,8 @@
 //   waits 33 cycles for the one before.
 // * Few registers and less than half of the shared memory leave room for the block of the next launch beside this one. It is
 //   let in (``late``) when what remains to be asked for here is little: then it fills its ring while this one ends, where
-//   its copies would else have delayed the ones that this one waits for.
+//   its copies would else have delayed the ones that this one waits for. It can also have the weights of further stages
+//   brought into the L2 cache then (``fetch``).
 
 #include "few_rows.cuh"
 
@@ -77,6 +78,11 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int byt
                : "memory");
 }
 
+// ``bytes`` (a multiple of 16, as is the address) into the L2 cache.
+__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ uint2 read8(uint32_t from) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
@@ -111,7 +117,7 @@ template <int GROUP, int THREADS, int NT>
 __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
               int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
-              int stages, int ahead, int late) {
+              int stages, int ahead, int late, int fetch) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -167,7 +173,13 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
       }
       copies_arrive(full + slot * 8);
     };
-    if (ahead) wait_for_previous();
+    if (ahead) {
+#pragma unroll 1
+      for (int i = stages + lane; i < min(stages + fetch, steps); i += 32)
+        prefetch_bulk(weight + ((size_t)(chunk_first + i) * sixteens + first) * TILE, min(wide, count) * TILE);
+      __syncwarp();
+      wait_for_previous();
+    }
     int slot = 0, parity = 1;
 #pragma unroll 1
     for (int i = 0; i < total; i++) {
@@ -354,7 +366,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 
 template <int GROUP, int THREADS, int NT>
 static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
-                 int warps, int teams, int stages, int per, int ranks, int late, int dependent, void* stream) {
+                 int warps, int teams, int stages, int per, int ranks, int late, int fetch, int dependent,
+                 void* stream) {
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
@@ -368,7 +381,7 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   return (int)launch(int4_rows<GROUP, THREADS, NT>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared, ranks,
                      dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
-                     (int)(dependent > 1), late);
+                     (int)(dependent > 1), late, fetch);
 }
 
 // How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
@@ -379,11 +392,11 @@ extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_r
 // team, ``teams`` that share K (12 warps in all, 6 with narrower groups); ``stages`` of the ring, a multiple of ``teams``;
 // ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
 // launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``dependent``: 0 an ordinary launch,
-// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns a cudaError_t,
-// or -1 for what it does not take.
+// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W): for the ring, and for
+// ``fetch`` stages more into the L2 cache. Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
-                                    int ranks, int late, int dependent, void* stream) {
+                                    int ranks, int late, int fetch, int dependent, void* stream) {
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
@@ -391,7 +404,7 @@ extern "C" int transect_int4_matmul(const void* x, const void* weight, const voi
 #define TRANSECT_INT4(GROUP, THREADS, NT)                                                                            \
   if (group == GROUP && threads == THREADS && rows == NT * 8)                                                        \
     return start<GROUP, THREADS, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, late, \
-                                     dependent, stream);
+                                     fetch, dependent, stream);
 #define TRANSECT_WARPS(GROUP, THREADS) \
   TRANSECT_INT4(GROUP, THREADS, 1)     \
   TRANSECT_INT4(GROUP, THREADS, 2)     \

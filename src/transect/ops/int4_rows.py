@@ -35,10 +35,12 @@ CHOICES = {
     "teams": (1, 2, 3, 4),
     "ranks": (1, 2, 4, 8),
     "blocks": (1, 2),
-    "late": (2, 4, 5, 6, 7, 8),
+    "late": (1, 2, 4, 5, 6, 7, 8),
+    "fetch": (0, 1, 2),
 }
 """What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``Plan``; how many blocks share a
-multiprocessor; and how many quarters of a ring of stages before its end a block lets the next launch begin."""
+multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; and how many
+rings of stages, beside the one that it fills, that one has brought into the L2 cache meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Plan:
     """Blocks of a cluster that share K."""
     late: int
     """The next launch may begin when so many stages or fewer remain to be asked for."""
+    fetch: int = 0
+    """Stages beyond the ring whose weights go to the L2 cache while the launch before ends."""
 
 
 def most_warps(group: int) -> int:
@@ -101,13 +105,16 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
     most = BESIDE if rows <= BESIDE_ROWS else SHARED
     wanted = max(teams, min(-(-per // wide) * -(-chunks // ranks), MOST_STAGES))
     fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(plan, stages=s), m, group) <= most]
-    return replace(plan, stages=fitting[-1], late=config["late"] * fitting[-1] // 4) if fitting else None
+    if not fitting:
+        return None
+    stages = fitting[-1]
+    return replace(plan, stages=stages, late=config["late"] * stages // 4, fetch=config["fetch"] * stages)
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
     m, n, k = size
-    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4}
+    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4, "fetch": 0}
     if n >= 16384:
         return shared | {"warps": 8} | ({"ranks": 2, "blocks": 2} if 8 < m <= BESIDE_ROWS else {"ranks": 1})
     return shared | ({"warps": 12, "ranks": 8} if k >= 8192 else {"warps": 8, "ranks": 4})
@@ -139,7 +146,7 @@ class CudaCodes:
     """
 
     def __init__(self) -> None:
-        self._launch = bind("int4_matmul", "transect_int4_matmul", "ppppiiiiliiiiiiiip")
+        self._launch = bind("int4_matmul", "transect_int4_matmul", "ppppiiiiliiiiiiiiip")
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
@@ -191,8 +198,8 @@ class CudaCodes:
         cut = self.plan(x, n, group, config)
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
-            x.stride(0), cut.rows, cut.warps, cut.teams, cut.stages, cut.per, cut.ranks, cut.late, 2 if pdl else 1,
-            torch.cuda.current_stream(x.device).cuda_stream,
+            x.stride(0), cut.rows, cut.warps, cut.teams, cut.stages, cut.per, cut.ranks, cut.late, cut.fetch,
+            2 if pdl else 1, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"int4_matmul.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
