@@ -44,9 +44,9 @@ def product_inputs(m: int, n: int, k: int) -> Inputs:
 def int4_weight(n: int, k: int, group: int, device: str = "cpu") -> torch.Tensor:
     """A weight ``[n, k]`` as ``int4_matmul`` takes it."""
     generator = torch.Generator().manual_seed(n + k)
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
-    scale = (torch.rand(n, k // group, generator=generator) + 0.1) * k**-0.5 / 4
-    return arrange(pack(codes, group), scale, -7.5 * scale).to(device)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator).to(device)
+    scale = ((torch.rand(n, k // group, generator=generator) + 0.1) * k**-0.5 / 4).to(device)
+    return arrange(pack(codes, group), scale, -7.5 * scale)
 
 
 def check_int4_product(kernel: Any, m: int, n: int, k: int, group: int, *, pdl: bool, repeats: int) -> None:
