@@ -1,6 +1,6 @@
 """Products with weights of int4 groups on one GPU: each way that we have, beside torch's own, cuBLAS and floors.
 
-    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--try 6:0,2:1]
+    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--try late=2,fetch=1 late=5]
 
 Prints a line for each weight and number of rows: the floor in us, and of each way us and the share of the floor. Times
 are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays. Launches in such a
@@ -8,9 +8,8 @@ chain are dependent: one begins while the last one ends. ``cuda`` and ``hopper``
 ended; ``cuda_pdl`` and ``hopper_pdl`` ask for weights, as in a chain of layers, where only X comes from the kernel
 before. A star is at what ``int4_matmul`` takes. ``torch_int4`` is ``torch.ops.aten._weight_int4pack_mm`` on a weight in
 its own order, ``cublas`` a product with the same weight in bfloat16, ``rebuilt`` makes that weight at every call. The
-floor counts codes, bfloat16 scales and zeros, X and Y. ``--try``: also the kernel for few rows with other values of
-``late:fetch`` of ``int4_rows.CHOICES``: when the next launch is let in, and how much that one has brought into the L2
-cache meanwhile.
+floor counts codes, bfloat16 scales and zeros, X and Y. ``--try``: also the kernel for few rows with other values
+of ``int4_rows.CHOICES`` than its rule gives.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ SHAPES = {"head": (128256, 4096), "gate+up": (28672, 4096), "down": (4096, 14336
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 GROUP = 128
 REPLAYS = 15
+CHAIN = 24
+"""Calls in a graph, at least: the first of them begins after nothing."""
 Calls = list[Callable[[], Any]]
 
 
@@ -82,10 +83,11 @@ class Ways:
             ours["rebuilt"] = i4.rebuilt
         if chosen == "cuda_pdl":
             for tried in self._tried:
-                late, fetch = map(int, tried.split(":"))
-                config = dict(int4_rows.rule((m, n, k))) | {"late": late, "fetch": fetch}
+                other = {name: int(value) for name, value in (pair.split("=") for pair in tried.split(","))}
+                config = dict(int4_rows.rule((m, n, k))) | other
                 ours[tried] = partial(self._rows, pdl=True, config=config)
-        return {name + "*" * (name == chosen): call for name, call in (ours | self._peers).items()}
+        peers = self._peers if m <= 64 else {"cublas": self._peers["cublas"]}
+        return {name + "*" * (name == chosen): call for name, call in (ours | peers).items()}
 
 
 def main() -> None:
@@ -93,12 +95,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--try", default="", dest="tried")
+    parser.add_argument("--try", nargs="*", default=[], dest="tried")
     given = parser.parse_args()
     torch.manual_seed(0)
     with ThreadPoolExecutor() as pool:  # nvcc, side by side
         list(pool.map(library, ("int4_matmul", "int4_matmul_hopper")))
-    ways = Ways([value for value in given.tried.split(",") if value])
+    ways = Ways(given.tried)
     found: list[dict[str, Any]] = []
     for name in given.shapes.split(","):
         n, k = SHAPES[name]
@@ -116,7 +118,7 @@ def main() -> None:
                 ]
                 for first in calls:  # a peer takes a weight into its own order at the first
                     first()
-                times = [seconds * 1e6 for seconds in graph_times(calls, REPLAYS)]
+                times = [seconds * 1e6 for seconds in graph_times(calls * -(-CHAIN // len(calls)), REPLAYS)]
                 median = statistics.median(times)
                 row = {"shape": name, "rows": m, "n": n, "k": k, "group": GROUP, "way": way, "floor_us": floor}
                 found.append(row | {"us": record.summary(times), "of_floor": floor / median})

@@ -22,7 +22,8 @@ Products:
 * ``small_matmul.py``: up to 256 rows, bound by the weight's bytes; ``small_matmul_cuda.py``: up to 16 rows;
   ``small_matmul_hopper.py``: from 17 rows on Hopper; ``stream_products.py``: with the norms between products in them
 * ``gate_up.py``: gate and up projections of an MLP in one product, with the gate
-* ``int4_matmul.py``: few rows by 4-bit weights; ``int4_packing.py``: how those lie in memory; ``int4_dequantize.py``
+* ``int4_matmul.py``: few rows by 4-bit weights; ``int4_rows.py``, ``int4_hopper.py``: for Hopper; ``int4_packing.py``:
+  how such weights lie in memory; ``int4_dequantize.py``
 
 Of a decoder layer:
 
