@@ -19,11 +19,12 @@ def test_the_source_compiles_the_kernels_that_are_known_here() -> None:
 @pytest.mark.parametrize("n", [16, 37, 1024, 3072, 4096, 6144, 28672, 128256])
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 300])
 def test_a_plan_covers_the_weight_fits_and_sums_in_one_order(m: int, n: int) -> None:
-    plan = small_matmul_cuda.plan_rows(m, n, 132)
-    assert plan.refuses(m) == ""
-    assert plan.per * 16 * 132 >= n
-    alone = small_matmul_cuda.plan_rows(1, n, 132)
-    assert (plan.warps, plan.ranks, plan.per) == (alone.warps, alone.ranks, alone.per)
+    for shared in set(small_matmul_cuda.SHARED_OF.values()):
+        plan = small_matmul_cuda.plan_rows(m, n, 132, shared)
+        assert plan.refuses(m) == "" and small_matmul_cuda.shared_bytes(plan, m) <= shared
+        assert plan.per * 16 * 132 >= n
+        alone = small_matmul_cuda.plan_rows(1, n, 132, shared)
+        assert (plan.warps, plan.ranks, plan.per) == (alone.warps, alone.ranks, alone.per)
 
 
 def test_what_a_plan_does_not_take_is_said() -> None:

@@ -94,10 +94,11 @@ cudaError_t launch(void (*kernel)(Parameters...), int blocks, int threads, int s
   const size_t slot = ((size_t)kernel >> 4) % 64;
   if (device >= 64 || prepared[device][slot] != (const void*)kernel) {
     cudaFuncAttributes found;
+    int most;
     error = cudaFuncGetAttributes(&found, kernel);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (error == cudaSuccess)
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   kMostShared - (int)found.sharedSizeBytes);
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - (int)found.sharedSizeBytes);
     if (error == cudaSuccess)
       error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
     if (error != cudaSuccess) return error;

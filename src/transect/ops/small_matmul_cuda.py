@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import cuda
 from .jit import multiprocessors
+from .registry import Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ CUDA_ROWS = 32
 """Most rows of X that one block of ``small_matmul.cu`` takes; for more it reads W again."""
 SHARED = 227 * 1024
 """Bytes of shared memory of a block on Hopper."""
+SHARED_OF = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): SHARED, (10, 0): SHARED, (10, 3): SHARED}
+"""By compute capability, of the GPUs whose blocks have enough."""
 
 
 KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4))
@@ -85,20 +88,19 @@ KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4
 
 
 @cache
-def plan_rows(m: int, n: int, multiprocessors: int) -> Plan:
-    """The best plan that fits the shared memory, by a rule from times on an H200 (no search).
+def plan_rows(m: int, n: int, multiprocessors: int, shared: int = SHARED) -> Plan:
+    """The best plan whose blocks fit ``shared`` bytes of shared memory, by a rule from times on an H200 (no search).
 
     Rows of W are dealt out evenly, so a block's share is a matter of N alone. Of the groups that it may be taken in,
     the widest that leaves little of the last one empty is best; narrow groups read X more often from the L2 cache.
     """
     sixteens = -(-n // 16)
     per = -(-sixteens // multiprocessors)
-    for columns, stages in KERNELS:
-        plan = Plan(columns, stages, per)
-        empty = -(-per // columns) * columns - per
-        if columns <= per and empty * 16 <= per and shared_bytes(plan, m) <= SHARED:
-            return plan
-    return Plan(1, 4, per)
+    # Warps share K: as many for any number of rows, for one order of sums.
+    warps = 8 if shared_bytes(Plan(1, 4, per), CUDA_ROWS) <= shared else 4
+    plans = [Plan(columns, stages, per, warps) for columns, stages in KERNELS if columns <= per]
+    fitting = [plan for plan in plans if shared_bytes(plan, m) <= shared]
+    return next(plan for plan in fitting if (-(-per // plan.columns) * plan.columns - per) * 16 <= per)
 
 
 def shared_bytes(plan: Plan, m: int) -> int:
@@ -134,12 +136,16 @@ class CudaRows:
     there: 64 rows take 1.5 to 1.8 times as long as with cuBLAS (weights of 30 MB to 1 GB, one H200).
 
     Raises:
-        Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
+        Unavailable: no NVIDIA GPU, one whose blocks have too little shared memory, or no nvcc to build with.
     """
 
     def __init__(self) -> None:
         self._launch = cuda.bind("small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip")
-        self._dependent = torch.cuda.get_device_capability()[0] >= 9
+        capability = torch.cuda.get_device_capability()
+        if capability not in SHARED_OF:
+            raise Unavailable(f"small_matmul.cu is for GPUs with 163 KB of shared memory for a block, not {capability}")
+        self._shared = SHARED_OF[capability]
+        self._dependent = capability >= (9, 0)
 
     def __call__(
         self,
@@ -187,7 +193,7 @@ class CudaRows:
             scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // 16), dtype=torch.float32)
         if out.numel() == 0:
             return out, scaled, squares
-        cut = plan or plan_rows(m, n, multiprocessors(x.device))
+        cut = plan or plan_rows(m, n, multiprocessors(x.device), self._shared)
         norms = (norm.residual, norm.scale, scaled, squares, norm.squares)
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
