@@ -116,9 +116,13 @@ def main() -> None:
                 calls: Calls = [
                     partial(call, x, w, n) for w in (few if way.rstrip("*") in ("cublas", "rebuilt") else weights)
                 ]
-                for first in calls:  # a peer takes a weight into its own order at the first
-                    first()
-                times = [seconds * 1e6 for seconds in graph_times(calls * -(-CHAIN // len(calls)), REPLAYS)]
+                try:
+                    for first in calls:  # a peer takes a weight into its own order at the first
+                        first()
+                    times = [seconds * 1e6 for seconds in graph_times(calls * -(-CHAIN // len(calls)), REPLAYS)]
+                except (RuntimeError, ValueError) as error:
+                    print(f"{name} {m} {way}: {error}", flush=True)
+                    continue
                 median = statistics.median(times)
                 row = {"shape": name, "rows": m, "n": n, "k": k, "group": GROUP, "way": way, "floor_us": floor}
                 found.append(row | {"us": record.summary(times), "of_floor": floor / median})
