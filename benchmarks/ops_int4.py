@@ -121,7 +121,7 @@ def main() -> None:
                         first()
                     times = [seconds * 1e6 for seconds in graph_times(calls * -(-CHAIN // len(calls)), REPLAYS)]
                 except (RuntimeError, ValueError) as error:
-                    print(f"{name} {m} {way}: {error}", flush=True)
+                    print(f"{name} {m} {way}: {str(error).splitlines()[0]}", flush=True)
                     continue
                 median = statistics.median(times)
                 row = {"shape": name, "rows": m, "n": n, "k": k, "group": GROUP, "way": way, "floor_us": floor}
