@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from transect.ops import cuda_build
 from transect.ops.cuda_build import compile_source, sources
 from transect.ops.registry import Unavailable
 
@@ -31,5 +32,20 @@ def test_compiler_message_reaches_the_caller(tmp_path: Path) -> None:
 
 def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unavailable, match="nvcc"):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(cuda_build, "TOOLKIT", str(tmp_path))
+    with pytest.raises(Unavailable, match="set CUDA_HOME"):
         compile_source(sources()[0], "sm_90", tmp_path / "out.cubin")
+
+
+@pytest.mark.parametrize("named", ["CUDA_HOME", "CUDA_PATH", "TOOLKIT"])
+def test_a_toolkit_beside_the_path_is_found(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "toolkit" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(variable, str(tmp_path / "toolkit" if variable == named else tmp_path))
+    monkeypatch.setattr(cuda_build, "TOOLKIT", str(tmp_path / "toolkit" if named == "TOOLKIT" else tmp_path))
+    assert cuda_build.find_nvcc() == str(compiler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .cuda_build import CUDA_TARGETS as CUDA_TARGETS
 from .cuda_build import SOURCES as SOURCES
-from .cuda_build import build, library_path
+from .cuda_build import build, find_nvcc, library_path
 from .registry import Unavailable
 
 _skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=False)
@@ -55,8 +54,8 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
     Raises:
         Unavailable: no GPU, or no nvcc.
     """
-    if not library_path(name, _target()).exists() and shutil.which("nvcc") is None:
-        raise Unavailable("CUDA C++ kernels need nvcc on the PATH: install the CUDA toolkit")
+    if not library_path(name, _target()).exists():
+        find_nvcc()
     kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong, "f": ctypes.c_float}
     found: list[Callable[..., int]] = []
 

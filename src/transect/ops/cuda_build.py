@@ -21,6 +21,8 @@ from .registry import Unavailable
 
 SOURCES = Path(__file__).parent
 CUDA_TARGETS = ("sm_80", "sm_90")
+TOOLKIT = "/usr/local/cuda"
+"""Where NVIDIA's installers put it."""
 _LAUNCHER = re.compile(r'^extern "C" int (\w+)\(([^)]*)\)', re.MULTILINE)
 _PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
 
@@ -36,11 +38,23 @@ def architecture(target: str) -> str:
     return "90a" if number == "90" else number
 
 
+def find_nvcc() -> str:
+    """The compiler on the PATH, else in ``$CUDA_HOME``, ``$CUDA_PATH`` or where the CUDA toolkit is installed.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT]
+    folders = [os.environ.get("PATH", ""), *(f"{toolkit}/bin" for toolkit in toolkits if toolkit)]
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    if found is None:
+        raise Unavailable("CUDA C++ kernels need nvcc: install the CUDA toolkit, and set CUDA_HOME to its folder")
+    return found
+
+
 def _nvcc(arguments: list[str], source: Path, target: str) -> str:
     """Run nvcc for ``target``; returns what it wrote to stderr."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise Unavailable("CUDA C++ kernels need nvcc on the PATH: install the CUDA toolkit")
+    nvcc = find_nvcc()
     done = subprocess.run([nvcc, "-O3", "-std=c++17", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{source.name} does not compile for {target}:\n{done.stderr}")
