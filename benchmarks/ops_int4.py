@@ -101,6 +101,7 @@ def main() -> None:
     with ThreadPoolExecutor() as pool:  # nvcc, side by side
         list(pool.map(library, ("int4_matmul", "int4_matmul_hopper")))
     ways = Ways(given.tried)
+    about = {"environment": record.environment(), "method": __doc__, "bytes_a_second": BYTES_A_SECOND, "flops": FLOPS}
     found: list[dict[str, Any]] = []
     for name in given.shapes.split(","):
         n, k = SHAPES[name]
@@ -129,13 +130,9 @@ def main() -> None:
                 line += f" | {way} {median:.2f} {floor / median:.2f}"
             found.append({"shape": name, "rows": m, "error_ratio": ratio})
             print(line + ("" if ratio is None else f" | error {ratio:.2f}"), flush=True)
+            record.write(given.out, {**about, "rows": found})
         del weights, few
         torch.cuda.empty_cache()
-    record.write(
-        given.out,
-        {"environment": record.environment(), "method": __doc__, "bytes_a_second": BYTES_A_SECOND, "flops": FLOPS,
-         "rows": found},
-    )  # fmt: skip
 
 
 if __name__ == "__main__":
