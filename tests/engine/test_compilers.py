@@ -1,6 +1,8 @@
 """The processes that compile kernels: started without torch, they compile what they are sent, and end by themselves."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +56,13 @@ def group_lives(group):
     return True
 
 
+def soon(condition):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not condition():
+        time.sleep(0.05)
+    return condition()
+
+
 def test_none_without_a_gpu_to_compile_for():
     assert Compilers.start(EngineConfig(model="x", device="cpu")) is None
 
@@ -89,10 +98,7 @@ def test_is_stopped_when_the_engine_cannot_be_built(environment):
     compilers._process.stdout.readline()
     compilers.stop()
     assert compilers._process.returncode != 0
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and group_lives(compilers._process.pid):
-        time.sleep(0.05)
-    assert not group_lives(compilers._process.pid)
+    assert soon(lambda: not group_lives(compilers._process.pid))
 
 
 def test_the_engine_goes_on_when_it_has_died(environment):
@@ -102,6 +108,23 @@ def test_the_engine_goes_on_when_it_has_died(environment):
     compilers.begin(90, ())
     compilers.submit(("module", "name", "{}"))
     assert compilers.finish(lambda kernel: None) == 0
+
+
+def test_workers_end_when_their_parent_has_been_killed(environment):
+    """As a machine out of memory does. They hold the pipe that the engine reads answers from."""
+    compilers = start(environment, EngineConfig(model="x"))
+    compilers.begin(90, ())
+    compilers.submit(("transect.ops.small_matmul", "no_such_kernel", "{}"))
+    while json.loads(compilers._process.stdout.readline())["done"] != 0:
+        pass
+    compilers._process.send_signal(signal.SIGKILL)
+    compilers._process.wait(timeout=60)
+    try:
+        assert soon(lambda: not group_lives(compilers._process.pid))
+        assert compilers.finish(lambda kernel: None) == 0
+    finally:
+        if group_lives(compilers._process.pid):
+            os.killpg(compilers._process.pid, signal.SIGKILL)
 
 
 def test_no_torch_until_it_has_begun():

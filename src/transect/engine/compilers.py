@@ -18,10 +18,10 @@ import fcntl
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -44,6 +44,8 @@ FEWEST_CORES = 4
 """With fewer, processes that import torch and compile take the engine's own time."""
 MOST_WORKERS = 16
 PIPE_BYTES = 2**20
+MOST_BYTES = 2**17
+"""Of one job; a kernel's description is 3 KB."""
 CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
 """What nvcc compiles, and the compute capability from which on it runs (90: there alone)."""
 
@@ -175,14 +177,16 @@ def main() -> None:
     if first is None:
         return
     arch, stamps = first
-    context = multiprocessing.get_context("fork")
-    jobs: multiprocessing.SimpleQueue[Any] = context.SimpleQueue()
+    # Each message is taken by one worker. There is no lock that one could die with, and whoever is left when the others
+    # have died (a machine out of memory) finds the other end closed.
+    jobs, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     count = min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)
-    children += [_fork(lambda: _work(jobs, arch)) for _ in range(count)]
+    children += [_fork(lambda: _work(jobs, taken, arch)) for _ in range(count)]
+    taken.close()
     while (job := _next_message()) is not None:
-        jobs.put(job)
-    for _ in range(count):
-        jobs.put(None)
+        with contextlib.suppress(BrokenPipeError):
+            jobs.send(pickle.dumps(job))
+    jobs.close()
     codes = [os.waitpid(child, 0)[1] for child in children]
     if not any(codes):
         for stamp in stamps:
@@ -292,12 +296,13 @@ def compile_kernel(kernel: Any, arch: int) -> None:
     CudaLauncher(compiled.src, compiled.metadata)  # builds it
 
 
-def _work(jobs: Any, arch: int) -> None:
+def _work(jobs: socket.socket, taken: socket.socket, arch: int) -> None:
     from ..ops.collecting import CollectedKernel
 
+    jobs.close()
     well = True
-    while (job := jobs.get()) is not None:
-        number, fields = job
+    while job := taken.recv(MOST_BYTES):
+        number, fields = pickle.loads(job)
         started = time.time()
         try:
             compile_kernel(CollectedKernel(*fields), arch)
