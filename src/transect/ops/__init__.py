@@ -19,17 +19,19 @@ Products:
 * ``linear.py``: matrix product with bias; on a GPU one of the two below, by the number of rows
 * ``matmul.py``: many rows, with fused epilogues; ``matmul_kernels.py``: its device code; ``matmul_tiles.py``: how it is
   cut; ``matmul_ladder.py``: in CUDA C++, from naive to tensor cores
-* ``small_matmul.py``: up to 256 rows, bound by the weight's bytes; ``small_matmul_cuda.py``: up to 16 rows;
-  ``small_matmul_hopper.py``: from 17 rows on Hopper; ``stream_products.py``: with the norms between products in them
+* ``small_matmul.py``: up to 256 rows, bound by the weight's bytes; ``small_matmul_cuda.py``: up to 16 rows, or 32 of a
+  small weight; ``small_matmul_hopper.py``: from 17 rows on Hopper; ``stream_products.py``: with the norms between
+  products in them
 * ``gate_up.py``: gate and up projections of an MLP in one product, with the gate
-* ``int4_matmul.py``: few rows by 4-bit weights; ``int4_rows.py``, ``int4_hopper.py``: for Hopper; ``int4_packing.py``:
-  how such weights lie in memory; ``int4_dequantize.py``
+* ``int4_matmul.py``: by 4-bit weights; ``int4_rows.py``, ``int4_hopper.py``: for few rows on Hopper;
+  ``int4_packing.py``: how such weights lie in memory; ``int4_dequantize.py``: back to the weights, for training
 
 Of a decoder layer:
 
 * ``rms_norm.py``, ``layer_norm.py``; ``add_rms_norm.py``, ``add_layer_norm.py``: with the residual added first
 * ``rotary.py``: rotary position embedding of q and k
-* ``swiglu.py``, ``gelu.py``: activations of the MLP
+* ``swiglu.py``, ``gelu.py``: activations of the MLP; ``softmax.py``: over the last dimension, by itself;
+  ``softmax_kernels.py``: its device code
 * ``attention.py``: causal attention over packed documents (training, whole prompts): on a GPU ``flash_attention.py``,
   ``flash_attention_backward.py`` (what they share: ``attention_tiles.py``), and for Hopper
   ``flash_attention_hopper.py``, ``flash_attention_backward_hopper.py``
@@ -38,14 +40,16 @@ Of a decoder layer:
   QK-norm of some models before
 * ``paged_attention.py``: causal attention through the block table: in torch ``paged_attention_torch.py``, on a GPU
   ``paged_prefill.py`` for prefill chunks (for Hopper ``paged_attention_hopper.py``) and ``paged_decode.py`` for rows of
-  one query (what they share: ``paged_tile.py``)
+  one query (for Hopper ``paged_decode_hopper.py``); what the Triton kernels share: ``paged_tile.py``
 
 Before and after the layers, and for training:
 
 * ``adjust_logits.py``: bias, masks and penalties; ``sampling.py``: the next token of every row, on the device;
   ``philox.py``: its random numbers, without a state
-* ``linear_cross_entropy.py``: the loss without the logits; ``..._torch.py``, ``..._cpu.py``: without a GPU
+* ``linear_cross_entropy.py``: the loss without the logits; ``linear_cross_entropy_torch.py``,
+  ``linear_cross_entropy_cpu.py``: without a GPU
 * ``adamw.py``: one step of the optimizer over all tensors
 
-``cpu/`` has the C++ kernels for the processor, ``*.cu`` the CUDA C++ versions beside the Triton files.
+``cpu/`` has the C++ kernels for the processor, ``*.cu`` the CUDA C++ versions beside the Triton files; ``few_rows.cuh``:
+what those for few rows share, ``parts.cuh``: how a source is compiled in parts.
 """

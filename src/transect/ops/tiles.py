@@ -18,8 +18,7 @@ INTERPRETS = tl.constexpr(INTERPRETED) if tl is not None else INTERPRETED
 @kernel
 def after_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """With EARLY this launch began while the kernel before it still ran (dependent launch, Hopper): let the next one
-    begin
-    likewise, then wait for the one before. Not in the interpreter, where EARLY is False."""
+    begin likewise, then wait for the one before. Not in the interpreter, where EARLY is False."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

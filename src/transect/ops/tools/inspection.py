@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from ..registry import Op, Unavailable
 from .compile import STAGES, Compiled, compile_cuda, compile_kernel
 
-HOST_ONLY = ("torch", "cpu")
-"""Backends without a kernel for a GPU."""
-
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
