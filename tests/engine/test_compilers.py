@@ -110,6 +110,18 @@ def test_the_engine_goes_on_when_it_has_died(environment):
     assert compilers.finish(lambda kernel: None) == 0
 
 
+@pytest.mark.parametrize("last_words", [b"", b"\x80\x05"])
+def test_nothing_is_left_when_the_engine_has_been_killed(environment, last_words):
+    """Perhaps in the middle of a message."""
+    compilers = start(environment, EngineConfig(model="x"))
+    compilers.begin(90, ())
+    compilers._process.stdin.write(last_words)
+    compilers._process.stdin.close()
+    assert compilers._process.wait(timeout=60) == -signal.SIGKILL
+    assert soon(lambda: not group_lives(compilers._process.pid))
+    compilers._process.stdout.close()
+
+
 def test_workers_end_when_their_parent_has_been_killed(environment):
     """As a machine out of memory does. They hold the pipe that the engine reads answers from."""
     compilers = start(environment, EngineConfig(model="x"))

@@ -7,6 +7,8 @@ is compiled goes to Triton's cache on disk, from where the engine loads it.
 
     python -m transect.engine.compilers CONFIG BUILD     (kernels as pickles on standard input, answers on the output)
 
+It leads a process group of its own, which is ended as a whole: by the engine, or by itself when the engine is gone.
+
 No torch is imported here at the top.
 """
 
@@ -44,6 +46,8 @@ FEWEST_CORES = 4
 """With fewer, processes that import torch and compile take the engine's own time."""
 MOST_WORKERS = 16
 PIPE_BYTES = 2**20
+END = None
+"""The engine's last message."""
 MOST_BYTES = 2**17
 """Of one job; a kernel's description is 3 KB."""
 CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
@@ -105,6 +109,7 @@ class Compilers:
         """Until what is needed is compiled, and the libraries are built: tell of each kernel as soon as it is. Returns
         how many. The rest is compiled while nobody waits."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._send(END)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdin = None
@@ -169,12 +174,12 @@ def main() -> None:
     first = None
     if hint(config).exists():  # perhaps nothing is to be done: wait until something is
         first = _next_message()
-        if first is None:
+        if first is END:
             return
     children.append(_fork(_build_driver))
     import_operators()
     first = first or _next_message()
-    if first is None:
+    if first is END:
         return
     arch, stamps = first
     # Each message is taken by one worker. There is no lock that one could die with, and whoever is left when the others
@@ -183,7 +188,7 @@ def main() -> None:
     count = min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)
     children += [_fork(lambda: _work(jobs, taken, arch)) for _ in range(count)]
     taken.close()
-    while (job := _next_message()) is not None:
+    while (job := _next_message()) is not END:
         with contextlib.suppress(BrokenPipeError):
             jobs.send(pickle.dumps(job))
     jobs.close()
@@ -194,10 +199,11 @@ def main() -> None:
 
 
 def _next_message() -> Any:
+    """What the engine sends, at last ``END``. If it ends without having said so, this whole process group does."""
     try:
         return pickle.load(sys.stdin.buffer)
-    except EOFError:
-        return None
+    except (EOFError, pickle.UnpicklingError):
+        os.killpg(0, signal.SIGKILL)
 
 
 def _fork(work: Callable[[], None]) -> int:
