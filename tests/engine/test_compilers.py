@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from transect.engine.compilers import Compilers
+from transect.engine.compilers import Compilers, _answer
 from transect.engine.config import EngineConfig
 
 pytest.importorskip("triton")
@@ -54,6 +55,13 @@ def group_lives(group):
     except ProcessLookupError:
         return False
     return True
+
+
+def saying(*lines):
+    """Compilers that say this and end."""
+    command = [sys.executable, "-c", f"import sys; sys.stdout.writelines({list(lines)!r})"]
+    pipe = subprocess.PIPE
+    return Compilers(subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0))
 
 
 def soon(condition):
@@ -137,6 +145,28 @@ def test_workers_end_when_their_parent_has_been_killed(environment):
     finally:
         if group_lives(compilers._process.pid):
             os.killpg(compilers._process.pid, signal.SIGKILL)
+
+
+def test_what_libraries_print_is_no_answer():
+    compilers = saying("a greeting\n", '{"done": 0}\n', "7\n", '{"done": "libraries"}\n')
+    compilers.submit(("module", "name", "{}"))
+    loaded = []
+    assert compilers.finish(loaded.append) == 1
+    assert loaded == [("module", "name", "{}")]
+
+
+def test_it_is_said_when_they_end_early(caplog):
+    compilers = saying('{"done": "libraries"}\n')
+    for _ in range(3):
+        compilers.submit(("module", "name", "{}"))
+    assert compilers.finish(lambda kernel: None) == 0
+    assert ["3 are compiled when first launched" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_an_answer_is_one_piece_of_the_pipe(capfd):
+    _answer(3, time.time(), ValueError("\N{SNOWMAN}" * 5000))
+    line = capfd.readouterr().out
+    assert json.loads(line)["done"] == 3 and len(line) <= select.PIPE_BUF
 
 
 def test_no_torch_until_it_has_begun():

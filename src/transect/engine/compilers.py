@@ -48,6 +48,8 @@ MOST_WORKERS = 16
 PIPE_BYTES = 2**20
 END = None
 """The engine's last message."""
+ANSWER = b'{"done": '
+"""How a line of theirs begins."""
 MOST_BYTES = 2**17
 """Of one job; a kernel's description is 3 KB."""
 CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
@@ -116,6 +118,8 @@ class Compilers:
         needed: set[int | str] = {*range(self.needed), "libraries"}
         count = 0
         while needed and (line := self._process.stdout.readline()):
+            if not line.startswith(ANSWER):
+                continue  # a library's own words
             answer = json.loads(line)
             log.debug("%s", answer)
             needed.discard(answer["done"])
@@ -124,6 +128,8 @@ class Compilers:
             elif isinstance(answer["done"], int):
                 compiled(self._sent[answer["done"]])
                 count += 1
+        if needed:
+            log.warning("processes that compile kernels ended early: %d are compiled when first launched", len(needed))
         self._left_alone = True
         threading.Thread(target=self._process.communicate, daemon=True).start()
         return count
@@ -221,7 +227,7 @@ def _answer(done: int | str, started: float, error: Exception | None = None) -> 
     """A line on standard output, in one piece (as long as it is shorter than the pipe's 4096 bytes)."""
     answer: dict[str, Any] = {"done": done, "seconds": time.time() - started, "at": time.time(), "by": os.getpid()}
     if error is not None:
-        answer["error"] = f"{type(error).__name__}: {error}"[:2000]
+        answer["error"] = f"{type(error).__name__}: {error}"[:600]  # of up to 6 characters each in JSON
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), (json.dumps(answer) + "\n").encode())
 

@@ -168,7 +168,7 @@ def build_gpu(
     weights = int(weight_bytes(model_config, storage))
     before = torch.cuda.memory_allocated(device)
     compiled = warming.wait()
-    times.done(f"{compiled} kernels compiled" if compiled else "kernels from the cache")
+    times.done(f"{compiled} kernels compiled" if warming.collected else "kernels from the cache")
     held = torch.cuda.memory_allocated(device)
     runner = trial_runner(model, config.block_size, dtype, **tricks, **limits)
     tables = torch.cuda.memory_allocated(device) - held
