@@ -50,6 +50,6 @@ Before and after the layers, and for training:
   ``linear_cross_entropy_cpu.py``: without a GPU
 * ``adamw.py``: one step of the optimizer over all tensors
 
-``cpu/`` has the C++ kernels for the processor, ``*.cu`` the CUDA C++ versions beside the Triton files; ``few_rows.cuh``:
-what those for few rows share, ``parts.cuh``: how a source is compiled in parts.
+``cpu/`` has the C++ kernels for the processor, ``*.cu`` the CUDA C++ versions beside the Triton files; what those of a
+decode step share is in ``few_rows.cuh``, how a source is compiled in parts in ``parts.cuh``.
 """

@@ -14,7 +14,8 @@ Bound by bytes: two reads and two writes. Apart, the add would write s and the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .jit import TRITON_TARGETS, available, runs_triton
 from .norms import launch_backward, launch_forward
 from .numerics import sample
 from .peers import compiled
-from .registry import Case, Cost, Implementation, Kernel, Op, register
+from .registry import Cost, Implementation, Op, register
 from .tuning import Config
 
 
@@ -139,20 +140,6 @@ def _peer(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
-def _make(rows: int, width: int, device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-    x, residual = torch.randn(2, rows, width, **options)
-    return {"x": x, "residual": residual, "weight": torch.randn(width, **options), "eps": 1e-5}
-
-
-def _cases() -> Sequence[Case]:
-    return norms.cases(_make)
-
-
-def _kernels() -> Sequence[Kernel]:
-    return norms.kernels(rms_norm.forward_kernel, rms_norm.backward_kernel, vectors=1, add=True)
-
-
 register(
     Op(
         name="add_rms_norm",
@@ -172,8 +159,8 @@ register(
         peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "residual", "weight"),
         gradient_cost=_gradient_cost,
-        cases=_cases,
-        kernels=_kernels,
+        cases=partial(norms.cases, vectors=1, add=True),
+        kernels=partial(norms.kernels, rms_norm.forward_kernel, rms_norm.backward_kernel, vectors=1, add=True),
         knobs=norms.knobs("add_rms_norm", triton_add_rms_norm, triton_backward),
     )
 )

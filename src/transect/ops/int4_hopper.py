@@ -21,8 +21,8 @@ from .jit import multiprocessors
 from .tuning import choose
 
 KERNELS = {8: (1, 2, 4), 16: (1, 2, 4), 32: (1, 2), 64: (1, 2)}
-"""``columns`` compiled for each ``rows`` of X at a time, for groups of 128; narrower ones lack 64 rows, and 4 columns of
-16 rows. It takes more rows, but reads W again for them."""
+"""``columns`` compiled for each ``rows`` of X at a time, for groups of 128; narrower groups lack 64 rows, and 4 columns
+of 16 rows. It takes more rows, but reads W again for them."""
 MOST_WARPS = {8: 16, 16: 16, 32: 8, 64: 8}
 """Of a block, which the registers of a kernel limit."""
 CHOICES = {

@@ -16,7 +16,8 @@ bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .jit import TRITON_TARGETS, available, kernel, runs_triton, tl
 from .norms import launch_backward, launch_forward
 from .numerics import compute_dtype, sample
 from .peers import compiled
-from .registry import Case, Cost, Implementation, Kernel, Op, register
+from .registry import Cost, Implementation, Op, register
 from .tiles import after_previous, let_next_begin, wait_for_previous
 from .tuning import Config
 
@@ -207,20 +208,6 @@ def _gradient_cost(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Cost:
     return Cost(10 * x.numel(), 2 * x.nbytes + weight.nbytes, x.nbytes + 2 * weight.nbytes)
 
 
-def _make(rows: int, width: int, device: torch.device, generator: torch.Generator) -> Mapping[str, Any]:
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
-    weight, bias = torch.randn(2, width, **options)
-    return {"x": torch.randn(rows, width, **options), "weight": weight, "bias": bias, "eps": 1e-5}
-
-
-def _cases() -> Sequence[Case]:
-    return norms.cases(_make)
-
-
-def _kernels() -> Sequence[Kernel]:
-    return norms.kernels(forward_kernel, backward_kernel, vectors=2, add=False)
-
-
 register(
     Op(
         name="layer_norm",
@@ -240,8 +227,8 @@ register(
         peers={"torch": _peer, "torch.compile": compiled(_peer)},
         differentiable=("x", "weight", "bias"),
         gradient_cost=_gradient_cost,
-        cases=_cases,
-        kernels=_kernels,
+        cases=partial(norms.cases, vectors=2, add=False),
+        kernels=partial(norms.kernels, forward_kernel, backward_kernel, vectors=2, add=False),
         knobs=norms.knobs("layer_norm", triton_layer_norm, triton_backward),
     )
 )

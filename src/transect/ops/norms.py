@@ -6,7 +6,7 @@ Shapes: x and the residual stream ``[..., D]``, weight and bias ``[D]``. The ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,17 +198,25 @@ EAGER = ("triton", "torch")
 """Contenders where ``torch.compile`` is left out."""
 
 
-def cases(make: Callable[[int, int, torch.device, torch.Generator], Mapping[str, Any]]) -> Sequence[Case]:
-    """Each width's rows: 256 MB of them, a prefill's, a decode step's. ``make(rows, width, device, generator)``.
+def cases(*, vectors: int, add: bool) -> Sequence[Case]:
+    """Each width's rows: 256 MB of them, a prefill's, a decode step's; of a norm with so many ``vectors`` (the weight,
+    and the bias of LayerNorm), with a residual if ``add``.
 
     ``torch.compile`` is raced at the largest of the first model, where it takes its time to compile only once.
     """
 
     def case(name: str, width: int, rows: int, directions: tuple[str, ...], only: tuple[str, ...]) -> Case:
-        def made(device: torch.device, seed: int) -> Mapping[str, Any]:
-            return make(rows, width, device, torch.Generator(device).manual_seed(seed))
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
 
-        return Case(f"{name}, {rows} tokens x {width}", made, directions=directions, only=only)
+            def normal(*shape: int) -> Tensor:
+                return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
+
+            made = {key: normal(rows, width) for key in (("x", "residual") if add else ("x",))}
+            made |= {key: normal(width) for key in ("weight", "bias")[:vectors]}
+            return {**made, "eps": 1e-5}
+
+        return Case(f"{name}, {rows} tokens x {width}", make, directions=directions, only=only)
 
     listed = []
     for name, model in shapes.by_size(lambda model: model.dim):
