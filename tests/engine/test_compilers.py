@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 import pytest
 
-from transect.engine.compilers import Compilers, _answer
+from transect.engine.compilers import Compilers, _answer, sources_digest
 from transect.engine.config import EngineConfig
 
 pytest.importorskip("triton")
@@ -167,6 +168,16 @@ def test_an_answer_is_one_piece_of_the_pipe(capfd):
     _answer(3, time.time(), ValueError("\N{SNOWMAN}" * 5000))
     line = capfd.readouterr().out
     assert json.loads(line)["done"] == 3 and len(line) <= select.PIPE_BUF
+
+
+def test_triton_may_be_of_another_package(monkeypatch):
+    """``pytorch-triton`` is the same module."""
+
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert len(sources_digest()) == 64
 
 
 def test_no_torch_until_it_has_begun():

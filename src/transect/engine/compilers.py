@@ -30,7 +30,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,9 @@ def compiling(config: EngineConfig) -> Iterator[Compilers | None]:
 
 def sources_digest() -> str:
     """Of all that compiled kernels depend on, besides their arguments."""
-    key = hashlib.sha256(metadata.version("triton").encode())
+    import triton
+
+    key = hashlib.sha256(triton.__version__.encode())
     package = Path(__file__).parent.parent
     for path in sorted([*(package / "ops").glob("*.py"), *(package / "models").glob("*.py")]):
         key.update(path.read_bytes())
