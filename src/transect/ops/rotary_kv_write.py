@@ -225,21 +225,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
     return torch.empty(q.shape, device=q.device, dtype=q.dtype)
 
 
@@ -342,14 +328,15 @@ def _kernels() -> Sequence[Kernel]:
     arguments |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
     arguments |= dict.fromkeys(("tables_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     arguments |= dict.fromkeys((*numbers, *strides, "table_stride", "q_groups", "k_groups", "groups"), "i32")
-    tile = {"PAGE": BLOCK_SIZE, "HEADS": 16, "PLANES": 64, "EARLY": False, "k_out_ptr": None}
+    tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "EARLY": False, "k_out_ptr": None}
     return [
         Kernel(
             f"{name}{', with norm' if norm else ''}",
             _kernel,
             arguments,
-            {**tile, "SEARCH": rows, "NORM": norm},
+            {**tile, "HEADS": heads, "SEARCH": rows, "NORM": norm},
             ("n_planes", *strides),
+            warps=warps,
         )
         for norm in (False, True)
         for name, heads, rows, warps in (
