@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from transect.ops import cuda_build
+from transect.ops import cuda, cuda_build
+from transect.ops.registry import Unavailable
 
 SOURCE = f"""
 #include "{cuda_build.SOURCES}/parts.cuh"
@@ -46,3 +47,51 @@ def test_as_many_parts_as_there_are_cores_for(cores, parts, tmp_path, monkeypatc
     symbols = subprocess.run(["nm", "-C", str(output)], capture_output=True, text=True, check=True).stdout.splitlines()
     assert len([line for line in symbols if "int start<" in line]) == 4
     assert len([line for line in symbols if " transect_try_" in line]) == (parts if parts > 1 else 0)
+
+
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch):
+    """Makes an nvcc that ends with a code, and a GPU to build for."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda, "_target", lambda: "sm_90")
+
+    def make(code):
+        script = tmp_path / "nvcc"
+        script.write_text(f"#!/bin/sh\necho 'nvcc fatal   : Unsupported gpu architecture' >&2\nexit {code}\n")
+        script.chmod(0o755)
+
+    return make
+
+
+def test_an_nvcc_too_old_for_the_gpu_is_as_none(nvcc):
+    """Said when an engine chooses its operators: in its first step nothing else could run instead."""
+    nvcc(1)
+    with pytest.raises(Unavailable, match=r"sm_90 need a newer CUDA toolkit.*Unsupported gpu architecture"):
+        cuda.bind("small_matmul", "transect_small_matmul", "p")
+    with pytest.raises(Unavailable):
+        cuda_build.build("small_matmul", "sm_90")
+
+
+def test_a_cache_that_cannot_be_written_is_as_no_nvcc(nvcc, tmp_path):
+    nvcc(0)
+    (tmp_path / "cache").touch()  # not a folder
+    with pytest.raises(Unavailable, match="set TRANSECT_CACHE"):
+        cuda.bind("small_matmul", "transect_small_matmul", "p")
+
+
+def test_nothing_is_asked_of_nvcc_where_the_library_is(nvcc):
+    nvcc(1)
+    library = cuda_build.library_path("small_matmul", "sm_90")
+    library.parent.mkdir(parents=True)
+    library.touch()
+    cuda.bind("small_matmul", "transect_small_matmul", "p")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_this_nvcc(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    for target in cuda_build.CUDA_TARGETS:
+        cuda_build.check(target)
+    with pytest.raises(Unavailable, match="sm_20"):
+        cuda_build.check("sm_20")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cuda_build import CUDA_TARGETS as CUDA_TARGETS
 from .cuda_build import SOURCES as SOURCES
-from .cuda_build import build, find_nvcc, library_path
+from .cuda_build import build, check, library_path
 from .registry import Unavailable
 
 _skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=False)
@@ -42,7 +42,7 @@ def library(name: str) -> ctypes.CDLL:
     """``ops/NAME.cu``, built for the GPU of this machine (once, kept in the user's cache) and loaded.
 
     Raises:
-        Unavailable: no GPU, or no nvcc.
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
     """
     return ctypes.CDLL(str(build(name, _target())))
 
@@ -52,10 +52,11 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
     pointer, i int, l long long, f float.
 
     Raises:
-        Unavailable: no GPU, or no nvcc.
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
     """
-    if not library_path(name, _target()).exists():
-        find_nvcc()
+    target = _target()
+    if not library_path(name, target).exists():
+        check(target)
     kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong, "f": ctypes.c_float}
     found: list[Callable[..., int]] = []
 
@@ -101,7 +102,7 @@ def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[...,
     """What ``Implementation.load`` of a CUDA C++ implementation is: builds ``ops/NAME.cu``, then gives ``call``.
 
     Raises (when called):
-        Unavailable: no GPU, or no nvcc.
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
     """
 
     def load() -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from ..hardware.cache import cache_folder
@@ -23,6 +24,8 @@ SOURCES = Path(__file__).parent
 CUDA_TARGETS = ("sm_80", "sm_90")
 TOOLKIT = "/usr/local/cuda"
 """Where NVIDIA's installers put it."""
+WHOLE = ("-shared", "--split-compile=0")
+"""For a library in one piece; its kernels are optimized by as many threads as there are cores (CUDA 12.1)."""
 _LAUNCHER = re.compile(r'^extern "C" int (\w+)\(([^)]*)\)', re.MULTILINE)
 _PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
 
@@ -50,6 +53,33 @@ def find_nvcc() -> str:
     if found is None:
         raise Unavailable("CUDA C++ kernels need nvcc: install the CUDA toolkit, and set CUDA_HOME to its folder")
     return found
+
+
+def check(target: str) -> None:
+    """Raise where libraries for ``target`` cannot be built, which takes a fraction of a second to see.
+
+    Raises:
+        Unavailable: there is no nvcc, or one that does not know the target or our options, or no place to keep them.
+    """
+    if reason := _hindrance(find_nvcc(), target, library_folder()):
+        raise Unavailable(reason)
+
+
+@cache
+def _hindrance(nvcc: str, target: str, folder: Path) -> str:
+    """Why ``nvcc`` builds nothing for ``target`` in ``folder``, or ``""``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"CUDA C++ kernels are kept where nothing can be written ({error}): set TRANSECT_CACHE to another folder"
+    # It says what it would run, and runs nothing.
+    trial = [nvcc, "--dryrun", _code(target), *WHOLE, "-o", "/dev/null", "-x", "cu", "/dev/null"]
+    done = subprocess.run(trial, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip() or "nothing").splitlines()[-1]
+        return f"CUDA C++ kernels for {target} need a newer CUDA toolkit (12.1 at least): {nvcc} says {said!r}"
+    return ""
 
 
 def _nvcc(arguments: list[str], source: Path, target: str) -> str:
@@ -88,8 +118,7 @@ def compile_library(source: Path, target: str, output: Path) -> None:
     parts = min(int(wanted[1]), len(os.sched_getaffinity(0)) // 2) if wanted else 1
     code = [_code(target), "-Xcompiler", "-fPIC"]
     if parts <= 1:
-        # Its kernels are optimized by as many threads as there are cores (CUDA 12.1).
-        _nvcc([*code, "-shared", "--split-compile=0", "-o", str(output), str(source)], source, target)
+        _nvcc([*code, *WHOLE, "-o", str(output), str(source)], source, target)
         return
     launchers = _LAUNCHER.findall(text)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,21 +153,26 @@ def ptx_of(source: Path, target: str) -> str:
         return output.read_text()
 
 
+def library_folder() -> Path:
+    """In the user's cache."""
+    return cache_folder() / "cuda"
+
+
 def library_path(name: str, target: str) -> Path:
     """Where the library of ``ops/NAME.cu`` is kept in the user's cache; its name tells the source's version."""
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cuh")))
     digest = hashlib.sha256((SOURCES / f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
-    return cache_folder() / "cuda" / f"{name}-{digest}-{target}.so"
+    return library_folder() / f"{name}-{digest}-{target}.so"
 
 
 def build(name: str, target: str) -> Path:
     """The library of ``ops/NAME.cu``, built if it is not there yet: of several processes by one, the others wait.
 
-    Errors as in ``compile_source``.
+    Errors as in ``check`` and ``compile_source``.
     """
     output = library_path(name, target)
     if not output.exists():
-        output.parent.mkdir(parents=True, exist_ok=True)
+        check(target)
         with open(output.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not output.exists():
