@@ -1,13 +1,15 @@
 """Products of few rows: the plans everywhere, the CUDA kernels on a GPU."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cuda_kernels import check_chain, loaded, product_inputs
 
-from transect.ops import cuda, small_matmul_cuda
+from transect.ops import cuda, small_matmul, small_matmul_cuda
+from transect.ops.registry import Unavailable
 
 
 def test_the_source_compiles_the_kernels_that_are_known_here() -> None:
@@ -120,3 +122,43 @@ def test_a_gate_wants_one_rank_and_no_bias(rows: small_matmul_cuda.CudaRows) -> 
         rows(x, weight, plan=small_matmul_cuda.Plan(1, 4, 1, 4, 2), gated=True)
     with pytest.raises(ValueError, match="no bias"):
         rows(x, weight, bias, gated=True)
+
+
+@pytest.fixture
+def hopper_without_its_library(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A machine that has the library for few rows, and no nvcc to build the one for more; who asked for that."""
+    asked: list[torch.device] = []
+
+    def missing(device: torch.device) -> None:
+        asked.append(device)
+        raise Unavailable("no nvcc")
+
+    monkeypatch.setattr(small_matmul, "CudaRows", lambda: None)
+    monkeypatch.setattr(small_matmul.small_matmul_hopper, "HopperRows", missing)
+    return asked
+
+
+X, WEIGHT = (SimpleNamespace(device=torch.device("cuda"), shape=(64, 64), dtype=torch.bfloat16) for _ in range(2))
+
+
+def test_without_the_library_for_more_rows_others_run(
+    hopper_without_its_library: list[torch.device], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(small_matmul, "CudaRows", lambda: "rows")
+    monkeypatch.setattr(small_matmul, "cuda_refuses", lambda *arguments: "")
+    monkeypatch.setattr(small_matmul, "launcher", lambda: lambda *arguments: "by Triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    call = small_matmul.best_launcher()
+    assert [call(X, WEIGHT), call(X, WEIGHT)] == ["by Triton"] * 2
+    assert caplog.text.count("no nvcc") == len(hopper_without_its_library) == 1
+
+
+def test_a_gated_product_that_is_not_there_is_looked_for_once(
+    hopper_without_its_library: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = small_matmul.small_matmul_hopper.Choice("hopper", plan="a plan")
+    monkeypatch.setattr(small_matmul.small_matmul_hopper, "chosen", lambda *sizes, **kind: choice)
+    monkeypatch.setattr(small_matmul.small_matmul_hopper, "refuses", lambda *arguments: "")
+    call = small_matmul.gated_launcher()
+    assert [call(X, WEIGHT), call(X, WEIGHT)] == [None] * 2
+    assert len(hopper_without_its_library) == 1

@@ -322,7 +322,11 @@ def best_launcher() -> Callable[..., Tensor]:
     def build_hopper(device: torch.device) -> small_matmul_hopper.HopperRows | None:
         if built[device] is None or torch.cuda.get_device_capability(device) != (9, 0):
             return None
-        return small_matmul_hopper.HopperRows(device)
+        try:
+            return small_matmul_hopper.HopperRows(device)
+        except Unavailable as error:
+            log.warning("small_matmul runs without its kernels for 17 to 256 rows, which is slower: %s", error)
+            return None
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
         """As ``reference``, on the GPU; ``pdl`` as in ``CudaRows``."""
@@ -355,7 +359,7 @@ def best_launcher() -> Callable[..., Tensor]:
 def gated_launcher() -> Callable[..., Tensor | None]:
     """A new ``gate_up(x, weight, *, pdl=False)`` of one launch, as ``gate_up.py`` defines it, without a bias; None
     where the GPU or the shape has none, or where the product and the gate were quicker one after the other."""
-    built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows]] = {}
+    built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
 
     def call(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor | None:
         choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
@@ -367,8 +371,11 @@ def gated_launcher() -> Callable[..., Tensor | None]:
             try:
                 built[x.device] = CudaRows(), small_matmul_hopper.HopperRows(x.device)
             except Unavailable:  # the product of one half after the other then runs, and says why in the log
-                return None
-        rows, hopper = built[x.device]
+                built[x.device] = None
+        kernels = built[x.device]
+        if kernels is None:
+            return None
+        rows, hopper = kernels
         if choice.plan is None:
             return rows(x, weight, pdl=pdl, plan=choice.rows_plan, gated=True)
         return hopper(x, weight, pdl=pdl, plan=choice.plan)
