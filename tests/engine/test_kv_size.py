@@ -39,9 +39,12 @@ def test_context_is_the_model_s_as_far_as_the_cache_holds_it():
     "settings,numbers",
     [
         ({"max_model_len": 5000}, ("5000", "4096")),
-        ({"num_kv_blocks": 10**6}, ("1000000 blocks", "15259 MiB", "1024 MiB", "67108 blocks would fit")),
+        (
+            {"num_kv_blocks": 10**6},
+            ("1000000 blocks", "15259 MiB", "1024 MiB", "67108 blocks (1073728 tokens) would fit"),
+        ),
         ({"kv_cache_bytes": 100}, ("16 tokens",)),
-        ({"num_kv_blocks": 10, "max_model_len": 161}, ("161", "160 tokens")),
+        ({"num_kv_blocks": 10, "max_model_len": 161}, ("161", "160 tokens", "kv_cache_tokens")),
         ({"free": 100}, ("16 tokens",)),
     ],
 )

@@ -42,7 +42,6 @@ class Subject:
 def subject(settings: EngineConfig) -> Subject:
     """Load the model; the device's ceilings are measured before, unless they are known."""
     import dataclasses
-    import os
 
     import torch
 
@@ -56,7 +55,7 @@ def subject(settings: EngineConfig) -> Subject:
 
     source = resolve(settings.model, load_format=settings.load_format)
     device, _ = device_for(settings)
-    threads = settings.threads or len(os.sched_getaffinity(0))
+    threads = settings.cpu_threads()
     torch.set_num_threads(threads)
     library = None
     if device.type == "cpu":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +91,7 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
 
 def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSize, str]:
     """The model and its cache in the memory of the host, and which kernels run."""
-    threads = config.threads or len(os.sched_getaffinity(0))
+    threads = config.cpu_threads()
     torch.set_num_threads(threads)
     choice = {"dtype": config.dtype, "native": config.native, "threads": threads, "block_size": config.block_size}
     library, why = kernels(source.config, **choice)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,6 +127,20 @@ class EngineConfig:
         if seqs is None:
             seqs = min(DEFAULT_NUM_SEQS[device], tokens or DEFAULT_NUM_SEQS[device])
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
+
+    def cpu_threads(self) -> int:
+        """``threads``, or the number of cores that this process may use.
+
+        Raises:
+            ValueError: more threads than cores. They would wait for each other at every barrier of a step, and keep
+                whatever else runs on the machine waiting too.
+        """
+        cores = len(os.sched_getaffinity(0))
+        if self.threads is not None and self.threads > cores:
+            raise ValueError(
+                f"threads is {self.threads}, but this process may use {cores} cores: set it to that or less"
+            )
+        return self.threads or cores
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, for the start-up line."""

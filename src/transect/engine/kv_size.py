@@ -66,17 +66,19 @@ def kv_size(
     if blocks * block_bytes > free_bytes:
         raise ValueError(
             f"a KV cache of {blocks} blocks of {size} tokens takes {blocks * block_bytes / MIB:.0f} MiB, but "
-            f"{free_bytes / MIB:.0f} MiB are free: {int(free_bytes // block_bytes)} blocks would fit"
+            f"{free_bytes / MIB:.0f} MiB are free: {int(free_bytes // block_bytes)} blocks "
+            f"({int(free_bytes // block_bytes) * size} tokens) would fit"
         )
     held = blocks * size
     if blocks < 1:
         raise ValueError(
-            f"there is no room for one KV block of {size} tokens ({block_bytes / MIB:.1f} MiB): make the cache larger"
+            f"there is no room for one KV block of {size} tokens ({block_bytes / MIB:.1f} MiB): make the cache larger "
+            "(kv_cache_tokens)"
         )
     if wanted is not None and held < wanted:
         raise ValueError(
             f"max_model_len is {wanted}, but the KV cache holds {held} tokens in all: lower max_model_len, or make the "
-            "cache larger"
+            "cache larger (kv_cache_tokens)"
         )
     return KVSize(blocks, min(longest, held))
 
