@@ -50,7 +50,7 @@ def detail(response, status):
         ({"stream": True, "stream_options": {"include_usag": True}}, "include_usag", ["'include_usage'"]),
         ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
         ({"response_format": {"type": "json_object"}}, "response_format", ["not supported"]),
-        ({"messages": []}, "messages", []),
+        ({"messages": []}, "messages", ["is empty: give at least 1"]),
         ({"messages": "Hi"}, "messages", []),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages", ["messages[0].role"]),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", ["messages[0].content", "string"]),

@@ -115,6 +115,10 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, str(first["msg"]), param=context["name"], code="unsupported_parameter")
     if not path:
         return ApiError(400, 'the body must be a JSON object, such as {"model": "...", "max_tokens": 64}')
+    if kind == "too_short":
+        return ApiError(
+            400, f"{path} is empty: give at least {context['min_length']}", param=field, code="invalid_value"
+        )
     if kind == "missing":
         return ApiError(400, f"{path} is required", param=field, code="missing_required_parameter")
     if kind == "shape":
