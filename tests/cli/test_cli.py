@@ -43,12 +43,12 @@ def test_help_loads_nothing_heavy(arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serv"], "serve"),
+        (["serv"], "'serve'? See transect --help"),
         (["serve", "--prot", "1"], "--port"),
         (["serve", "--port", "x"], "--port"),
         (["serve", "--host", "no.such.host.invalid"], "--host"),
         (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
-        (["generate"], "model"),
+        (["generate"], "'model'; see transect generate --help"),
         (["generate", "smollm2-135m", ""], "prompt is empty"),
         (["generate", "smollm2-135m", "x", "--temperature", "-1"], "temperature"),
         (["generate", "smollm2-135m", "x", "--max-tokens", "0"], "max_tokens"),
@@ -62,6 +62,7 @@ def test_help_loads_nothing_heavy(arguments):
         (["bench", "serve", "--request-rate", "1", "--concurrency", "2"], "give one of"),
         (["bench", "serve", "--prompt-tokens", "many"], "no distribution of lengths"),
         (["bench", "serve", "--model", "m", "--extra-body", "[]"], "JSON object"),
+        (["bench", "serve", "--plot", "load.bmp"], "load.bmp must end in .png"),
         (["generate", "qwen3-0.6b", "x"], "load_format dummy"),
     ],
 )
@@ -134,4 +135,4 @@ def test_demo_without_a_terminal_prints_plain_lines(model):
     assert len(re.findall(r"^chat \d: \d+ tokens, \d+ tok/s", done.stdout, re.M)) == 8
     assert "together" in done.stdout and "KV cache at most" in done.stdout
     assert done.stdout.rstrip().endswith("the server has stopped cleanly")
-    assert "\x1b" not in done.stdout and not done.stderr
+    assert "\x1b" not in done.stdout and done.stderr == f"transect: loading {model}\n"

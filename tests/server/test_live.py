@@ -43,10 +43,11 @@ class Server:
             text=True,
             env=environment,
         )
+        self.loading = self.process.stderr.readline()
         self.ready = self.process.stdout.readline()
         if " ready on " not in self.ready:
             self.stop()
-            raise AssertionError(f"no ready line: {self.ready!r} {self.process.stderr.read()}")
+            raise AssertionError(f"no ready line: {self.ready!r} {self.loading}{self.process.stderr.read()}")
         self.url = self.ready.split(" ready on ")[1].split()[0]
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
@@ -64,7 +65,7 @@ class Server:
         return self.metric("transect_kv_blocks_used") == 0
 
     def end(self):
-        """The exit code, within reason, and everything that went to stderr."""
+        """The exit code, within reason, and everything that went to stderr after the line that says what is loaded."""
         code = self.process.wait(PATIENCE_S)
         return code, self.process.stderr.read()
 

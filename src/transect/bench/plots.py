@@ -11,15 +11,18 @@ from .load_test import Result
 from .summary import PERCENTILES
 
 COLOURS = ("#0b7285", "#f08c00", "#c92a2a")
+SUFFIXES = (".png", ".svg", ".pdf")
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "Time to last token"}
 
 
-def check() -> None:
+def check(path: Path) -> None:
     """Fail before the test runs, not after it.
 
     Raises:
-        ValueError: there is no matplotlib.
+        ValueError: the suffix of ``path`` is none of ``SUFFIXES``, or there is no matplotlib.
     """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--plot {path} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -31,7 +34,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
     The suffix of ``path`` says what kind: .png, .svg, .pdf.
     """
-    check()
+    check(path)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -105,7 +105,10 @@ def _application() -> Any:
 def _one_line(error: Exception) -> str:
     formatted = getattr(error, "format_message", None)  # usage errors know how to say what is wrong
     if formatted is not None:
-        return " ".join(f"{formatted().rstrip('.')}; see transect --help".split())
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "transect"
+        text = " ".join(formatted().rstrip(".").split())
+        return f"{text} See {command} --help" if text.endswith("?") else f"{text}; see {command} --help"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())

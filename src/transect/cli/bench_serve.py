@@ -28,7 +28,10 @@ def command(
     endpoint: Annotated[str, typer.Option(help="completions, or chat (needs text prompts).")] = "completions",
     request_rate: Annotated[
         list[float] | None,
-        typer.Option(help="Requests per second, arriving by chance (open loop); inf: all at once. May be given again."),
+        typer.Option(
+            help="Requests per second, arriving by chance (open loop); inf: all at once. May be given again. "
+            "Default: 1, unless --concurrency or --trace is given."
+        ),
     ] = None,
     concurrency: Annotated[
         list[int] | None,
@@ -40,7 +43,11 @@ def command(
     speed: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
     burstiness: Annotated[float, typer.Option(help="Of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")] = 1.0,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests at each rate or concurrency (100), or of the trace (all).")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests at each rate or concurrency (100), or of the trace (all). No fewer than the concurrency.",
+        ),
     ] = None,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before, which are not counted.")] = 8,
     prompt_tokens: Annotated[str, typer.Option(help="512, uniform:100-1024 or lognormal:MEDIAN,SIGMA[,MOST].")] = "256",
@@ -82,7 +89,7 @@ def command(
     if endpoint not in ("completions", "chat"):
         raise ValueError(f"--endpoint must be completions or chat, not {endpoint!r}")
     if plot is not None:
-        plots.check()
+        plots.check(plot)
     meter = EnergyMeter(Nvml(), [energy_gpu]) if energy else None
     output = None if output_tokens is None else Lengths.parse(output_tokens)
     if output is None and conversations is None:
@@ -98,7 +105,8 @@ def command(
     name = model or asyncio.run(served_model(url, key))
     target = Target(url, name, key, endpoint, temperature, ignore_eos, extra, timeout)  # type: ignore[arg-type]
     before = source.draw(warm_up, "warm-up")
-    print(f"{url}, model {name}, {endpoint}, seed {seed}, after {warm_up} requests to warm up", flush=True)
+    counts = ", ".join(f"{len(level.work)} at {level}" for level in levels)
+    print(f"{url}, model {name}, {endpoint}, seed {seed}; requests: {warm_up} to warm up, {counts}", flush=True)
     test = load_test.run_levels(target, levels, warm_up=before, objectives=objectives, meter=meter)
     results = asyncio.run(test)
     _show(results)

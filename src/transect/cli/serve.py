@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,6 +107,8 @@ def command(
         threads=threads,
         native=native,
     )
+
+    print(f"transect: loading {model}", file=sys.stderr, flush=True)
 
     def ready(engine: AsyncEngine) -> None:
         info = engine.info
