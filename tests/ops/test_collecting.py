@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
+import threading
 import torch, triton
 from triton.runtime import driver
 from transect.engine.compilers import CompileTarget
@@ -35,6 +36,16 @@ for repeat in range(2):
     for kernel in found:
         kernel.load()
     print("hits", compiled)
+
+def elsewhere():
+    _rows.warmup(x, weight, None, x, None, None, *(16,) * 7, EVEN=False, grid=(1,), **tile)
+
+compiled = []
+with collected(found.append):
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+print("elsewhere", compiled)
 """
 
 
@@ -47,4 +58,5 @@ def test_each_is_found_once_and_compiled_ahead_of_time(tmp_path):
         "hits [False, False]",
         "found 2 compiled 2",  # also where they had been compiled in this process
         "hits [False, False, True, True]",
+        "elsewhere [False]",  # another thread's launch is not held back
     ], done.stderr

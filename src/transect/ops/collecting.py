@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +32,15 @@ def collected(found: Callable[[CollectedKernel], None]) -> Iterator[None]:
     """Within, no kernel of this package is launched, neither Triton's nor CUDA C++; ``found`` is told once of each
     Triton kernel that would have been.
 
-    What other libraries launch (torch, cuBLAS) does run, on memory that nothing has filled.
+    What other libraries launch (torch, cuBLAS) does run, on memory that nothing has filled. Other threads, perhaps
+    another engine's, launch as ever; they load their kernels anew meanwhile.
     """
     seen: set[CollectedKernel] = set()
+    here = threading.get_ident()
 
     def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if threading.get_ident() != here:
+            return False
         kernel = CollectedKernel(fn.module, fn.name, compile["specialization_data"])
         if kernel not in seen:
             seen.add(kernel)
