@@ -11,8 +11,10 @@ from importlib import metadata
 
 import pytest
 
+from transect.engine import compilers
 from transect.engine.compilers import Compilers, _answer, sources_digest
 from transect.engine.config import EngineConfig
+from transect.hardware import cores
 
 pytest.importorskip("triton")
 
@@ -74,6 +76,17 @@ def soon(condition):
 
 def test_none_without_a_gpu_to_compile_for():
     assert Compilers.start(EngineConfig(model="x", device="cpu")) is None
+
+
+def test_none_in_a_container_with_little_cpu_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilers, "DEVICES", ("/",))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
+    (tmp_path / "membership").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("300000 100000\n")
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **options: pytest.fail("a process is started"))
+    assert Compilers.start(EngineConfig(model="x")) is None
 
 
 def test_compiles_what_it_is_sent(environment, tmp_path):

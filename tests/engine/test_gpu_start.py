@@ -8,11 +8,13 @@ import sys
 import pytest
 import torch
 
+from transect.hardware.cores import usable_cores
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="with fewer than 4 cores the engine compiles alone"),
+    pytest.mark.skipif(usable_cores() < 4, reason="with fewer than 4 cores the engine compiles alone"),
 ]
 
 SHAPE = {

@@ -34,6 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..hardware.cores import usable_cores
 from ..ops import cuda_build
 from .config import EngineConfig
 
@@ -69,7 +70,7 @@ class Compilers:
         """Begin, unless the engine is not for a GPU or there are too few cores for it to help."""
         if config.device == "cpu" or config.native or not any(map(os.path.exists, DEVICES)):
             return None
-        if find_spec("triton") is None or len(os.sched_getaffinity(0)) < FEWEST_CORES:
+        if find_spec("triton") is None or usable_cores() < FEWEST_CORES:
             return None
         command = [sys.executable, "-m", __spec__.name, repr(config), str(int(config.dtype != "float32"))]
         pipe = subprocess.PIPE
@@ -192,7 +193,7 @@ def main() -> None:
     # Each message is taken by one worker. There is no lock that one could die with, and whoever is left when the others
     # have died (a machine out of memory) finds the other end closed.
     jobs, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    count = min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)
+    count = min(MOST_WORKERS, max(1, usable_cores() - 1))
     children += [_fork(lambda: _work(jobs, taken, arch)) for _ in range(count)]
     taken.close()
     while (job := _next_message()) is not END:

@@ -4,7 +4,9 @@
 * ``device.py``    ``Device``: which one is here, with its driver and sizes
 * ``measured.py``  the ceilings of a device here: from the user's cache, or measured now and kept
 * ``cache.py``     where the user's cache is
+* ``cores.py``     how many CPU cores this process can keep busy
 * ``cpu.py``       measures this machine's processor and memory
 * ``gpu.py``       measures bandwidth, matrix rates, launch cost and the host link of a GPU
+* ``environment.py``  machine, versions and commit, as every recorded result has them
 * ``presets.py``   published figures of machines one does not have, for planning
 """

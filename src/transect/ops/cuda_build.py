@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from ..hardware.cache import cache_folder
+from ..hardware.cores import usable_cores
 from .registry import Unavailable
 
 SOURCES = Path(__file__).parent
@@ -115,7 +116,7 @@ def compile_library(source: Path, target: str, output: Path) -> None:
     """
     text = source.read_text()
     wanted = _PARTS.search(text)
-    parts = min(int(wanted[1]), len(os.sched_getaffinity(0)) // 2) if wanted else 1
+    parts = min(int(wanted[1]), usable_cores() // 2) if wanted else 1
     code = [_code(target), "-Xcompiler", "-fPIC"]
     if parts <= 1:
         _nvcc([*code, *WHOLE, "-o", str(output), str(source)], source, target)

@@ -1,0 +1,52 @@
+"""A container's share of CPU time counts, not only the cores that it may run on."""
+
+import os
+
+import pytest
+
+from transect.hardware import cores
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Of 64 cores, with these control groups: the process's own, and what files hold."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")
+
+    def make(membership, files):
+        (tmp_path / "membership").write_text(membership)
+        for name, text in files.items():
+            path = tmp_path / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "350000 100000\n"}, 4),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        ("0::/\n", {}, 64),
+        ("0::/pod/box\n", {"pod/cpu.max": "300000 100000\n", "pod/box/cpu.max": "max 100000\n"}, 3),
+        ("0::/docker/outside\n", {"cpu.max": "800000 100000\n"}, 8),
+        ("0::/\n", {"cpu.max": "20000000 100000\n"}, 64),
+        (
+            "4:memory:/box\n3:cpu,cpuacct:/box\n0::/\n",
+            {"cpu,cpuacct/box/cpu.cfs_quota_us": "600000\n", "cpu,cpuacct/box/cpu.cfs_period_us": "100000\n"},
+            6,
+        ),
+        ("1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+    ],
+)
+def test_no_more_cores_than_there_is_time_for(machine, membership, files, expected):
+    machine(membership, files)
+    assert cores.usable_cores() == expected
+
+
+def test_a_machine_without_control_groups(machine):
+    assert cores.usable_cores() == 64
