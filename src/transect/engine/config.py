@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from ..hardware.cores import usable_cores
 from .scheduler_config import Policy
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -129,7 +130,7 @@ class EngineConfig:
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
     def cpu_threads(self) -> int:
-        """``threads``, or the number of cores that this process may use.
+        """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``).
 
         Raises:
             ValueError: more threads than cores. They would wait for each other at every barrier of a step, and keep
@@ -140,7 +141,7 @@ class EngineConfig:
             raise ValueError(
                 f"threads is {self.threads}, but this process may use {cores} cores: set it to that or less"
             )
-        return self.threads or cores
+        return self.threads or usable_cores()
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, for the start-up line."""
