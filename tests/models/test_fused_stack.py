@@ -16,6 +16,7 @@ from transect.ops.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
 from transect.ops.registry import get
 from transect.ops.stream_products import Stream
+from transect.train.lora import LoRALinear
 
 BLOCK = 4
 TINY = ModelConfig(
@@ -122,6 +123,21 @@ def test_norms_in_the_products_change_nothing(name):
     both(model)
     both(model, Fusions(add_norm=False))
     assert streams.products == 0
+
+
+@pytest.mark.parametrize("product", ["o", "down"])
+def test_an_adapter_in_one_layer_leaves_all_products_apart(product):
+    streams = TorchStreams(12)
+    model = build(TINY, dataclasses.replace(resolve_ops("cpu"), stream_products=streams))
+    join_weights(model)
+    held = model.layers[1].attention if product == "o" else model.layers[1].mlp
+    base = getattr(held, product)
+    adapted = LoRALinear(base, base.in_features, base.out_features, 2, 4.0, seed=0).requires_grad_(False)
+    torch.nn.init.normal_(adapted.b, generator=torch.Generator().manual_seed(3))
+    setattr(held, product, adapted)
+    plain, fused = both(model)
+    assert streams.products == 0
+    torch.testing.assert_close(fused[0], plain[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

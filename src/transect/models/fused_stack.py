@@ -213,9 +213,10 @@ class _FusedLayer:
         plain = all(type(module) is Linear and module.bias is None for module in (self.o, self.down))
         self.plain = plain and self.gate_up_bias is None
         """Whether its products after q, k and v are of weights and nothing else."""
-        weights = (self.qkv, self.o.weight, self.gate_up, self.down.weight)
+        # Whatever stands in the place of a Linear need not have a weight.
+        weights = (self.qkv, self.o.weight, self.gate_up, self.down.weight) if self.plain else ()
         self.sizes = [(*weight.shape, weight is self.gate_up) for weight in weights]
-        """Of its products, as ``StreamProducts`` asks for them."""
+        """Of its products, as ``StreamProducts`` asks for them; none where they are not plain."""
 
 
 def join_weights(model: Decoder, device: torch.device | str | None = None) -> None:
