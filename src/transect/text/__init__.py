@@ -18,5 +18,7 @@ On the way out:
 * ``outputs.py``           RequestOutput, CompletionOutput, Logprob: what a caller gets
 * ``output_processor.py``  OutputProcessor: engine outputs to updates, one terminal event for each choice
 
+Beside the weights of a trained model: ``export.py``, the tokenizer's files into its directory.
+
 Nothing here imports torch.
 """

@@ -5,10 +5,13 @@
   streams, and the position in them. ``batches.py``: documents packed side by side.
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
   what is kept for the backward pass. ``merged_layers.py``: a layer as one node with a hand-written backward pass, on a
-  GPU; ``merged_products.py``: its products, with adapters inside.
+  GPU; ``merged_products.py``: its products, with adapters inside. ``adapted_product.py``: a frozen matrix with its
+  adapter as one operator, on a CPU.
+* ``objectives/``: what a run minimises: next tokens, preferences, rewards. ``rollout.py``: answers drawn by the engine;
+  ``logprobs.py``: how likely they were.
 * ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model
   is, measured through the engine.
 * ``loss.py``: the fused loss. ``optim/``: AdamW, 8-bit AdamW, Muon. ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
-* ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
+* ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
 """
