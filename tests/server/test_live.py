@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -21,6 +23,7 @@ from schemathesis.checks import not_a_server_error
 HELLO = [{"role": "user", "content": "Count from one to ten in words."}]
 LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}, "temperature": 0}
 PATIENCE_S = 60
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
 def wait_for(condition, what):
@@ -109,6 +112,14 @@ def test_ready_line_says_what_runs(server):
     assert server.ready.count("\n") == 1
     for word in ("http://127.0.0.1:", "model m", "KV cache", "tokens"):
         assert word in server.ready
+
+
+def test_the_client_of_the_page_on_serving(server):
+    (program,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    here = program.replace("http://127.0.0.1:8000", server.url).replace('"smollm2-135m"', '"m"')
+    assert here != program
+    done = subprocess.run([os.sys.executable, "-c", here], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0 and len(done.stdout) > 20, done
 
 
 def test_streamed_and_whole_answers_agree(server):
