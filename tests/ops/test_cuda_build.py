@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,3 +96,19 @@ def test_this_nvcc(tmp_path, monkeypatch):
         cuda_build.check(target)
     with pytest.raises(Unavailable, match="sm_20"):
         cuda_build.check("sm_20")
+
+
+def test_each_kind_of_gpu_has_its_own_library(monkeypatch, tmp_path):
+    """In one process, even if the launcher is first called when another GPU is the current one."""
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda, "check", lambda target: None)
+    monkeypatch.setattr(cuda, "build", lambda name, target: f"{name} for {target}")
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(start=lambda: path))
+    launchers = []
+    for target in ("sm_80", "sm_90"):
+        monkeypatch.setattr(cuda, "_target", lambda target=target: target)
+        launchers.append(cuda.bind("sum", "start", ""))
+    try:
+        assert [launch() for launch in launchers] == ["sum for sm_80", "sum for sm_90"]
+    finally:
+        cuda._load.cache_clear()

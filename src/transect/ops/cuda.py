@@ -37,19 +37,23 @@ def _target() -> str:
     return f"sm_{major}{minor}"
 
 
-@cache
 def library(name: str) -> ctypes.CDLL:
-    """``ops/NAME.cu``, built for the GPU of this machine (once, kept in the user's cache) and loaded.
+    """``ops/NAME.cu``, built for torch's current GPU (once, kept in the user's cache) and loaded.
 
     Raises:
         Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
     """
-    return ctypes.CDLL(str(build(name, _target())))
+    return _load(name, _target())
+
+
+@cache
+def _load(name: str, target: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build(name, target)))
 
 
 def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
-    """A launcher of ``ops/NAME.cu``, which is built and loaded when it is first called; its arguments by letter: p
-    pointer, i int, l long long, f float.
+    """A launcher of ``ops/NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
+    arguments by letter: p pointer, i int, l long long, f float.
 
     Raises:
         Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
@@ -65,7 +69,7 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
             return 0
         if found:
             return found[0](*arguments)
-        function = getattr(library(name), symbol)
+        function = getattr(_load(name, target), symbol)
         function.argtypes = [kinds[letter] for letter in signature]
         function.restype = ctypes.c_int
         found.append(cast(Callable[..., int], function))
