@@ -105,7 +105,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What can be tuned in one launcher, declared beside it.
+    """What can be tuned in one launcher, declared beside it. Its result must be the same to the bit in every run.
 
     ``launch`` takes the arguments that ``prepare`` makes from a case's, and ``config``: one value for each name in
     ``choices``. ``heuristic`` looks at the size that the launcher keys on: a row width, a number of elements, or a
@@ -123,8 +123,6 @@ class Knobs:
     """Whether a configuration makes sense at a size; what it refuses is not tried."""
     applies: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether this launcher is what runs on a case's arguments; None: it always is."""
-    exact: bool = True
-    """The result is the same to the bit in every run; a candidate for which it is not is rejected as a race."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 The heuristic's configuration is tried first and is what every other is compared with, then the one in use, so that what
 is found is never slower than either. A candidate is rejected when it does not compile or run, when its result is not
-the heuristic's up to rounding, or when its result is not the same to the bit in repeated runs (a race), unless the
-launcher says that it need not be. A GPU may be at its power limit for a part of the search, and the fastest of many is
-the luckiest; so the fastest few are timed again, in turns with those two, each after a pause, and those times count.
+the heuristic's up to rounding, or when its result is not the same to the bit in repeated runs (a race). A GPU may be at
+its power limit for a part of the search, and the fastest of many is the luckiest; so the fastest few are timed again,
+in turns with those two, each after a pause, and those times count.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ def search(
         try:
             outputs = results(knobs, prepared[0], config)
             reason = _differs(outputs, wanted) if wanted is not None else ""
-            if not reason and knobs.exact:
-                reason = _unsteady(knobs, prepared[0], config, outputs)
+            reason = reason or _unsteady(knobs, prepared[0], config, outputs)
             if reason:
                 trials.append(Trial(config, None, reason))
                 continue
