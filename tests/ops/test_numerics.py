@@ -17,7 +17,6 @@ ENTRIES = [
     for label, made in op.implementations.items()
     if made.backend in ("triton", "cuda")
 ]
-WITH_GRADIENT = [entry for entry in ENTRIES if entry.values[1].autograd is not None]
 
 
 def loadable(implementation: Implementation) -> None:

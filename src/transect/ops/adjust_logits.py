@@ -7,7 +7,7 @@ Row r has a line s = state[r] in two tables that live from step to step: ``bias`
     y = y / repetition where y > 0, y * repetition elsewhere        for tokens in prompt or output
     y = y - frequency * count - presence                            for tokens in the output
 
-Rows with state -1 pass unchanged. ``count_tokens`` then adds the drawn tokens to the counts.
+Rows with state -1 pass unchanged. Once a token is drawn for every row, ``triton_count`` adds them to the counts.
 
 Shapes: logits ``[R, V]``; counts int16 and bias float32 ``[S, V]``; state int32, repetition, frequency and presence
 float32 ``[R]``; result float32 ``[R, V]``. No gradient. No value is read on the host.

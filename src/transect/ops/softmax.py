@@ -16,8 +16,8 @@ scores over a vocabulary, is 256 KB and more: too long for one multiprocessor th
 the same time. On NVIDIA GPUs several programs hold a part each, leave the maximum and sum of their part in memory, and
 wait until those of the other parts of the row are there. So the row still is read once.
 
-Elsewhere (AMD, the interpreter) one program reads a long row twice. ``softmax_kernels.py`` has both, and why waiting
-cannot lock up.
+Elsewhere (AMD, the interpreter), and where a row has more parts than there are multiprocessors, one program reads it
+twice. ``softmax_kernels.py`` has both, and why waiting cannot lock up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .softmax_kernels import (
     split_backward_kernel,
     split_kernel,
 )
-from .tuning import Config, choose
+from .tuning import Config, choose, row_rule
 
 ONE_PASS = 32768
 """The longest row that stays in registers."""
@@ -80,9 +80,7 @@ def rule(width: int) -> Config:
     """
     if width > ONE_PASS:
         return {"block": 16384, "warps": 4, "registers": 120}
-    block = next_power_of_2(width)
-    rows = max(1, 2048 // block)
-    return {"rows": rows, "warps": min(16, max(1, rows * block // 512))}
+    return row_rule(width)
 
 
 def backward_rule(width: int) -> Config:
@@ -136,9 +134,7 @@ def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:
             BLOCK=block, num_warps=knobs["warps"], maxnreg=knobs["registers"], **options,
         )  # fmt: skip
     else:
-        long_kernel[(rows,)](
-            flat, y, width, flat.stride(0), width, BLOCK=TWICE["block"], num_warps=TWICE["warps"]
-        )  # fmt: skip
+        long_kernel[(rows,)](flat, y, width, flat.stride(0), width, BLOCK=TWICE["block"], num_warps=TWICE["warps"])
     return y
 
 
@@ -168,9 +164,7 @@ def triton_backward(grad: Tensor, y: Tensor, *, config: Config | None = None) ->
             BLOCK=block, num_warps=knobs["warps"], maxnreg=knobs["registers"], **options,
         )  # fmt: skip
     else:
-        long_backward_kernel[(rows,)](
-            g, flat, dx, width, *strides, BLOCK=TWICE["block"], num_warps=TWICE["warps"]
-        )  # fmt: skip
+        long_backward_kernel[(rows,)](g, flat, dx, width, *strides, BLOCK=TWICE["block"], num_warps=TWICE["warps"])
     return dx
 
 

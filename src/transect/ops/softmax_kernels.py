@@ -188,6 +188,7 @@ def split_backward_kernel(
 def rows_backward_kernel(
     g_ptr, y_ptr, dx_ptr, n_rows, n_cols, g_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """As ``rows_kernel``. In float32 the product of g and y is over the sum of y, which rounding puts off 1."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
@@ -202,6 +203,7 @@ def rows_backward_kernel(
 
 @kernel
 def long_backward_kernel(g_ptr, y_ptr, dx_ptr, n_cols, g_stride, y_stride, BLOCK: tl.constexpr):
+    """As ``long_kernel``: a pass for the product of g and y, and one, backwards, for the result."""
     row = tl.program_id(0).to(tl.int64)
     g_ptr += row * g_stride
     y_ptr += row * y_stride
