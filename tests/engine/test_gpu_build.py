@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from transect.engine import gpu_build
+from transect.engine.config import EngineConfig
 from transect.ops.opset import OpSet, resolve_ops
 
 
@@ -31,3 +34,24 @@ def test_norms_are_in_the_products_on_hopper_only_and_not_where_batches_may_chan
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     ops = gpu_build.gpu_ops(torch.device("cuda", 0), deterministic=deterministic, early=early)
     assert (ops.stream_products is not None) == streams
+
+
+def test_where_triton_can_keep_nothing_it_is_said_before_the_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert triton.knobs.cache.dir == str(tmp_path / "file" / "cache")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="set TRITON_CACHE_DIR"):
+        gpu_build.build_gpu(EngineConfig(model="x"), None, torch.device("cuda", 0))  # type: ignore[arg-type]
+
+
+def test_a_triton_cache_that_may_only_be_read_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    gpu_build._check_triton_cache()
+    assert caplog.text.count("set TRITON_CACHE_DIR") == 1

@@ -6,8 +6,10 @@ Each part is timed; what it took and where the GPU's memory went is printed when
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,6 +119,7 @@ def build_gpu(
     Raises:
         ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.
     """
+    _check_triton_cache()
     times = StartupTimes() if began is None else StartupTimes(_last=began)
     if began is not None:
         times.done("torch")
@@ -259,6 +262,20 @@ def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_t
             draw = Draw(seq_id, 0, seq_id, params, prompt, [])
             made.append(ScheduledRow(seq_id, start, length - start, prompt, [], blocks, (draw,)))
         runner.submit(ScheduledBatch(int(decode), tuple(made))).result()
+
+
+def _check_triton_cache() -> None:
+    """Before minutes are spent on weights: Triton compiles nothing that it cannot keep."""
+    import triton
+
+    folder = Path(triton.knobs.cache.dir)
+    advice = "set TRITON_CACHE_DIR to a folder that can be written to"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"Triton has no place for compiled kernels ({error}): {advice}") from error
+    if not os.access(folder, os.W_OK):
+        log.warning("Triton cannot write to %s, and will fail for kernels that it does not hold: %s", folder, advice)
 
 
 def _check_weights(config: EngineConfig, needed: float, free: int, total: int) -> None:
