@@ -1,5 +1,6 @@
 """Which steps are run to compile kernels, and that each can be run on padding alone."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -95,6 +96,34 @@ def test_whole_prompts_behind_decodes_and_alone():
         runner.compile_whole(task.rows, task.prompts, task.tokens_each)
         lengths = [1] * task.rows + [task.tokens_each] * 16
         assert seen.pop() == (task.rows, task.rows, lengths, lengths)
+
+
+@pytest.mark.parametrize(
+    ("layers", "full", "windows"), [(5, (0, 1, 3), {None, 7}), (3, (), {7}), (2, (0, 1), {None}), (1, (0,), {None})]
+)
+def test_layers_with_a_window_and_without(layers, full, windows):
+    """Qwen2 has both: kernels that only a later layer needs are found too."""
+    config = dataclasses.replace(TINY, n_layers=layers, sliding_window=7, full_attention_layers=full)
+    ops, seen = resolve_ops("cpu"), set()
+
+    def attention(q, k_cache, v_cache, batch, scale, window=None):
+        seen.add(window)
+        return ops.paged_attention(q, k_cache, v_cache, batch, scale, window)
+
+    noting = dataclasses.replace(ops, paged_attention=attention)
+    settings = dataclasses.replace(work(3, 48, 64), config=config)
+    run(settings, noting, torch.device("cpu"), lambda: None)
+    assert seen == windows
+
+
+def test_a_model_without_a_fused_stack():
+    config = dataclasses.replace(
+        TINY, architecture="gpt2", norm="layernorm", gated_mlp=False, activation="gelu_tanh", position="learned"
+    )
+    needed = []
+    settings = dataclasses.replace(work(3, 48, 64), config=config)
+    run(settings, resolve_ops("cpu"), torch.device("cpu"), lambda: needed.append(True))
+    assert needed == [True]
 
 
 def test_the_pass_gives_its_memory_back_at_once():

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel when it is first launched, one after another: some 20 s for all kernels of a model on a machine
 that has never run it. Here the engine goes through its kinds of steps once without launching a kernel, on one layer of
-the model and memory that is not filled, which takes half a second and tells which kernels there are; processes compile
+each kind and memory that is not filled, which takes half a second and tells which kernels there are; processes compile
 them (``compilers.py``) while the engine loads weights. A file beside Triton's cache says that this has been done for a
 model, these sources and this GPU.
 """
@@ -87,8 +87,11 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
 
 @torch.inference_mode()
 def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
-    """All kinds of steps on one layer, then ``all_needed``, then those that only requests with penalties make."""
+    """All kinds of steps on a layer of each kind, then ``all_needed``, then those that only requests with penalties
+    make."""
     config = dataclasses.replace(work.config, n_layers=1, tied_embeddings=True)
+    if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
+        config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
     model = Decoder(config, "meta", work.dtype, ops=ops)
     join_weights(model, device)
     model.requires_grad_(False)
