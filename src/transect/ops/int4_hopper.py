@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .cuda import bind
-from .int4_packing import CHUNK, group_of
-from .int4_rows import BESIDE, MOST_STAGES, SHARED, cuda_refuses
+from .int4_packing import CHUNK
+from .int4_rows import BESIDE, MOST_STAGES, SHARED, Codes
 from .jit import multiprocessors
 from .tuning import choose
 
@@ -38,7 +36,7 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How ``int4_matmul_hopper.cu`` cuts a product up; the fields are arguments of its launcher."""
+    """How ``int4_matmul_hopper.cu`` cuts a product up; the fields are arguments of its launcher, in this order."""
 
     rows: int
     """Of X at a time."""
@@ -54,6 +52,11 @@ class Plan:
     """Sixteens of rows of W for a block."""
     ranks: int
     """Blocks of a cluster that share K."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What the launcher is told."""
+        return (self.rows, self.columns, self.warps, self.teams, self.stages, self.per, self.ranks)
 
 
 def kernels(group: int) -> Mapping[int, tuple[int, ...]]:
@@ -139,15 +142,11 @@ def plan_codes(
     )
 
 
-class HopperCodes:
-    """``int4_matmul`` by ``int4_matmul_hopper.cu``.
-
-    Raises:
-        Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
-    """
+class HopperCodes(Codes):
+    """By ``int4_matmul_hopper.cu``; raises as ``Codes`` does."""
 
     def __init__(self) -> None:
-        self._launch = bind("int4_matmul_hopper", "transect_int4_hopper", "ppppiiiiliiiiiiiip")
+        super().__init__("int4_matmul_hopper", "transect_int4_hopper", 7)
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
 
     def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Plan:
@@ -162,33 +161,3 @@ class HopperCodes:
             chosen = choose("int4_matmul_hopper.cu", (m, n, k), x.device, rule)
             self._plans[key] = plan_codes(m, n, k, group, clusters, chosen)
         return self._plans[key]
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
-        config: Mapping[str, Any] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """As ``int4_matmul.reference``.
-
-        ``pdl``: as in ``small_matmul.CudaRows``. ``config``: one of each of ``CHOICES`` instead of the tuned ones.
-
-        Raises:
-            ValueError: see ``cuda_refuses``; or the configuration does not fit the shape.
-            RuntimeError: the launch failed.
-        """
-        reason = cuda_refuses(x, weight, n, bias)
-        if reason:
-            raise ValueError(f"int4_matmul_hopper.cu: {reason}")
-        m, k = x.shape
-        group = group_of(weight)
-        out = x.new_empty((m, n))
-        if m == 0 or n == 0:
-            return out
-        cut = self.plan(x, n, group, config)
-        code = self._launch(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
-            x.stride(0), cut.rows, cut.columns, cut.warps, cut.teams, cut.stages, cut.per, cut.ranks, 2 if pdl else 1,
-            torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
-        if code:
-            raise RuntimeError(f"int4_matmul_hopper.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
-        return out

@@ -17,7 +17,8 @@ scales and zeros, which are bfloat16), n = N, bias ``[N]``, result ``[M, N]``. G
 
 Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 16-bit scales, against 2 in bfloat16.
 All ways read the same order of the weight, so one copy of it is all that is held. ``way`` chooses, from what was
-measured on an H200 (fractions of the byte floor at 1, 8 and 16 rows, in a chain of launches):
+measured on an H200 (fractions of the byte floor at 1, 8 and 16 rows, in a chain of launches, as
+``benchmarks/ops_int4.py`` times them):
 
 * ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows, and up to 64 of narrow weights: N 28672, K 4096 at 79, 75 and
   63%, N 4096, K 14336 at 62, 62 and 51%, 33% at 32 rows. Below some 30 MB the 3 to 4 us that begin and end a launch are
@@ -46,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import int4_hopper, int4_rows, shapes
-from .int4_packing import CHUNK, GROUPS, arrange, group_of, pack, taken_apart
+from .int4_packing import CHUNK, arrange, group_of, is_arranged, pack, taken_apart
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, Unavailable, register
@@ -221,10 +222,7 @@ def cut_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str, An
 
 def _fitting(x: Tensor, weight: Tensor, n: int) -> None:
     """Raises ValueError where the shapes are not those of a product."""
-    if (
-        weight.dim() != 3 or weight.dtype != torch.int32 or group_of(weight) not in GROUPS or x.dim() != 2
-        or weight.shape[0] * CHUNK != x.shape[1] or weight.shape[1] != -(-n // 16)
-    ):  # fmt: skip
+    if x.dim() != 2 or not is_arranged(weight, n, x.shape[1]):
         raise ValueError(
             f"int4_matmul: x {list(x.shape)} and weight {weight.dtype} {list(weight.shape)} of {n} rows do not fit; x "
             "must be [M, K] and the weight what arrange(codes, scale, zero) of int4_packing.py gives for [n, K]"

@@ -88,6 +88,15 @@ def group_of(weight: Tensor) -> int:
     return 16 * CHUNK // max(1, weight.shape[2] - 256)
 
 
+def is_arranged(weight: Tensor, n: int, k: int) -> bool:
+    """Whether a tensor has the dtype and shape of what ``arrange`` gives for a weight ``[n, k]``."""
+    if weight.dtype != torch.int32 or weight.dim() != 3:
+        return False
+    chunks, blocks, words = weight.shape
+    group = group_of(weight)
+    return group in GROUPS and words == 256 + 16 * CHUNK // group and chunks * CHUNK == k and blocks == -(-n // 16)
+
+
 def taken_apart(weight: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of ``arrange``: codes uint8 ``[n, K]`` one to a byte, scale and zero bfloat16 ``[n, K / G]``."""
     chunks, blocks, _ = weight.shape

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .cuda import bind
-from .int4_packing import CHUNK, GROUPS, group_of
+from .int4_packing import CHUNK, group_of, is_arranged
 from .jit import multiprocessors
 from .tuning import choose
 
@@ -45,7 +45,7 @@ rings of stages, beside the one that it fills, that one has brought into the L2 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How ``int4_matmul.cu`` cuts a product up; the fields are arguments of its launcher."""
+    """How ``int4_matmul.cu`` cuts a product up; the fields are arguments of its launcher, in this order."""
 
     rows: int
     """Of X at a time."""
@@ -63,6 +63,11 @@ class Plan:
     """The next launch may begin when so many stages or fewer remain to be asked for."""
     fetch: int = 0
     """Stages beyond the ring whose weights go to the L2 cache while the launch before ends."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What the launcher is told."""
+        return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, self.fetch)
 
 
 def most_warps(group: int) -> int:
@@ -138,15 +143,65 @@ def plan_codes(
     raise ValueError(f"int4_matmul.cu: no cut of {m} x {k} by {n} x {k} fits the shared memory; use the Triton kernel")
 
 
-class CudaCodes:
-    """``int4_matmul`` by ``int4_matmul.cu``.
+class Cut(Protocol):
+    """A plan of either kernel."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]: ...
+
+
+class Codes:
+    """``int4_matmul`` by a CUDA C++ kernel, ``source``; how it cuts a product up is its own.
 
     Raises:
         Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
     """
 
+    def __init__(self, source: str, symbol: str, numbers: int) -> None:
+        """``numbers``: how many a plan has."""
+        self._source = f"{source}.cu"
+        self._launch = bind(source, symbol, "ppppiiiil" + "i" * (numbers + 1) + "p")
+
+    def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Cut:
+        """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
+        raise NotImplementedError
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As ``int4_matmul.reference``.
+
+        ``pdl``: as in ``small_matmul.CudaRows``. ``config``: one of each of the kernel's ``CHOICES`` instead of the
+        tuned ones.
+
+        Raises:
+            ValueError: see ``cuda_refuses``; or the configuration does not fit the shape.
+            RuntimeError: the launch failed.
+        """
+        reason = cuda_refuses(x, weight, n, bias)
+        if reason:
+            raise ValueError(f"{self._source}: {reason}")
+        m, k = x.shape
+        group = group_of(weight)
+        out = x.new_empty((m, n))
+        if m == 0 or n == 0:
+            return out
+        cut = self.plan(x, n, group, config)
+        code = self._launch(
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
+            x.stride(0), *cut.numbers, 2 if pdl else 1, torch.cuda.current_stream(x.device).cuda_stream,
+        )  # fmt: skip
+        if code:
+            raise RuntimeError(f"{self._source}: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
+        return out
+
+
+class CudaCodes(Codes):
+    """By ``int4_matmul.cu``; raises as ``Codes`` does."""
+
     def __init__(self) -> None:
-        self._launch = bind("int4_matmul", "transect_int4_matmul", "ppppiiiiliiiiiiiiip")
+        super().__init__("int4_matmul", "transect_int4_matmul", 8)
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
@@ -175,45 +230,12 @@ class CudaCodes:
             self._plans[key] = plan
         return self._plans[key]
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
-        config: Mapping[str, Any] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """As ``int4_matmul.reference``.
-
-        ``pdl``: as in ``small_matmul.CudaRows``. ``config``: one of each of ``CHOICES`` instead of the tuned ones.
-
-        Raises:
-            ValueError: see ``cuda_refuses``; or the configuration does not fit the shape.
-            RuntimeError: the launch failed.
-        """
-        reason = cuda_refuses(x, weight, n, bias)
-        if reason:
-            raise ValueError(f"int4_matmul.cu: {reason}")
-        m, k = x.shape
-        group = group_of(weight)
-        out = x.new_empty((m, n))
-        if m == 0 or n == 0:
-            return out
-        cut = self.plan(x, n, group, config)
-        code = self._launch(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
-            x.stride(0), cut.rows, cut.warps, cut.teams, cut.stages, cut.per, cut.ranks, cut.late, cut.fetch,
-            2 if pdl else 1, torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
-        if code:
-            raise RuntimeError(f"int4_matmul.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
-        return out
-
 
 def cuda_refuses(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str:
     """Why ``int4_matmul.cu`` and ``int4_matmul_hopper.cu`` do not take these arguments, or ``""``."""
     if any(t is not None and t.dtype != torch.bfloat16 for t in (x, bias)):
         return "it computes in bfloat16"
-    if (
-        weight.dtype != torch.int32 or weight.dim() != 3 or not weight.is_contiguous() or group_of(weight) not in GROUPS
-        or weight.shape[0] * CHUNK != x.shape[1] or weight.shape[1] != -(-n // 16)
-    ):  # fmt: skip
+    if not (weight.is_contiguous() and is_arranged(weight, n, x.shape[1])):
         return f"the weight must be what arrange of int4_packing.py gives for {n} rows of {x.shape[1]}"
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         return "it reads 16 bytes of x at a time: the rows' stride and the address must be multiples of 16 bytes"
