@@ -3,11 +3,13 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -181,6 +183,19 @@ def test_an_answer_is_one_piece_of_the_pipe(capfd):
     _answer(3, time.time(), ValueError("\N{SNOWMAN}" * 5000))
     line = capfd.readouterr().out
     assert json.loads(line)["done"] == 3 and len(line) <= select.PIPE_BUF
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["ops/small_matmul.py", "ops/tuned/nvidia_h200.json", "models/fused_stack.py", "engine/step_sizes.py"],
+)
+def test_kernels_are_looked_for_again_when_a_source_has_changed(path, tmp_path, monkeypatch):
+    copied = shutil.copytree(Path(compilers.__file__).parent.parent, tmp_path / "transect")
+    monkeypatch.setattr(compilers, "__file__", str(copied / "engine" / "compilers.py"))
+    before = sources_digest()
+    with open(copied / path, "a") as file:
+        file.write(" ")
+    assert sources_digest() != before
 
 
 def test_triton_may_be_of_another_package(monkeypatch):

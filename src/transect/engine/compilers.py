@@ -159,7 +159,9 @@ def sources_digest() -> str:
 
     key = hashlib.sha256(triton.__version__.encode())
     package = Path(__file__).parent.parent
-    for path in sorted([*(package / "ops").glob("*.py"), *(package / "models").glob("*.py")]):
+    # In engine/ it is decided which steps there are, in ops/tuned how kernels are cut up.
+    patterns = ("ops/*.py", "ops/tuned/**/*.json", "models/*.py", "engine/*.py")
+    for path in sorted(path for pattern in patterns for path in package.glob(pattern)):
         key.update(path.read_bytes())
     return key.hexdigest()
 
