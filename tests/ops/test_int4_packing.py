@@ -57,3 +57,16 @@ def test_arrange_needs_whole_tiles() -> None:
     packed = int4_packing.pack(torch.zeros(16, 192, dtype=torch.uint8), 32)
     with pytest.raises(ValueError, match="multiple of 128"):
         int4_packing.arrange(packed, torch.ones(16, 6), torch.ones(16, 6))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_an_arranged_weight_is_told_from_others(group: int) -> None:
+    codes = torch.zeros(40, 256, dtype=torch.uint8)
+    weight = int4_packing.arrange(int4_packing.pack(codes, group), *torch.ones(2, 40, 256 // group))
+    assert int4_packing.is_arranged(weight, 40, 256)
+    assert int4_packing.is_arranged(weight, 33, 256)  # rows are filled up to sixteens
+    assert not int4_packing.is_arranged(weight, 32, 256)
+    assert not int4_packing.is_arranged(weight, 40, 128)
+    assert not int4_packing.is_arranged(weight[..., :-1], 40, 256)
+    assert not int4_packing.is_arranged(weight.float(), 40, 256)
+    assert not int4_packing.is_arranged(weight[0], 40, 256)
