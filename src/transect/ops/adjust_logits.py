@@ -140,15 +140,7 @@ def triton_count(counts: Tensor, state: Tensor, tokens: Tensor) -> None:
         _count[(1,)](counts, state, tokens, rows, counts.shape[1], BLOCK=max(256, next_power_of_2(rows)))
 
 
-def cost(
-    logits: Tensor,
-    counts: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> Cost:
+def cost(logits: Tensor, **parameters: Tensor) -> Cost:
     """Every row has a state; 6 FLOPs a token."""
     elements = logits.numel()
     return Cost(6 * elements, logits.nbytes + 6 * elements, 4 * elements)

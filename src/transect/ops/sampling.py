@@ -526,32 +526,17 @@ def sample(
 # ----------------------------------------------------------------------------------------------------- registry entry
 
 
-def cost(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    choice: Tensor,
-    position: Tensor,
-) -> Cost:
+def cost(logits: Tensor, **parameters: Tensor) -> Cost:
     """The logits once: a subtraction, a division, an exponential and an addition for each."""
-    parameters = sum(t.nbytes for t in (temperature, top_k, top_p, min_p, seed, choice, position))
-    return Cost(4 * logits.numel(), logits.nbytes + parameters, 8 * logits.shape[0])
+    small = sum(t.nbytes for t in parameters.values())
+    return Cost(4 * logits.numel(), logits.nbytes + small, 8 * logits.shape[0])
 
 
 def _sorting(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    choice: Tensor,
-    position: Tensor,
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, **others: Tensor
 ) -> Tensor:
-    """The usual way in torch: softmax, sort, cumulative sum, mask, and probabilities over exponential noise."""
+    """The usual way in torch: softmax, sort, cumulative sum, mask, and probabilities over exponential noise. The noise
+    is torch's own, whatever the rows' seeds."""
     greedy = logits.argmax(-1)
     p = torch.softmax(logits.float() / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None], -1)
     p, order = p.sort(-1, descending=True)

@@ -95,17 +95,22 @@ def written(launch: Launch) -> Iterator[Any]:
         yield grid(argument, numbers(launch, name, stores), f"{name} {list(argument.shape)}: written by program")
 
 
-def read_by(launch: Launch, program: Program) -> Iterator[Any]:
-    """For each argument that one program read: which of its loads brought which elements."""
-    own = [access for access in launch.of(program) if access.kind == "load"]
-    for name in dict.fromkeys(access.argument for access in own if access.argument != OUTSIDE):
+def loaded(launch: Launch, program: Program) -> Iterator[tuple[Argument, np.ndarray]]:
+    """Each argument that one program read, and for each of its elements the number of the load that brought it."""
+    own = [access for access in launch.of(program) if access.kind == "load" and access.argument != OUTSIDE]
+    for name in dict.fromkeys(access.argument for access in own):
         argument = launch.arguments[name]
         found = np.full(int(np.prod(argument.shape, dtype=np.int64)), "", dtype=object)
-        loads = [access for access in own if access.argument == name]
-        for k, access in enumerate(loads):
+        for k, access in enumerate([access for access in own if access.argument == name]):
             found[access.elements] = str(k)
-        title = f"{name} {list(argument.shape)}: read by program {flat_program(launch, program)}, by number of its load"
-        yield grid(argument, found, title)
+        yield argument, found
+
+
+def read_by(launch: Launch, program: Program) -> Iterator[Any]:
+    """For each argument that one program read: which of its loads brought which elements."""
+    for argument, found in loaded(launch, program):
+        what = f"{argument.name} {list(argument.shape)}"
+        yield grid(argument, found, f"{what}: read by program {flat_program(launch, program)}, by number of its load")
 
 
 def accesses(launch: Launch, program: Program) -> Any:
@@ -186,13 +191,9 @@ def plot(launches: Sequence[Launch], program: int | None, path: Path) -> None:
             )
         wanted = busiest(launch) if program is None else program
         for who in [p for p in launch.programs if flat_program(launch, p) == wanted]:
-            own = [a for a in launch.of(who) if a.kind == "load" and a.argument != OUTSIDE]
-            for name in dict.fromkeys(a.argument for a in own):
-                values = np.full(int(np.prod(launch.arguments[name].shape, dtype=np.int64)), "", dtype=object)
-                for k, access in enumerate([a for a in own if a.argument == name]):
-                    values[access.elements] = str(k)
-                title = f"{launch.kernel}: {name}, read by {wanted} (number of its load)"
-                panels.append((title, launch.arguments[name], values))
+            for argument, found in loaded(launch, who):
+                title = f"{launch.kernel}: {argument.name}, read by {wanted} (number of its load)"
+                panels.append((title, argument, found))
     columns = min(3, max(1, len(panels)))
     lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False, layout="constrained")
