@@ -1,11 +1,14 @@
 """Which steps are run to compile kernels, and that each can be run on padding alone."""
 
+import contextlib
 import dataclasses
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
+from transect.engine import warm_kernels
 from transect.engine.gpu_build import trial_runner
 from transect.engine.step_sizes import row_buckets
 from transect.engine.warm_kernels import Work, run, tasks
@@ -124,6 +127,39 @@ def test_a_model_without_a_fused_stack():
     settings = dataclasses.replace(work(3, 48, 64), config=config)
     run(settings, resolve_ops("cpu"), torch.device("cpu"), lambda: needed.append(True))
     assert needed == [True]
+
+
+class Noting:
+    """Compilers that are only told which files to make."""
+
+    needed = 1
+
+    def begin(self, arch, stamps):
+        self.stamps = [Path(stamp) for stamp in stamps]
+
+    def submit(self, kernel):
+        raise AssertionError("nothing is run")
+
+    all_needed = submit
+
+
+def test_settings_that_no_kernel_depends_on_are_noted_too(monkeypatch, tmp_path):
+    """So that the next start with them does not prepare to compile."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(warm_kernels, "INTERPRETED", False)
+    monkeypatch.setattr(warm_kernels, "run", lambda *arguments: None)
+    monkeypatch.setattr(warm_kernels, "collected", lambda found: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    steps, ops, device = work(3, 48, 64), resolve_ops("cpu"), torch.device("cuda", 0)
+    first = Noting()
+    assert warm_kernels.start(steps, ops, device, first, "seed 1").collected == 1
+    for stamp in first.stamps:
+        stamp.touch()
+    for settings in ("seed 1", "seed 2"):
+        assert warm_kernels.start(steps, ops, device, Noting(), settings).collected == 0
+        assert warm_kernels.hint(settings).exists()
 
 
 def test_the_pass_gives_its_memory_back_at_once():

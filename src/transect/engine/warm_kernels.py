@@ -9,6 +9,7 @@ model, these sources and this GPU.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -76,6 +77,8 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
     key.update(f"{sources_digest()} {torch.cuda.get_device_name(device)}".encode())
     stamp = note.parent / f"transect-{key.hexdigest()[:24]}"
     if stamp.exists():
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            note.touch()
         return Warming()
     major, minor = torch.cuda.get_device_capability(device)
     compilers.begin(10 * major + minor, (str(stamp), str(note)))
