@@ -211,6 +211,12 @@ async def test_bad_requests_are_value_errors_and_disturb_nothing(engine, prompt,
     await assert_idle(engine)
 
 
+async def test_what_are_no_params_is_a_value_error_too(engine):
+    with pytest.raises(ValueError, match="not as dict"):
+        await last(engine.generate([1], {"max_tokens": 3}))
+    await assert_idle(engine)
+
+
 async def test_an_id_in_use_is_refused_and_the_first_goes_on(engine):
     first = engine.generate(PROMPTS[0], endless(max_tokens=30), "same")
     await anext(first)

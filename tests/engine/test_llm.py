@@ -237,6 +237,25 @@ def test_a_bad_request_is_refused_before_anything_starts(llm, prompts, params, m
     assert not llm.has_work and llm.stats().steps == steps
 
 
+@pytest.mark.parametrize(
+    "prompts,params,message",
+    [
+        (5, None, "prompts must be text, token ids, or a list of such, not int"),
+        ([[1]], {"max_tokens": 3}, r"given as SamplingParams\(max_tokens=64, ...\), not as dict"),
+        ([[1]], [{"max_tokens": 3}], "not as dict"),
+    ],
+)
+def test_what_is_no_prompt_and_what_are_no_params(llm, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+
+
+@pytest.mark.parametrize("name,value", [("stop", 5), ("stop_token_ids", 5), ("logit_bias", [1, 2])])
+def test_params_of_another_type_name_the_field(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a"):
+        SamplingParams(**{name: value})
+
+
 def test_typos_are_errors(tiny, llm):
     with pytest.raises(TypeError, match="max_nun_seqs"):
         LLM(str(tiny[0]), max_nun_seqs=3)

@@ -34,7 +34,7 @@ from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
 from . import wire
 from .config import EngineConfig
-from .inputs import check_token_ids, prompt_token_ids, text_options
+from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
 from .sampling_params import SamplingParams
@@ -202,6 +202,7 @@ class AsyncEngine:
         """
         self._check_alive()
         ids = list(prompt_token_ids)
+        check_params(params)
         check_token_ids(ids, params, self.vocab_size)
         self._processor.add(request_id, prompt, ids, **text_options(params))
         mailbox: Mailbox[Update | Exception] = Mailbox()

@@ -41,6 +41,18 @@ def prompt_token_ids(
     raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
 
 
+def check_params(params: object) -> None:
+    """Refuse what is no ``SamplingParams``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ValueError(
+            f"sampling parameters are given as SamplingParams(max_tokens=64, ...), not as {type(params).__name__}"
+        )
+
+
 def text_options(params: SamplingParams) -> dict[str, Any]:
     """What ``OutputProcessor.add`` wants to know of a request's parameters, as its keyword arguments."""
     return {

@@ -15,7 +15,7 @@ from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
 from .compilers import compiling
 from .config import EngineConfig
-from .inputs import check_token_ids, prompt_token_ids, text_options
+from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
@@ -89,6 +89,8 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter is at fault; nothing was started.
         """
+        if not isinstance(prompts, (str, Mapping, Sequence)):
+            raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
         single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
         inputs = [prompt_token_ids(prompt, self.tokenizer) for prompt in ([prompts] if single else prompts)]  # type: ignore[list-item,arg-type]
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
@@ -124,10 +126,15 @@ class LLM:
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
+        if params is None:
+            return [SamplingParams()] * count
+        if not isinstance(params, (list, tuple)):
+            check_params(params)
+            return [params] * count  # type: ignore[list-item]
         if len(params) != count:
             raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
+        for each in params:
+            check_params(each)
         return params
 
     def _run(

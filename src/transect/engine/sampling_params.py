@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 MAX_LOGPROBS = 20
@@ -66,6 +67,14 @@ class SamplingParams:
         stop = self.stop
         if isinstance(stop, str):
             stop = (stop,)
+        for name, value, form in (
+            ("stop", stop, "a string or a list of strings"),
+            ("stop_token_ids", self.stop_token_ids, "a list of token ids"),
+        ):
+            if not isinstance(value, (list, tuple, NoneType)):
+                raise ValueError(f"{name} must be {form}, got {value!r}")
+        if not isinstance(self.logit_bias, (dict, NoneType)):
+            raise ValueError(f"logit_bias must be a dict of token ids and their biases, got {self.logit_bias!r}")
         object.__setattr__(self, "stop", tuple(stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._validate()
