@@ -35,6 +35,21 @@ def test_hardware_as_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and found["ceilings"]["copy_bytes_per_second"] == 2e10 and found["device"]["kind"] == "cpu"
 
 
+def test_the_place_of_the_file_is_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, "hardware", "--device", "cpu")
+    (file,) = tmp_path.rglob("*.json")
+    assert str(file) in "".join(out.split())
+
+
+def test_a_trace_of_masked_elements_is_quiet() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-m", "transect", "trace", "softmax"], capture_output=True, text=True)
+    assert done.returncode == 0 and "program 0, in order" in done.stdout and not done.stderr
+
+
 def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rtx-4090" in run(capsys, "hardware", "--preset", "list")[1]
     code, out, _ = run(capsys, "hardware", "--preset", "mi300x", "--json")

@@ -81,6 +81,8 @@ def _show(title: str, rows: Rows, as_json: Any) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
     Console().print(table, highlight=False)

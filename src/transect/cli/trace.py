@@ -21,6 +21,7 @@ def command(
     """Which program touches which tile, what one program does in order, and how its running values change."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is imported
+    import numpy
     from rich.console import Console
 
     from ..ops.registry import all_ops, get
@@ -28,7 +29,8 @@ def command(
     from ..ops.tools.trace import follow
 
     all_ops()
-    chosen, launches = follow(get(op))
+    with numpy.errstate(invalid="ignore"):  # -inf minus -inf, in elements that are masked off
+        chosen, launches = follow(get(op))
     most = max(len(launch.programs) for launch in launches) - 1
     if program is not None and program > most:
         raise ValueError(f"programs of this run are 0 to {most}; --program {program} is none of them")
