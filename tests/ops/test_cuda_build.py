@@ -68,7 +68,7 @@ def nvcc(tmp_path, monkeypatch):
 def test_an_nvcc_too_old_for_the_gpu_is_as_none(nvcc):
     """Said when an engine chooses its operators: in its first step nothing else could run instead."""
     nvcc(1)
-    with pytest.raises(Unavailable, match=r"sm_90 need a newer CUDA toolkit.*Unsupported gpu architecture"):
+    with pytest.raises(Unavailable, match=r"12\.1 or later.*sm_90.*Unsupported gpu architecture"):
         cuda.bind("small_matmul", "transect_small_matmul", "p")
     with pytest.raises(Unavailable):
         cuda_build.build("small_matmul", "sm_90")
@@ -87,6 +87,14 @@ def test_nothing_is_asked_of_nvcc_where_the_library_is(nvcc):
     library.parent.mkdir(parents=True)
     library.touch()
     cuda.bind("small_matmul", "transect_small_matmul", "p")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_a_host_compiler_too_new_for_nvcc_is_as_no_nvcc(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-Xcompiler -U__GNUC__ -Xcompiler -D__GNUC__=99")
+    with pytest.raises(Unavailable, match="unsupported GNU version"):
+        cuda_build.check("sm_90")
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

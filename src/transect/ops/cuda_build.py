@@ -60,7 +60,8 @@ def check(target: str) -> None:
     """Raise where libraries for ``target`` cannot be built, which takes a fraction of a second to see.
 
     Raises:
-        Unavailable: there is no nvcc, or one that does not know the target or our options, or no place to keep them.
+        Unavailable: there is no nvcc, or one that does not know the target or our options, or does not get along with
+            the host's C++ compiler, or there is no place to keep them.
     """
     if reason := _hindrance(find_nvcc(), target, library_folder()):
         raise Unavailable(reason)
@@ -74,12 +75,13 @@ def _hindrance(nvcc: str, target: str, folder: Path) -> str:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return f"CUDA C++ kernels are kept where nothing can be written ({error}): set TRANSECT_CACHE to another folder"
-    # It says what it would run, and runs nothing.
-    trial = [nvcc, "--dryrun", _code(target), *WHOLE, "-o", "/dev/null", "-x", "cu", "/dev/null"]
+    # To preprocess nothing takes the options, the target, and a host compiler that nvcc is content with.
+    trial = [nvcc, "-E", _code(target), *WHOLE, "-o", "/dev/null", "-x", "cu", "/dev/null"]
     done = subprocess.run(trial, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr.strip() or "nothing").splitlines()[-1]
-        return f"CUDA C++ kernels for {target} need a newer CUDA toolkit (12.1 at least): {nvcc} says {said!r}"
+        lines = done.stderr.strip().splitlines() or ["nothing"]
+        said = next((line for line in lines if "error" in line or "fatal" in line), lines[-1])
+        return f"{nvcc} (12.1 or later is needed) builds no CUDA C++ kernels for {target}, it says {said!r}"
     return ""
 
 
