@@ -1,6 +1,8 @@
 """A source in parts becomes one library in which each kernel's launch is compiled once."""
 
 import ctypes
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -79,6 +81,18 @@ def test_a_cache_that_cannot_be_written_is_as_no_nvcc(nvcc, tmp_path):
     (tmp_path / "cache").touch()  # not a folder
     with pytest.raises(Unavailable, match="set TRANSECT_CACHE"):
         cuda.bind("small_matmul", "transect_small_matmul", "p")
+
+
+def test_a_file_system_without_locks_is_as_no_nvcc(nvcc, monkeypatch):
+    """Some clusters' home folders."""
+
+    def flock(file, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    nvcc(0)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(Unavailable, match=r"not implemented.*set TRANSECT_CACHE"):
+        cuda_build.build("small_matmul", "sm_90")
 
 
 def test_nothing_is_asked_of_nvcc_where_the_library_is(nvcc):

@@ -72,9 +72,11 @@ def _hindrance(nvcc: str, target: str, folder: Path) -> str:
     """Why ``nvcc`` builds nothing for ``target`` in ``folder``, or ``""``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        return f"CUDA C++ kernels are kept where nothing can be written ({error}): set TRANSECT_CACHE to another folder"
+        where = "CUDA C++ kernels are kept where files cannot be written and locked"
+        return f"{where} ({error}): set TRANSECT_CACHE to another folder"
     # To preprocess nothing takes the options, the target, and a host compiler that nvcc is content with.
     trial = [nvcc, "-E", _code(target), *WHOLE, "-o", "/dev/null", "-x", "cu", "/dev/null"]
     done = subprocess.run(trial, capture_output=True, text=True)
