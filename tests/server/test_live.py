@@ -300,6 +300,8 @@ def test_overload_is_refused_with_retry_after(own_server):
     with pytest.raises(openai.RateLimitError) as caught:
         server.client.chat.completions.create(model="m", messages=HELLO)
     assert int(caught.value.response.headers["retry-after"]) >= 1
+    with pytest.raises(openai.BadRequestError, match="send at most 1 in one request"):
+        server.client.completions.create(model="m", prompt=["a", "b"])  # which the queue can never take
     running.close()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()

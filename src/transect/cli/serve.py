@@ -83,6 +83,7 @@ def command(
         api_keys=(*(api_key or ()), *keys_in(api_key_file)),
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
+        max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     sock = bind(host, port)
     config = engine_config(
