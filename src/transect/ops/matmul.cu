@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(256) coalesced(const float* A, const float* B,
 // Rung 3, shared-memory tiles: a block loads a 32 x 32 tile of A and of B once and uses each element 32 times from shared
 // memory. Predicted: 32 times fewer reads of global memory, but still two shared-memory loads for each multiply-add, so
 // bound by shared memory: 32 lanes x 4 bytes a cycle where a multiply-add needs 8 (one of them a broadcast).
-// Measured: 8.7 TFLOP/s; the L1 cache had already saved rung 2 most of those reads.
+// Measured: 8.4 TFLOP/s; the L1 cache had already saved rung 2 most of those reads.
 __global__ void __launch_bounds__(1024) shared_tiles(const float* A, const float* B, float* C, int M, int N, int K) {
   __shared__ float a[32][32], b[32][32];
   const int row = blockIdx.y * 32 + threadIdx.y, column = blockIdx.x * 32 + threadIdx.x;
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(1024) shared_tiles(const float* A, const float
 // loaded values feed 64 multiply-adds, so shared memory gives four times what is needed. Loads are 16 bytes wide, and the
 // next tile of 8 k comes from global memory into registers while this one is multiplied (two buffers in shared memory, one
 // barrier a step). A thread's 8 rows and columns are two runs of 4, 64 apart, so that a warp's reads meet no bank twice.
-// K and N must be multiples of 4. Predicted: 70 to 80% of what cuBLAS reaches. Measured: 40.3 TFLOP/s, 79% of
-// cuBLAS's 51.1.
+// K and N must be multiples of 4. Predicted: 70 to 80% of what cuBLAS reaches. Measured: 40.4 TFLOP/s, 79% of
+// cuBLAS's 51.4.
 __global__ void __launch_bounds__(256, 2) register_tiles(const float* __restrict__ A, const float* __restrict__ B,
                                                          float* __restrict__ C, int M, int N, int K) {
   constexpr int BK = 8;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(256, 2) register_tiles(const float* __restrict
 // fragments, an instruction for each 16 x 16 x 16. Tiles of 32 k come in by asynchronous copies, three stages deep, so that no
 // thread waits for memory with its registers. M, N multiples of 128 and K of 32. Predicted: these are the instructions of the
 // generation before Hopper's, which reach about 60% of its peak at best; the Triton kernels use
-// Hopper's own. Measured: 177 TFLOP/s of cuBLAS's 750: fragments come from shared memory with bank conflicts and one at a time.
+// Hopper's own. Measured: 170 TFLOP/s of cuBLAS's 724: fragments come from shared memory with bank conflicts and one at a time.
 constexpr int kTileK = 32, kStages = 3, kPadA = kTileK + 8, kPadB = 128 + 8;
 constexpr int kStage = 128 * kPadA + kTileK * kPadB;
 

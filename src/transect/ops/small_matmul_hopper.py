@@ -31,8 +31,9 @@ widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5
 
 Which one runs, with which plan, is measured where it runs, in a chain of whole layers, by
 ``benchmarks/products_in_layers.py``, for the heads and the other sizes alone by ``benchmarks/ops_many_rows.py``, and
-kept as data for each device. cuBLAS stays quicker, and runs, for the heads at 128 and 256 rows, for most weights at 256
-rows, and for most of the smaller models' from 64 rows on; all times are in ``results/h200/ops_many_rows.json``.
+kept as data for each device. cuBLAS stays quicker, and runs, at 256 rows for all weights but the gate and up
+projections of Llama-3.1-8B, from 128 rows on for the heads, the q-k-v projections and all of Qwen3-0.6B's, and for a
+few more below; times are in ``results/h200/ops_many_rows.json``.
 """
 
 from __future__ import annotations
