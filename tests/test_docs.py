@@ -79,6 +79,12 @@ def test_the_map_of_a_level_names_all_of_its_files(folder: Path) -> None:
     assert all(any(folder.glob(name)) for name in names if Path(name).suffix in (".py", ".cuh"))
 
 
+def test_the_map_of_the_benchmarks_names_all_of_them() -> None:
+    names = re.findall(r"`(\w+\.(?:py|sh))", (ROOT / "benchmarks" / "README.md").read_text())
+    files = {file.name for file in (ROOT / "benchmarks").iterdir() if file.suffix in (".py", ".sh")}
+    assert set(names) == files
+
+
 def test_quoted_results_are_the_recorded_ones() -> None:
     done = subprocess.run([sys.executable, "benchmarks/render.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
