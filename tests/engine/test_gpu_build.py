@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from transect.engine import gpu_build
 from transect.engine.config import EngineConfig
+from transect.models.presets import PRESETS
+from transect.ops import opset
 from transect.ops.opset import OpSet, resolve_ops
 
 
@@ -55,3 +58,21 @@ def test_a_triton_cache_that_may_only_be_read_is_said(
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     gpu_build._check_triton_cache()
     assert caplog.text.count("set TRITON_CACHE_DIR") == 1
+
+
+def test_torch_has_no_graphs_nor_padding_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its paged attention asks the device for lengths, which a capture does not allow, and every token has a row."""
+    monkeypatch.setattr(opset, "_target", lambda device: "sm_89")
+    config = EngineConfig(model="x")
+    ops = resolve_ops("cpu", ("triton", "torch"))
+    assert gpu_build.by_torch(ops)
+    assert gpu_build.without_graphs(config, ops).cuda_graphs == "off"
+    assert caplog.text.count("without CUDA graphs") == 1 and "triton does not run on sm_89" in caplog.text
+    kernels = replace(ops, chosen=(("paged_attention", "triton"),))
+    assert gpu_build.without_graphs(config, kernels) == config
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    model, device = PRESETS["qwen3-0.6b"], torch.device("cuda", 0)
+    tokens = [gpu_build.runner_tricks(config, model, torch.bfloat16, device, o)["pad_tokens"] for o in (ops, kernels)]
+    assert tokens == [1, None]

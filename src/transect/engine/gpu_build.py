@@ -23,6 +23,7 @@ from ..models.load_device import load_on_device
 from ..models.memory.serving import kept_for_graphs
 from ..models.resolve import ModelSource
 from ..ops.opset import OpSet, dependent_launch, resolve_ops
+from ..ops.registry import get
 from ..ops.stream_products import StreamProducts
 from . import warm_kernels
 from .batch import Draw, ScheduledBatch, ScheduledRow
@@ -120,6 +121,7 @@ def build_gpu(
         ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.
     """
     _check_triton_cache()
+    settings = repr(config)  # as the compilers know it
     times = StartupTimes() if began is None else StartupTimes(_last=began)
     if began is not None:
         times.done("torch")
@@ -133,15 +135,9 @@ def build_gpu(
     _check_weights(config, weight_bytes(model_config, storage), free, total)
     longest = config.max_model_len or model_config.max_position
     limits: dict[str, Any] = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest}
-    tricks: dict[str, Any] = {
-        "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
-        "prune_last_layer": config.prune_last_layer,
-        # Products on Hopper take any number of rows (ops/small_matmul.py), but not in deterministic mode.
-        "fine_rows": dtype == torch.bfloat16
-        and not config.deterministic
-        and torch.cuda.get_device_capability(device) == (9, 0),
-        "graph_tokens": graph_tokens(model_config) if config.prefill_graphs and config.cuda_graphs != "off" else 0,
-    }
+    ops = gpu_ops(device, deterministic=config.deterministic, early=config.dependent_launch)
+    config = without_graphs(config, ops)
+    tricks = runner_tricks(config, model_config, dtype, device, ops)
     work = warm_kernels.Work(
         config=model_config,
         dtype=dtype,
@@ -153,9 +149,8 @@ def build_gpu(
         fine_rows=tricks["fine_rows"],
         **limits,
     )
-    ops = gpu_ops(device, deterministic=config.deterministic, early=config.dependent_launch)
     times.done("CUDA")
-    warming = warm_kernels.start(work, ops, device, compilers, repr(config))
+    warming = warm_kernels.start(work, ops, device, compilers, settings)
     if warming.collected:
         times.done(f"{warming.collected} kernels found")
     model = load_on_device(
@@ -213,13 +208,31 @@ def build_gpu(
         runner.warm(row_buckets(max_seqs, tricks["fine_rows"]), WARM_WIDTHS)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
     name = torch.cuda.get_device_name(device)
-    how = [f"Triton kernels on {name} in {str(dtype).removeprefix('torch.')}"]
+    kernels = "torch's operators" if by_torch(ops) else "Triton kernels"
+    how = [f"{kernels} on {name} in {str(dtype).removeprefix('torch.')}"]
     how += [f"CUDA graphs {config.cuda_graphs}"] + (["batch-invariant"] if config.deterministic else [])
     used = sum(cache.nbytes for cache in caches)
     report = (*account.lines(used), f"start-up: {times}")
     for line in report:
         log.info("%s", line)
     return GPUParts(runner, size, ", ".join(how), report)
+
+
+def runner_tricks(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, ops: OpSet
+) -> dict[str, Any]:
+    """What ``GPURunner`` is to do on this device, by the names of its arguments."""
+    return {
+        "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
+        "prune_last_layer": config.prune_last_layer,
+        # Products on Hopper take any number of rows (ops/small_matmul.py), but not in deterministic mode.
+        "fine_rows": dtype == torch.bfloat16
+        and not config.deterministic
+        and torch.cuda.get_device_capability(device) == (9, 0),
+        "graph_tokens": graph_tokens(model) if config.prefill_graphs and config.cuda_graphs != "off" else 0,
+        # torch's operators take no tokens that belong to no row.
+        "pad_tokens": 1 if by_torch(ops) else None,
+    }
 
 
 def graph_tokens(config: ModelConfig) -> int:
@@ -235,6 +248,20 @@ def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = 
     if early and not deterministic:
         ops = replace(ops, stream_products=StreamProducts(device))
     return dependent_launch(ops, early)
+
+
+def by_torch(ops: OpSet) -> bool:
+    """Whether paged attention is torch's: on a GPU that the kernels here are not made for."""
+    return get("paged_attention").implementations[dict(ops.chosen)["paged_attention"]].backend == "torch"
+
+
+def without_graphs(config: EngineConfig, ops: OpSet) -> EngineConfig:
+    """The configuration, with CUDA graphs off where torch's paged attention runs: it reads lengths on the host."""
+    if not by_torch(ops):
+        return config
+    reasons = "; ".join(f"{label} {reason}" for name, label, reason in ops.passed_over if name == "paged_attention")
+    log.warning("torch's operators run, without CUDA graphs, which is slower (paged attention: %s)", reasons)
+    return replace(config, cuda_graphs="off")
 
 
 def trial_runner(
