@@ -60,6 +60,18 @@ def test_throughput(shape, tmp_path):
     assert str(result["output_tokens"]) in done.stdout and 10 <= result["output_tokens"] <= 60
 
 
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (("latency", "--prompt-tokens", "300"), "the model has 256: lower --prompt-tokens or --new-tokens"),
+        (("throughput", "--shortest", "2", "--longest", "129"), "needs 258 tokens of context"),
+    ],
+)
+def test_work_that_is_longer_than_the_context_says_what_to_lower(shape, arguments, message):
+    done = run(*arguments, "--model", shape, "--load-format", "dummy")
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_serve(shape, tmp_path):
     command = [*TRANSECT, "serve", shape, "--load-format", "dummy", "--port", "0", "--threads", "1"]
     keys = tmp_path / "keys"

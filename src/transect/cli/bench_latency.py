@@ -97,7 +97,7 @@ def command(
         num_kv_blocks=blocks,
         seed=0,
     )
-    about = subject(settings)
+    about = subject(settings, "--prompt-tokens or --new-tokens")
     results = [_measure(about, each, prompt_tokens, new_tokens, spare, runs, meters) for each in batches]
     print(f"{model}, {about.llm.kernels}; floor from {about.rates.device}")
     show(f"prefill of {prompt_tokens} tokens each", PREFILL, [_prefill_row(each) for each in results])

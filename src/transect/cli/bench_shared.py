@@ -39,8 +39,16 @@ class Subject:
     storage: Storage
 
 
-def subject(settings: EngineConfig) -> Subject:
-    """Load the model; the device's ceilings are measured before, unless they are known."""
+def subject(settings: EngineConfig, shorter: str) -> Subject:
+    """Load the model; the device's ceilings are measured before, unless they are known.
+
+    Args:
+        settings: with the ``max_model_len`` that the work needs.
+        shorter: the options that make it shorter.
+
+    Raises:
+        ValueError: the work is longer than the model's context, or the model does not load.
+    """
     import dataclasses
 
     import torch
@@ -54,6 +62,9 @@ def subject(settings: EngineConfig) -> Subject:
     from ..models.resolve import resolve
 
     source = resolve(settings.model, load_format=settings.load_format)
+    longest, context = settings.max_model_len, source.config.max_position
+    if longest is not None and longest > context:
+        raise ValueError(f"the work needs {longest} tokens of context, but the model has {context}: lower {shorter}")
     device, _ = device_for(settings)
     threads = settings.cpu_threads()
     torch.set_num_threads(threads)

@@ -99,7 +99,7 @@ def command(
         kv_cache_tokens=kv_cache_tokens,
         seed=0,
     )
-    about = subject(settings)
+    about = subject(settings, "--longest")
     work = throughput_protocol(sequences, shortest, longest, highest=min(10000, about.llm.vocab_size - 1))
     tokens_in = sum(len(each.prompt) for each in work)
     tokens_out = sum(each.output_tokens for each in work)
