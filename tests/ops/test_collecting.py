@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -60,3 +61,26 @@ def test_each_is_found_once_and_compiled_ahead_of_time(tmp_path):
         "hits [False, False, True, True]",
         "elsewhere [False]",  # another thread's launch is not held back
     ], done.stderr
+
+
+def test_two_threads_collect_one_after_the_other():
+    """Else the one that began first would leave the other's hook behind, and its thread would launch no more."""
+    triton = pytest.importorskip("triton")
+    from transect.ops.collecting import collected
+
+    hook = triton.knobs.runtime.jit_cache_hook
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with collected(print):
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with collected(print):
+        thread.start()
+        inside.wait(0.5)
+    leave.set()
+    thread.join()
+    assert inside.is_set()
+    assert triton.knobs.runtime.jit_cache_hook is hook

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 from . import cuda
 from .jit import triton
 
+_HOOK = threading.Lock()
+"""Triton has one hook for the whole process."""
+
 
 class CollectedKernel(NamedTuple):
     """A kernel for one kind of arguments."""
@@ -33,8 +36,14 @@ def collected(found: Callable[[CollectedKernel], None]) -> Iterator[None]:
     Triton kernel that would have been.
 
     What other libraries launch (torch, cuBLAS) does run, on memory that nothing has filled. Other threads, perhaps
-    another engine's, launch as ever; they load their kernels anew meanwhile.
+    another engine's, launch as ever; they load their kernels anew meanwhile. One that collects too waits.
     """
+    with _HOOK, _hooked(found), cuda.skipped():
+        yield
+
+
+@contextmanager
+def _hooked(found: Callable[[CollectedKernel], None]) -> Iterator[None]:
     seen: set[CollectedKernel] = set()
     here = threading.get_ident()
 
@@ -55,8 +64,7 @@ def collected(found: Callable[[CollectedKernel], None]) -> Iterator[None]:
         function.device_caches = defaultdict(function.create_binder)
     runtime.jit_cache_hook = hook
     try:
-        with cuda.skipped():
-            yield
+        yield
     finally:
         runtime.jit_cache_hook = before
         for function, caches in compiled:
