@@ -64,14 +64,13 @@ def seen(i, j, end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Knobs of one kernel: queries and keys of a tile, warps, stages, bulk copies, warp specialization."""
+    """Knobs of one kernel: queries and keys of a tile, warps, stages, bulk copies."""
 
     bm: int
     bn: int
     warps: int = 4
     stages: int = 2
     bulk: bool = False
-    specialize: bool = False
 
 
 def fits_descriptor(t: Tensor) -> bool:

@@ -102,12 +102,12 @@ def exact(
 
 @kernel
 def _walk_keys(  # type: ignore[no-untyped-def]
-    acc, l, m, q, k, v, first, last, i, begin, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
+    acc, l, m, q, k, v, first, last, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASK: tl.constexpr, BULK: tl.constexpr, SPECIALIZE: tl.constexpr,
+    MASK: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys from ``first`` to ``last``."""
-    for start in tl.range(first, last, BN, warp_specialize=SPECIALIZE):
+    for start in range(first, last, BN):
         keys = load_tile(k, start, end, kv_head, k_t, k_h, D, DP, BN, BULK)
         s = dot(q, keys.T, tl.zeros((q.shape[0], BN), tl.float32))
         if MASK:
@@ -132,7 +132,7 @@ def _walk_keys(  # type: ignore[no-untyped-def]
 def _forward(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, cu, documents, tokens, scale2, window, q_t, q_h, k_t, k_h, v_t, v_h,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BULK: tl.constexpr, SPECIALIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """BM queries of one head. Axis 0: tiles of queries, the last first (they see most); axis 1: heads."""
     document, tile = find_tile(tl.num_programs(0) - 1 - tl.program_id(0), cu, documents, BM)
@@ -165,16 +165,16 @@ def _forward(  # type: ignore[no-untyped-def]
         low_full = min(low_full, high_full)
         if WINDOW:
             acc, l, m = _walk_keys(
-                acc, l, m, queries, k, v, low, low_full, i, begin, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
-                D, DP, BN, CAUSAL, WINDOW, True, BULK, False,
+                acc, l, m, queries, k, v, low, low_full, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
+                D, DP, BN, CAUSAL, WINDOW, True, BULK,
             )  # fmt: skip
         acc, l, m = _walk_keys(
-            acc, l, m, queries, k, v, low_full, high_full, i, begin, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
-            D, DP, BN, CAUSAL, WINDOW, False, BULK, SPECIALIZE,
+            acc, l, m, queries, k, v, low_full, high_full, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
+            D, DP, BN, CAUSAL, WINDOW, False, BULK,
         )  # fmt: skip
         acc, l, m = _walk_keys(
-            acc, l, m, queries, k, v, high_full, high, i, begin, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
-            D, DP, BN, CAUSAL, WINDOW, True, BULK, False,
+            acc, l, m, queries, k, v, high_full, high, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
+            D, DP, BN, CAUSAL, WINDOW, True, BULK,
         )  # fmt: skip
         d = tl.arange(0, DP)
         at = out + i[:, None].to(tl.int64) * (H * D) + head * D + d[None, :]
@@ -219,8 +219,8 @@ def forward(
     _forward[(tokens // tiles.bm + documents, heads)](
         q, descriptor(k, tiles.bn, bulk), descriptor(v, tiles.bn, bulk), out, lse, cu_seqlens, documents, tokens,
         scale * LOG2E, window or 0, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], H=heads,
-        GROUP=heads // k.shape[1], D=d, DP=padded(d), BM=tiles.bm, BN=tiles.bn, CAUSAL=causal, WINDOW=window is not
-        None, BULK=bulk, SPECIALIZE=tiles.specialize, num_warps=tiles.warps, num_stages=tiles.stages,
+        GROUP=heads // k.shape[1], D=d, DP=padded(d), BM=tiles.bm, BN=tiles.bn, CAUSAL=causal,
+        WINDOW=window is not None, BULK=bulk, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out, lse
 
@@ -506,7 +506,7 @@ def _kernels() -> Sequence[Kernel]:
         name="forward",
         function=_forward,
         arguments={**half, "out": "*bf16", "lse": "*fp32", "scale2": "fp32", **ints},
-        constants={**base, "BM": 128, "BN": 64, "SPECIALIZE": False},
+        constants={**base, "BM": 128, "BN": 64},
         divisible=tuple(strides),
         warps=8,
         stages=2,

@@ -245,13 +245,12 @@ def choose(which: str, q: Tensor) -> Tiles:
 
 def backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, scale: float,
-    causal: bool = True, window: int | None = None, *, keys: Tiles | None = None, queries: Tiles | None = None,
-    deterministic: bool | None = None,
+    causal: bool = True, window: int | None = None, *, deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v from the upstream gradient and what ``forward`` returned.
 
     By the Hopper kernel where it takes the inputs (``flash_attention_hopper.takes``), unless ``deterministic`` (None:
-    as torch.use_deterministic_algorithms says) or tiles are given: then by the two kernels of this file.
+    as torch.use_deterministic_algorithms says): then by the two kernels of this file.
     """
     q, k, v = check(q, k, v, cu_seqlens)
     g = g.contiguous()
@@ -262,11 +261,10 @@ def backward(
     _dots[(triton.cdiv(tokens, 32), heads)](g, out, delta, tokens, H=heads, D=d, DP=padded(d), BM=32)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if not deterministic and keys is None and queries is None and hopper.takes(q, k, v) and fits_descriptor(g):
+    if not deterministic and hopper.takes(q, k, v) and fits_descriptor(g):
         return hopper_backward(g, q, k, v, lse, delta, cu_seqlens, scale, causal, window)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    keys = keys or choose(KEYS, q)
-    queries = queries or choose(QUERIES, q)
+    keys, queries = choose(KEYS, q), choose(QUERIES, q)
     documents = len(cu_seqlens) - 1
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     common: dict[str, Any] = {

@@ -156,9 +156,8 @@ def _launch_persistent(
         None if gate is None or pair else describe(gate, bn, bk, transposed=w_t),
         describe(out, bm, bn // 2 if tiles.halves else bn),
         bias, residual, m, n, k, res_m, res_n, BM=bm, BN=bn, BK=bk, GROUP=tiles.group, ACT=activation,
-        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=most, SPECIALIZE=tiles.specialize,
-        FLATTEN=not tiles.specialize and not INTERPRETED, HALVES=tiles.halves, PAIRED=pair,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=most, FLATTEN=not INTERPRETED, HALVES=tiles.halves,
+        PAIRED=pair, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
     x, weight, gate, out, bias, residual, M, N, K, res_m, res_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, X_T: tl.constexpr, W_T: tl.constexpr, PROGRAMS: tl.constexpr,
-    SPECIALIZE: tl.constexpr, FLATTEN: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr,
+    FLATTEN: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """PROGRAMS programs share all tiles (fewer have one each); x, weight, gate and out are tensor descriptors.
 
@@ -135,7 +135,7 @@ def persistent_kernel(  # type: ignore[no-untyped-def]
     rows_of_tiles = tl.cdiv(M, BM)
     columns_of_tiles = tl.cdiv(N, BN)
     tiles = rows_of_tiles * columns_of_tiles
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=SPECIALIZE):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = tile_of(tile, rows_of_tiles, columns_of_tiles, GROUP)
         m = tile_m * BM
         n = tile_n * BN
@@ -234,7 +234,6 @@ def kernels() -> Sequence[Kernel]:
             "X_T": False,
             "W_T": False,
             "PROGRAMS": 132,
-            "SPECIALIZE": False,
             "FLATTEN": True,
             "HALVES": True,
             "PAIRED": False,

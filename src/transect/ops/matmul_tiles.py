@@ -27,7 +27,6 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     persistent: bool = False
-    specialize: bool = False
     halves: bool = False
 
 
