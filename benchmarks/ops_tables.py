@@ -5,16 +5,20 @@ python benchmarks/ops_tables.py    draws docs/images/ops/ from benchmarks/result
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import record
 from transect.hardware.ceilings import Ceilings
+from transect.ops.registry import all_ops
 from transect.ops.tools import plots, results
 from transect.ops.tools.bench import Timing
 
 RESULT = record.RESULTS / "h200" / "ops.json"
+MANY_ROWS = record.RESULTS / "h200" / "ops_many_rows.json"
 IMAGES = record.ROOT / "docs" / "images" / "ops"
 
 
@@ -83,6 +87,72 @@ def page() -> str:
     if (IMAGES / "roofline.png").exists():
         parts += ["## Roofline", "![roofline](images/ops/roofline.png)"]
     return "\n\n".join(parts) + "\n"
+
+
+def memory_bound() -> str:
+    """The operators bound by memory, at 200 MB and more: the quickest of ours beside its floor and torch.
+
+    Raises:
+        FileNotFoundError: nothing is recorded.
+    """
+    kept = results.read(RESULT)
+    large = [row for row in kept["rows"] if row["seconds"] and row["bytes"] > 2e8 and row["flops"] < 20 * row["bytes"]]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in large:
+        groups[row["op"], row["case"], row["direction"]].append(row)
+    lines = [
+        "| operator | shape | direction | by | µs | TB/s | of floor | torch µs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    shown = []
+    for (op, case, direction), rows in groups.items():
+        ours = [row for row in rows if not row["is_peer"] and row["contender"] not in ("torch", "reference")]
+        if not ours:
+            continue
+        row = min(ours, key=lambda row: row["seconds"])
+        torch = next((row["seconds"] for row in rows if row["contender"] == "torch"), None)
+        lines.append(
+            f"| {op} | {case} | {direction} | {row['contender']} | {row['seconds'] * 1e6:.0f} | "
+            f"{row['bytes'] / row['seconds'] / 1e12:.2f} | {row['of_floor']:.0%} | "
+            f"{'' if torch is None else f'{torch * 1e6:.0f}'} |"
+        )
+        shown.append(row)
+    origins = dict.fromkeys(origin(kept["runs"][row["run"]]) for row in shown)
+    return "\n".join(lines) + "\n\nMeasured by `transect bench ops` on " + "; ".join(origins) + ".\n"
+
+
+def many_rows() -> str:
+    """Products of 32 to 256 rows: the quickest kernel of ours beside cuBLAS, a line for each weight.
+
+    Raises:
+        FileNotFoundError: nothing is recorded.
+    """
+    kept = json.loads(MANY_ROWS.read_text())
+    names: dict[tuple[int, int], str] = {}
+    products = next(op for op in all_ops() if op.name == "small_matmul")
+    for case in products.cases():
+        what, _, size = case.name.rpartition(": ")
+        _, k, n = size.replace(" by ", " x ").split(" x ")
+        names[int(k), int(n)] = what
+    times: dict[tuple[int, int, bool], dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in kept["rows"]:
+        who = row["name"].split()[0]
+        found = times[row["k"], row["n"], row["gated"]][row["rows"]]
+        found[who] = min(row["us"], found.get(who, row["us"]))
+    counts = sorted({row["rows"] for row in kept["rows"]})
+    lines = ["| weight | " + " | ".join(f"{m} rows" for m in counts) + " |", "|---|" + "---|" * len(counts)]
+    for (k, n, gated), by_rows in times.items():
+        cells = []
+        for m in counts:
+            cublas = by_rows[m]["cublas"]
+            us, who = min((us, who) for who, us in by_rows[m].items() if who != "cublas")
+            cells.append(f"{us:.1f} ({who}), {cublas:.1f}: {cublas / us:.2f}")
+        gate = ", and the gate" if gated else ""
+        lines.append(f"| {names[k, n]}: {k} by {n}{gate} | " + " | ".join(cells) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in kept["packages"].items())
+    return "\n".join(lines) + (
+        f"\n\n`{kept['command']}` on {kept['machine']}, {versions}, commit {kept['commit']}; {kept['method']}.\n"
+    )
 
 
 def draw(folder: Path = IMAGES) -> None:

@@ -116,24 +116,6 @@ def decoder_layer() -> str:
     return decoder_layer.table(_load("h200/decoder_layer.json"))
 
 
-def memory_bound() -> str:
-    """The operators bound by memory on one GPU, at 200 MB and more, each beside its floor and torch."""
-    kept = _load("h200/ops.json")
-    rows = [row for row in kept["rows"] if row["seconds"] and row["bytes"] > 2e8 and row["flops"] < 20 * row["bytes"]]
-    lines = ["| operator | shape | direction | µs | TB/s | of floor | torch µs |", "|---|---|---|---|---|---|---|"]
-    peers = {(r["op"], r["case"], r["direction"]): r["seconds"] for r in rows if r["contender"] == "torch"}
-    shown = [row for row in rows if row["contender"] == "triton"]
-    for row in shown:
-        peer = peers.get((row["op"], row["case"], row["direction"]))
-        lines.append(
-            f"| {row['op']} | {row['case']} | {row['direction']} | {row['seconds'] * 1e6:.0f} | "
-            f"{row['bytes'] / row['seconds'] / 1e12:.2f} | {row['of_floor']:.0%} | "
-            f"{'' if peer is None else f'{peer * 1e6:.0f}'} |"
-        )
-    origins = dict.fromkeys(ops_tables.origin(kept["runs"][row["run"]]) for row in shown)
-    return "\n".join(lines) + "\n\nMeasured by `transect bench ops` on " + "; ".join(origins) + ".\n"
-
-
 def operators_reference() -> str:
     """Every operator of the registry: math, shapes, implementations, accuracy."""
     from transect.ops.registry import all_ops
@@ -184,7 +166,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "decoder-layer": decoder_layer,
-    "memory-bound": memory_bound,
+    "memory-bound": ops_tables.memory_bound,
+    "many-rows": ops_tables.many_rows,
     "ladder": ladder_tables.table,
     "kills": kills,
     "pretrain-published": pretrain_published,
