@@ -53,6 +53,8 @@ def test_help_loads_nothing_heavy(arguments):
         (["generate", "smollm2-135m", "x", "--temperature", "-1"], "temperature"),
         (["generate", "smollm2-135m", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "smollm", "x"], "smollm2-135m"),
+        (["generate", "smollm2-135m", "x", "--device", "tpu"], "device must be"),
+        (["chat", "smollm2-135m", "--device", "tpu"], "device must be"),
         (["generate", "/no/such.gguf", "x"], "/no/such.gguf"),
         (["pull", "smollm2-153m"], "smollm2-135m"),
         (["bench", "latency", "--runs", "0"], "--runs"),

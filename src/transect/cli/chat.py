@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import BUILTIN, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .engine_options import BUILTIN, Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
 
@@ -20,6 +20,7 @@ def command(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 0.95,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    device: Device = "auto",
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
@@ -31,7 +32,13 @@ def command(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     config = engine_config(
-        model, dtype=dtype, max_model_len=max_model_len, threads=threads, native=native, max_num_seqs=1
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        threads=threads,
+        native=native,
+        max_num_seqs=1,
     )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and history)

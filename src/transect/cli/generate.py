@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
 
 
 def command(
@@ -20,6 +20,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    device: Device = "auto",
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
@@ -36,7 +37,13 @@ def command(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
     config = engine_config(
-        model, dtype=dtype, max_model_len=max_model_len, threads=threads, native=native, max_num_seqs=1
+        model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        threads=threads,
+        native=native,
+        max_num_seqs=1,
     )
     with Session(config) as session:
         engine = session.engine
