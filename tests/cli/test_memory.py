@@ -58,6 +58,7 @@ def test_serving(capsys):
         (("llama-3.1-8b", "--train", "--device", "tpu"), "auto, cpu or cuda"),
         (("llama-3.1-8b", "--train", "--optimizer", "sgd", "--device-memory", "80GB"), "optimizer.name"),
         (("llama-9b", "--train"), "llama-9b"),
+        (("qwen3-0.6b", "--serve", "--context", "99999"), "--context is 99999, but the model knows 40960 positions"),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, message):

@@ -125,6 +125,9 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     from ..models.memory.terms import gib
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
+    context, positions = config.max_model_len, source.config.max_position
+    if context is not None and context > positions:
+        raise ValueError(f"--context is {context}, but the model knows {positions} positions: set it to that or less")
     seqs, tokens = config.limits(kind)
     element = 4 if config.dtype == "float32" or kind == "cpu" else 2
     if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto":
@@ -138,7 +141,7 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         kv_element=4 if config.dtype == "float32" else 2,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
-        context=config.max_model_len or source.config.max_position,
+        context=context or positions,
         block_size=config.block_size,
         graphs=len(row_buckets(seqs)) if kind == "cuda" else 0,
         share=config.gpu_memory_utilization if kind == "cuda" else 1.0,
