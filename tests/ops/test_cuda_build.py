@@ -112,6 +112,23 @@ def test_a_host_compiler_too_new_for_nvcc_is_as_no_nvcc(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_an_nvcc_too_new_for_the_driver_is_as_none(tmp_path, monkeypatch):
+    """What it builds would fail when first launched."""
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "_driver", lambda: 9)
+    with pytest.raises(Unavailable, match="newer than the GPU driver, of CUDA 9"):
+        cuda_build.check("sm_90")
+
+
+def test_the_driver_is_asked_for_its_version(monkeypatch):
+    def version(pointer):
+        pointer._obj.value = 12040
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
+    assert cuda_build._driver() == 12
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_this_nvcc(tmp_path, monkeypatch):
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     for target in cuda_build.CUDA_TARGETS:

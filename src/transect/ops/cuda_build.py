@@ -6,6 +6,7 @@ So nvcc alone compiles them, with no torch headers, and ctypes is all the bindin
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -61,7 +62,7 @@ def check(target: str) -> None:
 
     Raises:
         Unavailable: there is no nvcc, or one that does not know the target or our options, or does not get along with
-            the host's C++ compiler, or there is no place to keep them.
+            the host's C++ compiler or the GPU driver, or there is no place to keep them.
     """
     if reason := _hindrance(find_nvcc(), target, library_folder()):
         raise Unavailable(reason)
@@ -77,14 +78,28 @@ def _hindrance(nvcc: str, target: str, folder: Path) -> str:
     except OSError as error:
         where = "CUDA C++ kernels are kept where files cannot be written and locked"
         return f"{where} ({error}): set TRANSECT_CACHE to another folder"
-    # To preprocess nothing takes the options, the target, and a host compiler that nvcc is content with.
-    trial = [nvcc, "-E", _code(target), *WHOLE, "-o", "/dev/null", "-x", "cu", "/dev/null"]
-    done = subprocess.run(trial, capture_output=True, text=True)
+    # To preprocess this takes the options, the target, and a host compiler that nvcc is content with.
+    trial = [nvcc, "-E", _code(target), *WHOLE, "-o", "/dev/null", "-x", "cu", "-"]
+    driver = _driver()
+    source = (
+        f"#if {driver} && __CUDACC_VER_MAJOR__ > {driver}\n#error newer than the GPU driver, of CUDA {driver}\n#endif\n"
+    )
+    done = subprocess.run(trial, input=source, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["nothing"]
         said = next((line for line in lines if "error" in line or "fatal" in line), lines[-1])
         return f"{nvcc} (12.1 or later is needed) builds no CUDA C++ kernels for {target}, it says {said!r}"
     return ""
+
+
+def _driver() -> int:
+    """The CUDA version of the GPU driver, 12 for 12.4; 0 where there is none. It runs what an older nvcc has built."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value // 1000
 
 
 def _nvcc(arguments: list[str], source: Path, target: str) -> str:
