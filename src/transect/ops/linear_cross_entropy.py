@@ -47,6 +47,10 @@ from .tuning import choose as tuned
 IGNORE = -100
 CHUNK = 1024
 """Tokens whose logits exist at one time."""
+BM, BN, BK, WARPS = 128, 256, 64, 8
+"""Rows and columns of a tile of dW, tokens of a step, warps."""
+ROW_STAGES = 4
+"""Of the loads of the loss kernel."""
 
 
 def reference(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
@@ -64,7 +68,7 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     """Rows: the loss of each over ``count``, and in place of the logits the gradient of that.
 
     Few programs take the rows in turn: what they have in hand together then fits the L2 cache, where the second pass,
-    backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``softmax.py``).
+    backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``softmax_kernels.py``).
     """
     lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     share = 1.0 / tl.maximum(tl.load(count), 1).to(tl.float32)
@@ -104,36 +108,29 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
 def _weight_gradient(  # type: ignore[no-untyped-def]
     dz, x, dw, V, D, T,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    ADD: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """dw ``[V, D]`` (+)= dz ``[T, V]``^T x ``[T, D]``, all given as tensor descriptors.
-
-    ADD: 0 writes, 1 reads what is there, adds in float32 and writes, 2 has the L2 cache add.
-    """
+    """dw ``[V, D]`` = dz ``[T, V]``^T x ``[T, D]``, all given as tensor descriptors; with ADD the L2 cache adds it to
+    what is there. Two stores of half a tile need half the shared memory, which buys another stage of loads."""
     rows_of_tiles = tl.cdiv(V, BM)
     columns_of_tiles = tl.cdiv(D, BN)
     tiles = rows_of_tiles * columns_of_tiles
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, rows_of_tiles, columns_of_tiles, GROUP)
         m = tile_m * BM
         n = tile_n * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(tl.cdiv(T, BK)):
             acc = dot(dz.load([step * BK, m]).T, x.load([step * BK, n]), acc)
-        if HALVES:
-            left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
-            _put(dw, m, n, left, ADD)
-            _put(dw, m, n + BN // 2, right, ADD)
-        else:
-            _put(dw, m, n, acc, ADD)
+        left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
+        _put(dw, m, n, left, ADD)
+        _put(dw, m, n + BN // 2, right, ADD)
 
 
 @kernel
 def _put(out, m, n, acc, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile written to, or added to, what a descriptor describes."""
-    if ADD == 1:
-        acc += out.load([m, n]).to(tl.float32)
-    if ADD == 2:
+    if ADD:
         out.atomic_add([m, n], acc.to(out.dtype))
     else:
         out.store([m, n], acc.to(out.dtype))
@@ -152,23 +149,15 @@ def _scale(values, g, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Knobs: tokens of a chunk, the tiles of dW, and how its shares are added (``_weight_gradient``); programs a
-    multiprocessor and elements of a step of the loss kernel."""
+    """Knobs: tokens of a chunk; order and stages of dW's tiles (``_weight_gradient``); programs a multiprocessor and
+    elements of a step of the loss kernel."""
 
     chunk: int = CHUNK
-    bm: int = 128
-    bn: int = 256
-    bk: int = 64
     group: int = 8
-    warps: int = 8
     stages: int = 4
-    add: int = 2
-    halves: bool = True
-    flatten: bool = True
     rows: int = 2
     block: int = 4096
     row_warps: int = 8
-    row_stages: int = 4
     library: str = ""
     """Products left to torch: ``z``, ``dx``, ``dw``."""
 
@@ -218,14 +207,10 @@ def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, cut: Cut
         matmul(dz.T, x.T, residual=None if first else dw, out=dw)
         return
     vocab, dim = dw.shape
-    programs = min(multiprocessors(x.device), -(-vocab // cut.bm) * -(-dim // cut.bn))
-    if cut.warps == 4:
-        programs *= 2
+    programs = min(multiprocessors(x.device), -(-vocab // BM) * -(-dim // BN))
     _weight_gradient[(programs,)](
-        describe(dz, cut.bk, cut.bm), describe(x, cut.bk, cut.bn),
-        describe(dw, cut.bm, cut.bn // 2 if cut.halves else cut.bn), vocab, dim, x.shape[0], BM=cut.bm, BN=cut.bn,
-        BK=cut.bk, GROUP=cut.group, PROGRAMS=programs, ADD=0 if first else cut.add, HALVES=cut.halves,
-        FLATTEN=cut.flatten, num_warps=cut.warps, num_stages=cut.stages,
+        describe(dz, BK, BM), describe(x, BK, BN), describe(dw, BM, BN // 2), vocab, dim, x.shape[0], BM=BM, BN=BN,
+        BK=BK, GROUP=cut.group, PROGRAMS=programs, ADD=not first, num_warps=WARPS, num_stages=cut.stages,
     )  # fmt: skip
 
 
@@ -244,7 +229,7 @@ def row_losses(
     tokens, vocab = logits.shape
     _loss_and_gradient[(min(tokens, cut.rows * multiprocessors(logits.device)),)](
         logits, target, losses, count, tokens, vocab, logits.stride(0), ignore_index, GRADIENT=gradient,
-        BLOCK=64 if INTERPRETED else cut.block, STAGES=cut.row_stages, num_warps=cut.row_warps,
+        BLOCK=64 if INTERPRETED else cut.block, STAGES=ROW_STAGES, num_warps=cut.row_warps,
     )  # fmt: skip
 
 
@@ -414,7 +399,7 @@ def _kernels() -> Sequence[Kernel]:
                 "logits": "*bf16", "target": "*i64", "loss": "*fp32", "count": "*i64", "T": "i32", "V": "i32",
                 "row_stride": "i32", "ignore_index": "i32",
             },
-            constants={"GRADIENT": True, "BLOCK": 4096, "STAGES": 4},
+            constants={"GRADIENT": True, "BLOCK": 4096, "STAGES": ROW_STAGES},
             divisible=("V", "row_stride"),
             warps=8,
             targets=TRITON_TARGETS,
@@ -426,11 +411,10 @@ def _kernels() -> Sequence[Kernel]:
                 "dz": "tensordesc<bf16[64, 128]>", "x": "tensordesc<bf16[64, 256]>",
                 "dw": "tensordesc<bf16[128, 128]>", "V": "i32", "D": "i32", "T": "i32",
             },
-            constants={
-                "BM": 128, "BN": 256, "BK": 64, "GROUP": 8, "PROGRAMS": 132, "ADD": 2, "HALVES": True, "FLATTEN": True,
-            },
+            constants={"BM": BM, "BN": BN, "BK": BK, "GROUP": 8, "PROGRAMS": 132, "ADD": True},
             divisible=("V", "D", "T"),
-            warps=8,
+            warps=WARPS,
+            stages=4,
             targets=("sm_90",),
         ),
         Kernel(
