@@ -26,7 +26,7 @@ from .jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from .numerics import sample
 from .peers import compiled
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
-from .tuning import Config, choose
+from .tuning import Config, choose, flat_rule
 
 
 def reference(x: Tensor, y: Tensor) -> Tensor:
@@ -43,11 +43,6 @@ def _add_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
     tl.store(z_ptr + index, x + y, mask=inside)
 
 
-def rule(n: int) -> Config:
-    """16 bytes a thread and access, two accesses in flight."""
-    return {"block": 2048, "warps": 4}
-
-
 def triton_add(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
     """``reference`` by ``_add_kernel``; copies strided inputs. ValueError if shapes or dtypes differ."""
     require("vector_add", x, y)
@@ -59,7 +54,7 @@ def triton_add(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
     z = torch.empty_like(x)
     n = x.numel()
     if n:
-        knobs = config or choose("vector_add", n, x.device, rule)
+        knobs = config or choose("vector_add", n, x.device, flat_rule)
         _add_kernel[(-(-n // knobs["block"]),)](x, y, z, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
     return z
 
@@ -151,7 +146,7 @@ register(
             Knobs(
                 "vector_add",
                 {"block": (1024, 2048, 4096, 8192), "warps": (4, 8)},
-                rule,
+                flat_rule,
                 triton_add,
                 dict,
                 lambda inputs: inputs["x"].numel(),
