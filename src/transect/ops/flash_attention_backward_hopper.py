@@ -299,7 +299,7 @@ def _tile_layout() -> Any:
 
 def backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, cu_seqlens: Tensor, scale: float,
-    causal: bool = True, window: int | None = None, *, stages: int = STAGES,
+    causal: bool = True, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v from the upstream gradient, L and D ``[H, T]`` float32.
 
@@ -326,7 +326,7 @@ def backward(
     gradient_kernel[(tokens // BN + documents, k.shape[1])](
         q_tiles, k_tiles, v_tiles, g_tiles, lse, delta, workspace, dk, dv, cu_seqlens, documents, tokens,
         blocks, scale, scale * LOG2E, window or 0, H=heads, GROUP=heads // k.shape[1], D=d, DP=columns, BM=BM, BN=BN,
-        STAGES=stages, CAUSAL=causal, WINDOW=window is not None, num_warps=8,
+        STAGES=STAGES, CAUSAL=causal, WINDOW=window is not None, num_warps=8,
     )  # fmt: skip
     finish_kernel[(blocks, heads)](
         workspace, dq, cu_seqlens, documents, blocks, scale, H=heads, D=d, DP=columns, BM=BM, num_warps=4

@@ -75,6 +75,8 @@ ROWS = 64
 """Queries of a warpgroup."""
 COLUMNS = 128
 """Keys of a block."""
+AHEAD = 4
+"""Blocks before the end of a tile at which its successor is asked for."""
 MAX_REGISTERS = {2: 168, 3: 128}
 """Registers of a thread at the start, by warpgroups that compute; then they are dealt out anew by role."""
 HEAD_DIMS = (64, 96, 128)
@@ -515,12 +517,11 @@ def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
-    *, parts: int | None = None, slots: int | None = None, share: int | None = None, ahead: int = 4,
+    *, parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As ``flash_attention.forward``, by this kernel; copies what the bulk copy engine cannot address.
 
-    ``parts``: warpgroups that compute, 2, or 3 for heads of 64; ``slots`` of the ring; ``share``: heads worked on at a
-    time.
+    ``parts``: warpgroups that compute, 2, or 3 for heads of 64.
 
     Raises:
         ValueError: shapes that do not fit each other, or inputs that it does not take.
@@ -547,8 +548,8 @@ def forward(
     forward_kernel[(programs,)](
         _descriptor(q, ROWS), _descriptor(k, COLUMNS), _descriptor(v, COLUMNS), out, lse, counter, cu_seqlens,
         documents, tokens, tiles, work, scale * LOG2E, window or 0, PARTS=parts, H=heads, GROUP=group, D=d,
-        SLOTS=slots or 512 // _columns(d), SHARE=share or share_of(heads, group, tokens, documents, d), CAUSAL=causal,
-        WINDOW=window is not None, SHARED_OUT=shared_out, AHEAD=ahead, num_warps=4, maxnreg=MAX_REGISTERS[parts],
+        SLOTS=512 // _columns(d), SHARE=share_of(heads, group, tokens, documents, d), CAUSAL=causal,
+        WINDOW=window is not None, SHARED_OUT=shared_out, AHEAD=AHEAD, num_warps=4, maxnreg=MAX_REGISTERS[parts],
     )  # fmt: skip
     return out, lse
 
@@ -581,7 +582,7 @@ def kernels() -> Sequence[Kernel]:
                 name=f"forward_hopper_{name}",
                 function=forward_kernel,
                 arguments={**tensors, **pointers, "scale2": "fp32", **ints},
-                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True, "AHEAD": 4},
+                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True, "AHEAD": AHEAD},
                 targets=("sm_90",),
                 implementation="hopper",
                 options={"maxnreg": MAX_REGISTERS[parts]},

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .attention_tiles import LOG2E
 from .flash_attention_hopper import (
+    AHEAD,
     COLUMNS,
     MAX_REGISTERS,
     ROWS,
@@ -395,12 +396,11 @@ def refuses(
 
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, longest: int,
-    scale: float, out: Tensor, *, slots: int | None = None, share: int | None = None, ahead: int = 4,
+    scale: float, out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``.
 
-    Arguments as ``PagedBatch`` has them; ``longest``: a bound of the lengths. ``slots`` of the ring, ``share``: key
-    heads worked on at a time.
+    Arguments as ``PagedBatch`` has them; ``longest``: a bound of the lengths.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -412,15 +412,15 @@ def prefill(
     programs = min(work, multiprocessors(q.device))
     shared_out = work > programs
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared_out else lengths  # else not looked at
-    if share is None:  # keys and values of 16 MB together leave most of the L2 cache free
-        fit = max(1, 2**24 // (4 * d * max(1, longest)))
-        share = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)
+    # Key heads are worked on so many at a time: keys and values of 16 MB together leave most of the L2 cache free.
+    fit = max(1, 2**24 // (4 * d * max(1, longest)))
+    share = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)
     prefill_kernel[(programs,)](
         TensorDescriptor.from_tensor(q, [ROWS // group, group, d], _layout(3)),
         TensorDescriptor.from_tensor(k_cache, [1, 1, block, HALF], _layout(4)),
         TensorDescriptor.from_tensor(v_cache, [1, 1, block, HALF], _layout(4)),
         out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), share,
-        scale * LOG2E, H=heads, GROUP=group, BLOCK=block, SLOTS=slots or 512 // d, SHARED_OUT=shared_out, AHEAD=ahead,
+        scale * LOG2E, H=heads, GROUP=group, BLOCK=block, SLOTS=512 // d, SHARED_OUT=shared_out, AHEAD=AHEAD,
         num_warps=4, maxnreg=MAX_REGISTERS[PARTS],
     )  # fmt: skip
 
@@ -441,7 +441,7 @@ def kernels() -> Sequence[Kernel]:
                 name=f"prefill_hopper_{d}",
                 function=prefill_kernel,
                 arguments={**tensors, **pointers, "scale2": "fp32", **ints},
-                constants={**sizes, "SHARED_OUT": True, "AHEAD": 4},
+                constants={**sizes, "SHARED_OUT": True, "AHEAD": AHEAD},
                 targets=("sm_90",),
                 options={"maxnreg": MAX_REGISTERS[PARTS]},
             )
