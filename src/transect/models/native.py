@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.ggml_blocks import QuantizedTensor
-from ..ops.cpu import build
+from ..hardware.cache import cache_folder
 from ..ops.cpu.library import GROUP_ROWS, Library, PackedWeight, StackLayer, empty_cache
 from ..ops.cpu.packing import pack, read_packed, write_packed
 from .config import ModelConfig
@@ -177,9 +177,7 @@ def packed_path(source: Path, dtype: str) -> Path:
     """Where the packed form of a weight file is kept; another file under the same name gets another path."""
     state = source.stat()
     identity = f"{source.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0{dtype}\0v1"
-    return (
-        build.cache_directory() / "packed" / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pack"
-    )
+    return cache_folder() / "packed" / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pack"
 
 
 def _keep(path: Path, packed: dict[str, PackedWeight]) -> None:

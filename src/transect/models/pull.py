@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..ops.cpu.build import cache_directory
+from ..hardware.cache import cache_folder
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, bytes done and bytes in all; at least once with done == total for each stage."""
@@ -52,7 +52,7 @@ class BuiltinModel:
     @property
     def path(self) -> Path:
         """Where the file is once it is pulled."""
-        return cache_directory() / "models" / self.name / Path(self.member).name
+        return cache_folder() / "models" / self.name / Path(self.member).name
 
 
 BUILTIN_MODELS = {

@@ -16,20 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ...hardware.cache import cache_folder
 from ..registry import Unavailable
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT = 300
-
-
-def cache_directory() -> Path:
-    """Where compiled and packed files are kept: ``$TRANSECT_CACHE``, or ``transect`` in the user's cache directory."""
-    explicit = os.environ.get("TRANSECT_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transect"
 
 
 def library_path(march: str = "native") -> Path:
@@ -50,7 +43,7 @@ def library_path(march: str = "native") -> Path:
         key.update(part.encode() + b"\0")
     for file in files:
         key.update(file.read_bytes())
-    target = cache_directory() / "native" / f"kernels-{march}-{key.hexdigest()[:16]}.so"
+    target = cache_folder() / "native" / f"kernels-{march}-{key.hexdigest()[:16]}.so"
     if not target.exists():
         _compile(compiler, march, target)
     return target
@@ -62,6 +55,9 @@ def _compile(compiler: str, march: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
+            print(
+                "transect: compiling the C++ kernels for this processor (once, about 20 s)", file=sys.stderr, flush=True
+            )
             command = [compiler, *FLAGS, architecture, str(SOURCES / "native.cpp"), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
             if done.returncode:
