@@ -51,5 +51,6 @@ Before and after the layers, and for training:
 * ``adamw.py``: one step of the optimizer over all tensors
 
 ``cpu/`` has the C++ kernels for the processor, ``*.cu`` the CUDA C++ versions beside the Triton files; what those of a
-decode step share is in ``few_rows.cuh``, how a source is compiled in parts in ``parts.cuh``.
+decode step share is in ``few_rows.cuh``, those for Hopper in ``hopper.cuh``, those for 4-bit weights in
+``int4_codes.cuh``, and how a source is compiled in parts in ``parts.cuh``.
 """

@@ -20,43 +20,16 @@
 //   brought into the L2 cache then (``fetch``).
 
 #include "few_rows.cuh"
+#include "hopper.cuh"
+#include "int4_codes.cuh"
 
 using namespace few_rows;
+using namespace hopper;
 
-constexpr int kChunk = 128;        // k in a stage
-constexpr int kXPitch = 256 + 16;  // bytes of a row of X in a stage: the 8 rows of a matrix meet no bank twice
-template <int GROUP>
-constexpr int kTile = 1024 + kChunk / GROUP * 64;  // bytes of 16 rows and 128 k: codes; [group][8][rows r and r + 8][scale, zero]
 constexpr int RB = 2;  // sixteens of rows of W for a warp at a time
 // Blocks of a multiprocessor that the registers are shared out for.
 template <int NT>
 constexpr int kBlocks = NT <= 2 ? 2 : 1;
-
-// (word & mask) | bits in one instruction.
-__device__ __forceinline__ uint32_t as_pair(uint32_t word) {
-  uint32_t pair;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word), "r"(0x000f000fu), "r"(0x43004300u));
-  return pair;
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
 
 // As ``barrier_wait``, and what blocks of the cluster sent is visible.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int parity) {
@@ -66,34 +39,9 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int parit
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// The barrier counts this thread when its copies of 16 bytes so far have landed.
-__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// ``bytes`` (a multiple of 16, as are both addresses) to shared memory; the barrier counts them as they land.
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // ``bytes`` (a multiple of 16, as is the address) into the L2 cache.
 __device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ uint2 read8(uint32_t from) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
-  return v;
-}
-
-// The same place of shared memory in block RANK of the cluster.
-__device__ __forceinline__ uint32_t of_rank(uint32_t here, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-  return there;
 }
 
 // To shared memory of a block of the cluster; its barrier counts the 16 bytes.

@@ -14,14 +14,12 @@
 // * Units without a row's last position are asked for before the kernel that writes it has ended (``early``).
 
 #include "few_rows.cuh"
+#include "hopper.cuh"
 
 using namespace few_rows;
+using namespace hopper;
 
 namespace {
-
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define TRANSECT_HOPPER 1
-#endif
 
 constexpr int kUnit = 16;       // positions of a unit: a block of the cache
 constexpr int kMostWarps = 12;
@@ -32,31 +30,10 @@ constexpr int kSlice = 128;     // numbers of an item that a warp puts together
 // What a warp knows of a unit: bits of Unit::what.
 constexpr int kHigh = 31, kLowShift = 5, kFirst = 1 << 9, kLast = 1 << 10, kItemShift = 11;
 
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *(uint32_t*)&both;
-}
-
-__device__ __forceinline__ uint32_t transposed(uint32_t v) {
-  uint32_t t;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
-  return t;
-}
-
 __device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(from));
-}
-
-__device__ __forceinline__ float4 read4_of_rank(uint32_t address, int rank) {
-  float4 v;
-  asm volatile(
-      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(address), "r"(rank)
-      : "memory");
-  return v;
 }
 
 // Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that the reader

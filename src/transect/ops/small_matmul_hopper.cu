@@ -17,11 +17,13 @@
 #include <cuda.h>
 
 #include "few_rows.cuh"
+#include "hopper.cuh"
 #include "parts.cuh"
 
 #define TRANSECT_PARTS 4
 
 using namespace few_rows;
+using namespace hopper;
 
 namespace {
 
@@ -32,19 +34,8 @@ constexpr uint64_t kReadOnce = 0x12F0000000000000ull, kReadOften = 0x14F00000000
 template <int ROWS>
 constexpr int kBox = ROWS % 128 ? 64 : 128;  // rows of the left operand in one copy
 
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define TRANSECT_HOPPER 1
-#endif
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+// As ``barrier_wait``, with a loop that the compiler sees.
+__device__ __forceinline__ void barrier_poll(uint32_t barrier, int parity) {
   uint32_t done = 0;
   while (!done) {
     asm volatile(
@@ -56,15 +47,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
 }
 
 // Arrive at the barrier at the same place in block ``block`` of the cluster.
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int block) {
+__device__ __forceinline__ void barrier_arrive_of(uint32_t barrier, int block) {
   asm volatile(
       "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(barrier),
       "r"(block)
       : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier, uint64_t policy) {
@@ -143,17 +130,6 @@ __device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint
 #endif
 }
 
-__device__ __forceinline__ uint32_t transposed(uint32_t v) {
-  uint32_t t;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
-  return t;
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *(uint32_t*)&both;
-}
-
 template <bool VALUE>
 struct Bool {
   static constexpr bool value = VALUE;
@@ -191,16 +167,6 @@ struct Out {
     }
   }
 };
-
-__device__ __forceinline__ float4 read4_of_rank(uint32_t address, int rank) {
-  float4 v;
-  asm volatile(
-      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(address), "r"(rank)
-      : "memory");
-  return v;
-}
 
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
 
@@ -304,7 +270,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         else fetch_a(first + i, i);
       int slot = 0, parity = 0;
       for (int i = first + early; i < last; i++) {
-        barrier_wait(empty + 8 * slot, parity);
+        barrier_poll(empty + 8 * slot, parity);
         barrier_expect(full + 8 * slot, bytes);
         fetch_a(i, slot);
         fetch_b(i, slot);
@@ -319,7 +285,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     int slot = 0, parity = 0, release = -1;
     auto let_go = [&](int s) {
       if (PAIR == 1 && t % 128 == 0) barrier_arrive(empty + 8 * s);
-      if (PAIR > 1 && t % 128 < PAIR) barrier_arrive(empty + 8 * s, local * PAIR + t % 128);
+      if (PAIR > 1 && t % 128 < PAIR) barrier_arrive_of(empty + 8 * s, local * PAIR + t % 128);
     };
     for (int i = first; i < last;) {
       const int tile = i / chunks, end = min(last, (tile + 1) * chunks);
@@ -330,7 +296,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         for (int e = 0; e < NB / 2; e++) c[r][e] = 0;
       hold(c);
       for (; i < end; i++) {
-        barrier_wait(full + 8 * slot, parity);
+        barrier_poll(full + 8 * slot, parity);
         const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
         products_begin();
 #pragma unroll
