@@ -41,8 +41,8 @@ def prompt_token_ids(
     raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
 
 
-def check_params(params: object) -> None:
-    """Refuse what is no ``SamplingParams``.
+def check_params(params: object) -> SamplingParams:
+    """``params``, if that is what they are.
 
     Raises:
         ValueError: it is something else.
@@ -51,6 +51,7 @@ def check_params(params: object) -> None:
         raise ValueError(
             f"sampling parameters are given as SamplingParams(max_tokens=64, ...), not as {type(params).__name__}"
         )
+    return params
 
 
 def text_options(params: SamplingParams) -> dict[str, Any]:

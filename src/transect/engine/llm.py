@@ -129,13 +129,10 @@ class LLM:
         if params is None:
             return [SamplingParams()] * count
         if not isinstance(params, (list, tuple)):
-            check_params(params)
-            return [params] * count  # type: ignore[list-item]
+            return [check_params(params)] * count
         if len(params) != count:
             raise ValueError(f"there are {count} prompts and {len(params)} sampling_params: give one, or one for each")
-        for each in params:
-            check_params(each)
-        return params
+        return [check_params(each) for each in params]
 
     def _run(
         self,

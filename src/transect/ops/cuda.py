@@ -78,6 +78,23 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
     return call
 
 
+def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device | None) -> Callable[..., int]:
+    """As ``bind``, of a source for sm_90 alone, for who makes memory of its own for the launches on ``device``.
+
+    Raises:
+        Unavailable: not a Hopper GPU, or as ``bind``.
+        RuntimeError: within a CUDA graph capture, where that memory would be the graph's.
+    """
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise Unavailable(f"{name}.cu needs an NVIDIA GPU (sm_90)")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        raise Unavailable(f"{name}.cu is for sm_90 only")
+    launch = bind(name, symbol, signature)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name}.cu: run the operator once before capturing it in a CUDA graph")
+    return launch
+
+
 @cache
 def launcher(name: str, symbol: str) -> Callable[..., None]:
     """``extern "C"`` function ``symbol`` of ``ops/NAME.cu``: tensors become pointers, the current stream is added.

@@ -7,6 +7,7 @@ cluster of ``ranks`` blocks shares K, and fewer, wider shares of rows keep down 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -150,7 +151,7 @@ class Cut(Protocol):
     def numbers(self) -> tuple[int, ...]: ...
 
 
-class Codes:
+class Codes(ABC):
     """``int4_matmul`` by a CUDA C++ kernel, ``source``; how it cuts a product up is its own.
 
     Raises:
@@ -162,9 +163,9 @@ class Codes:
         self._source = f"{source}.cu"
         self._launch = bind(source, symbol, "ppppiiiil" + "i" * (numbers + 1) + "p")
 
+    @abstractmethod
     def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Cut:
         """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
-        raise NotImplementedError
 
     def __call__(
         self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,

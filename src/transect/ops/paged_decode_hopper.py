@@ -31,7 +31,6 @@ from . import cuda
 from .attention_tiles import LOG2E
 from .jit import multiprocessors
 from .paged_batch import PagedBatch
-from .registry import Unavailable
 
 HEAD_DIMS = (64, 128)
 BLOCK_SIZE = 16
@@ -140,13 +139,7 @@ class PagedDecode:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        if not torch.cuda.is_available() or torch.version.hip is not None:
-            raise Unavailable("paged_decode_hopper.cu needs an NVIDIA GPU (sm_90)")
-        if torch.cuda.get_device_capability(device) != (9, 0):
-            raise Unavailable("paged_decode_hopper.cu is for sm_90 only")
-        self._launch = cuda.bind("paged_decode_hopper", "transect_paged_decode", SIGNATURE)
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("paged_attention: run the operator once before capturing it in a CUDA graph")
+        self._launch = cuda.bind_on_hopper("paged_decode_hopper", "transect_paged_decode", SIGNATURE, device)
         self._parts = torch.full((PARTS,), NOTHING, dtype=torch.int32, device=device or "cuda")
 
     def __call__(

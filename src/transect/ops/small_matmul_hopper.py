@@ -49,7 +49,6 @@ import torch
 from torch import Tensor
 
 from . import cuda
-from .registry import Unavailable
 from .small_matmul_cuda import Plan as RowsPlan
 from .tuning import SHIPPED, file_name
 
@@ -301,13 +300,9 @@ class HopperRows:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        if not torch.cuda.is_available() or torch.version.hip is not None:
-            raise Unavailable("small_matmul_hopper.cu needs an NVIDIA GPU (sm_90)")
-        if torch.cuda.get_device_capability(device) != (9, 0):
-            raise Unavailable("small_matmul_hopper.cu is for sm_90 only")
-        self._launch = cuda.bind("small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 11 + "p")
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("small_matmul: run the operator once before capturing it in a CUDA graph")
+        self._launch = cuda.bind_on_hopper(
+            "small_matmul_hopper", "transect_small_matmul_hopper", "ppppppiiill" + "i" * 11 + "p", device
+        )
         self._flags = torch.zeros(FLAGS, dtype=torch.int32, device=device or "cuda")
 
     def __call__(
