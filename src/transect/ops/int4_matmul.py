@@ -17,15 +17,12 @@ scales and zeros, which are bfloat16), n = N, bias ``[N]``, result ``[M, N]``. G
 
 Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 16-bit scales, against 2 in bfloat16.
 All ways read the same order of the weight, so one copy of it is all that is held. ``way`` chooses, from what was
-measured on an H200 (fractions of the byte floor at 1, 8 and 16 rows, in a chain of launches, as
-``benchmarks/ops_int4.py`` times them):
+quicker on an H200 in a chain of launches, as ``benchmarks/ops_int4.py`` times them:
 
-* ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows, and up to 64 of narrow weights: N 28672, K 4096 at 79, 75 and
-  63%, N 4096, K 14336 at 62, 62 and 51%, 33% at 32 rows. Below some 30 MB the 3 to 4 us that begin and end a launch are
-  what is left.
-* ``int4_matmul_hopper.cu`` (``int4_hopper.py``), heads, and 17 to 64 rows of wide weights. Its first version had N
-  128256, K 4096 at 92, 92 and 86%, and N 28672 at 44 and 33% for 32 and 64 rows: there instructions and products bound
-  it.
+* ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows, and up to 64 of narrow weights. Below some 30 MB the
+  microseconds that begin and end a launch show.
+* ``int4_matmul_hopper.cu`` (``int4_hopper.py``), heads, and 17 to 64 rows of wide weights, where instructions and
+  products bound it.
 * from 65 rows of a half type on W is rebuilt and multiplied by cuBLAS.
 * the Triton kernel below for other dtypes and GPUs.
 
