@@ -86,12 +86,12 @@ def test_whole_prompts_behind_decodes_and_alone():
     runner = trial_runner(model, 16, torch.float32, max_num_seqs=20, max_num_batched_tokens=2048, max_model_len=256)
     inner, seen = runner._model, []
 
-    def noted(tokens, positions, context):
+    def noted(tokens, positions, context, places):
         batch = context.batch
         seen.append(
             (context.whole.row, context.whole.token, batch.query_starts.diff().tolist(), batch.seq_lens.tolist())
         )
-        return inner(tokens, positions, context)
+        return inner(tokens, positions, context, places)
 
     noted.ops = inner.ops
     runner._model = noted

@@ -291,7 +291,6 @@ class GPURunner:
         """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
         arena, and logprobs returned (or, where the host draws, the logits)."""
         fields = self._fields(plan.layout)
-        tokens_T = self._arena.view(torch.int64).index_select(0, fields.source)
         context = PagedContext(
             self._k_cache,
             self._v_cache,
@@ -303,7 +302,7 @@ class GPURunner:
             whole=plan.whole,
             wanted=self._wanted(fields) if plan.prune else None,
         )
-        hidden_TD = self._model(tokens_T, fields.position, context)
+        hidden_TD = self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)

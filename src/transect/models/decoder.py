@@ -56,8 +56,8 @@ class Decoder(nn.Module):
     Weights are allocated and not initialised: load them, or draw them with ``init_weights``. With ``device="meta"``
     nothing is allocated. ``ops`` is what the model computes with; by default plain torch on ``device``.
 
-    ``stack`` runs all layers and may be replaced by a callable that does the same in one go; one that has ``with_norm``
-    does the last norm too.
+    ``stack`` runs all layers and may be replaced by a callable that does the same in one go; one that has ``hidden``
+    does what is before and after them too, as ``forward``.
     """
 
     def __init__(
@@ -88,15 +88,18 @@ class Decoder(nn.Module):
         self.tie_weights()
         self.stack: Stack = self.run_layers
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, places_T: Tensor | None = None
+    ) -> Tensor:
         """tokens and positions ``[T]`` int64 -> hidden states after the final norm ``[T, D]``, or ``[R, D]`` of the R
-        tokens of ``context.wanted``."""
-        x_TD = self.embed(tokens_T)
+        tokens of ``context.wanted``. With ``places_T`` ``[T]`` int32, ``tokens_T`` is a vector of any length, and token
+        t stands at ``places_T[t]`` of it."""
+        whole = getattr(self.stack, "hidden", None)
+        if whole is not None:
+            return whole(tokens_T, positions_T, context, places_T)
+        x_TD = self.embed(tokens_T if places_T is None else tokens_T.index_select(0, places_T))
         if self.position_embed is not None:
             x_TD = x_TD + self.position_embed(positions_T)
-        finished = getattr(self.stack, "with_norm", None)
-        if finished is not None:
-            return finished(x_TD, positions_T, context)
         return self.norm(self.stack(x_TD, positions_T, context))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 What it computes is what ``Decoder.run_layers`` computes, up to the rounding of the sums that it orders otherwise:
 
+* one kernel reads the rows of the embedding and of the table of angles (``embed_tokens``);
 * one product for q, k and v, and one for gate and up: their weights lie one after another in one storage, and the
   modules' own ``weight`` are views of it, so nothing is held twice and ``state_dict`` looks as ever;
 * one kernel adds the residual and normalises (``add_rms_norm``), one rotates q and k, normalises their heads where the
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..ops import embed_tokens
 from ..ops.stream_products import Stream, StreamProducts
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
@@ -38,6 +40,7 @@ from .norm import RMSNorm
 class Fusions:
     """Each can be switched off, to see what it is worth."""
 
+    embed: bool = True
     qkv: bool = True
     gate_up: bool = True
     add_norm: bool = True
@@ -46,7 +49,7 @@ class Fusions:
     @classmethod
     def all(cls, on: bool) -> Fusions:
         """All of them, or none."""
-        return cls(on, on, on, on)
+        return cls(on, on, on, on, on)
 
 
 def unsuitable(config: ModelConfig) -> str | None:
@@ -75,7 +78,7 @@ class FusedStack:
         assert model.rope is not None
         self._run_layers = model.run_layers
         assert isinstance(model.norm, RMSNorm)
-        self._norm = model.norm
+        self._embed, self._norm = model.embed, model.norm
         self._config = config
         self._ops = model.ops
         self._fusions = fusions or Fusions()
@@ -89,18 +92,23 @@ class FusedStack:
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
             return self._run_layers(x_TD, positions_T, context)
-        x_TD, branch_TD = self._run(x_TD, positions_T, context)
+        x_TD, branch_TD = self._run(x_TD, self._rotations.index_select(0, positions_T), context)
         return x_TD if branch_TD is None else x_TD + branch_TD
 
-    def with_norm(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """As ``__call__``, and the model's last norm."""
+    def hidden(
+        self, tokens: Tensor, positions_T: Tensor, context: AttentionContext, places_T: Tensor | None = None
+    ) -> Tensor:
+        """From token ids to the hidden states after the model's last norm; arguments as of ``Decoder.forward``."""
         if not isinstance(context, PagedContext):
+            x_TD = self._embed(tokens if places_T is None else tokens.index_select(0, places_T))
             return self._norm(self._run_layers(x_TD, positions_T, context))
-        return self._add_norm(*self._run(x_TD, positions_T, context), self._norm)[1]
+        begin = self._ops.embed_tokens if self._fusions.embed else embed_tokens.reference
+        x_TD, rotations_Td = begin(tokens, positions_T, self._embed.weight, self._rotations, places_T)
+        return self._add_norm(*self._run(x_TD, rotations_Td, context), self._norm)[1]
 
-    def _run(self, x_TD: Tensor, positions_T: Tensor, context: PagedContext) -> tuple[Tensor, Tensor | None]:
+    def _run(self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is still to be added to it."""
-        cos, sin = self._rotations.index_select(0, positions_T).chunk(2, dim=-1)
+        cos, sin = rotations_Td.chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         wanted = context.wanted
         if wanted is None and self._streams is not None and self._streams.takes(x_TD, self._layers[0].sizes):

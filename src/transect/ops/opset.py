@@ -18,6 +18,7 @@ from . import (  # noqa: F401  (each import enters the operator into the registr
     add_layer_norm,
     add_rms_norm,
     attention,
+    embed_tokens,
     gate_up,
     gelu,
     kv_cache_write,
@@ -50,6 +51,7 @@ class OpSet:
     kv_cache_write: Callable[..., Any]
     rotary_kv_write: Callable[..., Any]
     paged_attention: Callable[..., Any]
+    embed_tokens: Callable[..., Any]
     stream_products: StreamProducts | None = None
     """Products with the norms between them in their launches, for decode steps of few rows; None: there are none."""
     chosen: tuple[tuple[str, str], ...] = ()

@@ -47,7 +47,11 @@ def forward_kernel(
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
-    after_previous(EARLY)
+    if ADD:
+        after_previous(EARLY)
+    else:  # what begins by this finds all that was there before this kernel: see embed_tokens.py
+        wait_for_previous(EARLY)
+        let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
