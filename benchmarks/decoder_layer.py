@@ -43,8 +43,8 @@ from transect.ops.stream_products import StreamProducts
 
 READ, RATE = 4.35e12, 750e12
 CONTEXT, BLOCK = 1024, 16
-LAYERS = {"llama-3.1-8b": 6, "qwen3-0.6b": 14}
-"""Layers of a graph: 2.6 GB and 0.44 GB of weights."""
+LAYERS = {"llama-3.1-8b": 6, "qwen3-0.6b": 14, "qwen3-8b": 6}
+"""Layers of a graph: 2.6, 0.44 and 2.3 GB of weights."""
 DEFAULT_OUT = record.RESULTS / "h200" / "decoder_layer.json"
 
 

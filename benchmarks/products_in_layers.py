@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 import statistics
@@ -38,9 +39,12 @@ from transect.ops import gate_up, small_matmul
 from transect.ops import small_matmul_cuda as cuda_rows
 from transect.ops import small_matmul_hopper as hopper
 from transect.ops.small_matmul_hopper import Choice
+from transect.ops.small_matmul_triton import Cut
 from transect.ops.stream_products import StreamProducts
 
 UNITS = 132
+SHARED = 220 * 1024
+"""Bytes of shared memory that a kernel's ring may take."""
 ORDER = ("down", "gate_up", "o", "qkv")
 FAR = 0.04
 """How far the result of all layers may be from the first one, relative."""
@@ -74,15 +78,41 @@ def hopper_plans(m: int, n: int, k: int, gated: bool) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
+def triton_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+    """Cuts of ``small_matmul_triton.py`` into about as many tiles as there are multiprocessors, or twice as many."""
+    found = []
+    outputs = n // 2 if gated else n
+    for bm, bn, bk, split in itertools.product((64, 128, 256), (16, 32, 64, 128), (64, 128), (1, 2, 4)):
+        width = 2 * bn if gated else bn  # columns of the product
+        programs = -(-m // bm) * -(-outputs // bn) * split
+        if bm >= 2 * m or not 0.45 * UNITS <= programs <= 2.05 * UNITS or (gated and split > 1):
+            continue
+        warps = 4 if bm * width <= 64 * 128 else 8
+        steps, step = -(-k // bk // split), (bm + width) * bk * 2
+        for swap in (False, True) if width >= 64 else (False,):
+            if (width if swap else bm) < 16 * warps or bm * width > 256 * 128:
+                continue
+            for room in (SHARED // 2, SHARED):
+                stages = min(room // step, steps, 6)
+                if stages >= 2:
+                    found.append(Choice("triton", cut=Cut(bm, bn, bk, split, warps, stages, swap, True, True, gated)))
+    return list(dict.fromkeys(found))
+
+
 def name_of(choice: Choice) -> str:
-    plan = choice.plan or choice.rows_plan
+    plan = choice.how
     return choice.by + ("" if plan is None else " " + " ".join(str(int(v)) for v in dataclasses.astuple(plan)))
 
 
 def form(choice: Choice) -> dict[str, Any]:
     """As it stands in a file of choices."""
-    plan = choice.plan or choice.rows_plan
+    plan = choice.how
     return {"by": choice.by} | ({} if plan is None else {"plan": dataclasses.asdict(plan)})
+
+
+def gates(choice: Choice) -> bool:
+    """Whether the gate is part of the tiles."""
+    return bool(choice.plan is not None and choice.plan.gated) or (choice.cut is not None and choice.cut.gated)
 
 
 class Layers:
@@ -114,7 +144,7 @@ class Layers:
         if choice.by == "cublas":
             return F.linear(x, weight)
         if choice.by == "triton":
-            return self.triton(x, weight)
+            return self.triton(x, weight, pdl=True, cut=choice.cut)
         if choice.plan is not None:
             return self.hopper(x, weight, pdl=True, plan=choice.plan)
         return self.cuda(x, weight, pdl=True, plan=choice.rows_plan)
@@ -124,7 +154,7 @@ class Layers:
         if choice.rows_plan is not None and choice.rows_plan.ranks == 1:
             return self.cuda(x, weight, pdl=True, plan=choice.rows_plan, gated=True)
         y = self.product(x, weight)
-        return y if choice.plan is not None and choice.plan.gated else gate_up.gate_halves(y, pdl=True)
+        return y if gates(choice) else gate_up.gate_halves(y, pdl=True)
 
     def seconds(self, call: Any, replays: int) -> float:
         return statistics.median(graph_times([call], replays)) / self.chain.config.n_layers
@@ -144,6 +174,10 @@ def candidates(m: int, n: int, k: int, gated: bool, streams: bool) -> list[Choic
     if streams:
         return rows_plans(m, n, k, gated)
     found = [Choice("cublas"), Choice("triton")]
+    if m > 32:
+        found += triton_cuts(m, n, k, False)
+        if gated:
+            found += triton_cuts(m, n, k, True)
     if m <= cuda_rows.CUDA_ROWS:
         found += rows_plans(m, n, k, gated)
     if m > 16:
@@ -182,6 +216,11 @@ def greedy(layers: Layers, streams: bool, seconds: float) -> float:
             layers.choice[name] = choice
             again.append((layers.time(streams, 15), choice))
         us, layers.choice[name] = min(again, key=lambda pair: pair[0])
+        if (cut := layers.choice[name].cut) is not None:
+            before = layers.choice[name]
+            layers.choice[name] = Choice("triton", cut=dataclasses.replace(cut, ahead=not cut.ahead))
+            again.append((layers.time(streams, 15), layers.choice[name]))
+            us, layers.choice[name] = min((us, before), again[-1], key=lambda pair: pair[0])
         shown = "; ".join(f"{time:.2f} {name_of(choice)}" for time, choice in again)
         print(f"    {name:8} {len(times)} of {len(tried) + 1}: {shown}", flush=True)
     return us
@@ -202,7 +241,7 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
     for name, (n, k) in layers.sizes.items():
         choice = chosen[name]
         if name == "gate_up":
-            at_once = choice.rows_plan is not None or (choice.plan is not None and bool(choice.plan.gated))
+            at_once = choice.rows_plan is not None or gates(choice)
             found[hopper.key(rows, n, k, gated=True)] = form(choice) if at_once else {"by": choice.by}
             if at_once:
                 continue

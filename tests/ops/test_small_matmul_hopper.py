@@ -51,6 +51,10 @@ def test_choices_are_of_known_cuts_and_fit() -> None:
         assert not stream or (choice.rows_plan is not None and n % 16 == k % 64 == 0), size
         if choice.rows_plan is not None:
             assert choice.rows_plan.refuses(m, gated) == "", size
+        if choice.cut is not None:
+            cut, width = choice.cut, choice.cut.bn * (2 if choice.cut.gated else 1)
+            assert choice.cut.gated == gated and cut.early and cut.bulk, size
+            assert cut.stages * (cut.bm + width) * cut.bk * 2 <= 225 * 1024, size
         if choice.plan is not None:
             assert choice.plan.cut in CUTS, size
             assert choice.plan.gated == gated, size

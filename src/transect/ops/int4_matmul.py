@@ -48,7 +48,7 @@ from .int4_packing import CHUNK, arrange, group_of, is_arranged, pack, taken_apa
 from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, next_power_of_2, require, tl, triton
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, Unavailable, register
-from .small_matmul import Counters, Cut, add_parts
+from .small_matmul_triton import Counters, Cut, add_parts
 from .tiles import INTERPRETS, after_previous, dot
 from .tuning import choose
 
@@ -227,7 +227,7 @@ def _fitting(x: Tensor, weight: Tensor, n: int) -> None:
 
 
 def launcher() -> Callable[..., Tensor]:
-    """A new call of the Triton kernel with counters of its own (see ``small_matmul.Counters``)."""
+    """A new call of the Triton kernel with counters of its own (see ``small_matmul_triton.Counters``)."""
     counters = Counters()
 
     def call(

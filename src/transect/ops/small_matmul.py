@@ -21,8 +21,9 @@ needs about 185. So the weights are read once, at the full width of memory, and 
 Three kernels. ``small_matmul.cu`` (``small_matmul_cuda.py``), bfloat16, for 1 to 16 rows (32 of a small weight): rows
 of W dealt out evenly, the k of a block among its warps; with ``pdl`` the next launch fetches its weights while this one
 ends, which is worth 0.5 to 1.5 us a launch. ``small_matmul_hopper.py``'s, bfloat16, for 17 rows and more on Hopper. The
-Triton kernels below for other dtypes and GPUs. A file of choices, measured for each device, says which of them runs a
-weight, and how, or that cuBLAS does (``best_launcher``). With Triton, at 32 rows W and X together come through the L2
+Triton kernels of ``small_matmul_triton.py`` for other dtypes and GPUs, and on Hopper for small weights and 64 rows or
+more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap. A file of
+choices, measured for each device, says which of them runs a weight, and how, or that cuBLAS does (``best_launcher``). With Triton, at 32 rows W and X together come through the L2
 cache at 5.4 to 5.7 TB/s (one H200), little more than memory's 4.3, and more bytes in flight change nothing: from there
 on a tile has to be wide, not only its loads deep.
 
@@ -40,7 +41,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,11 +49,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cuda, shapes, small_matmul_hopper
-from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl, triton
+from .jit import TRITON_TARGETS, available
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
 from .small_matmul_cuda import CUDA_ROWS, CudaRows, cuda_refuses, quicker
-from .tiles import after_previous, describe, dot, fits_descriptor
+from .small_matmul_triton import _rows, _vector, by_triton, launcher
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 256
@@ -64,233 +64,6 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = compute_dtype(x.dtype)
     y = x.to(dtype) @ weight.to(dtype).T
     return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
-
-
-@kernel
-def add_parts(  # type: ignore[no-untyped-def]
-    acc, parts, counters, tile, part, rows, columns, M, N, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Leave this program's part; True and the whole sum for the program that arrives last at its tile.
-
-    ``rows`` and ``columns`` give each element's row and column of Y in the shape of ``acc``; parts is ``[SPLIT, M,
-    N]``.
-    """
-    inside = (rows < M) & (columns < N)
-    at = rows * N + columns
-    tl.store(parts + tl.cast(part, tl.int64) * M * N + at, acc, inside)
-    tl.debug_barrier()
-    # Release: the parts of all threads of this program are visible before the count is. Acquire: so are the others'.
-    arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-    last = arrived == SPLIT - 1
-    if last:
-        tl.store(counters + tile, 0)  # ready for the next launch
-        acc = tl.zeros_like(acc)
-        for i in range(SPLIT):
-            acc += tl.load(parts + tl.cast(i, tl.int64) * M * N + at, inside, 0.0, cache_modifier=".cg")
-    return last, acc
-
-
-@kernel
-def _rows(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, parts, counters, M, N, K, x_m, w_n, out_m, part_k,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
-    EVEN: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One tile of Y, or one of SPLIT parts of it. Axis 0: column tiles; axis 1: row tiles; axis 2: parts of K.
-
-    BULK: x and weight are tensor descriptors, which pad with zeros.
-    """
-    after_previous(EARLY)
-    tile_n = tl.program_id(0)
-    tile_m = tl.program_id(1)
-    part = tl.program_id(2)
-    m = tile_m * BM + tl.arange(0, BM)
-    n = tile_n * BN + tl.arange(0, BN)
-    k_end = min(K, (part + 1) * part_k)
-    acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
-    if not BULK:
-        k = part * part_k + tl.arange(0, BK)
-        x_at = x + m[:, None] * x_m + k[None, :]
-        w_at = weight + tl.where(n < N, n, 0).to(tl.int64)[:, None] * w_n + k[None, :]
-    for start in range(part * part_k, k_end, BK):
-        if BULK:
-            b = weight.load([tile_n * BN, start])
-            a = x.load([tile_m * BM, start])
-        else:
-            if EVEN:
-                b = tl.load(w_at)
-                a = tl.load(x_at, m[:, None] < M, 0.0)
-            else:
-                inner = tl.arange(0, BK)[None, :] < k_end - start
-                b = tl.load(w_at, inner, 0.0)
-                a = tl.load(x_at, (m[:, None] < M) & inner, 0.0)
-            x_at += BK
-            w_at += BK
-        acc = dot(b, a.T, acc) if SWAP else dot(a, b.T, acc)
-    rows = m[None, :] if SWAP else m[:, None]
-    columns = n[:, None] if SWAP else n[None, :]
-    done = True
-    if SPLIT > 1:
-        tile = tile_m * tl.num_programs(0) + tile_n
-        done, acc = add_parts(acc, parts, counters, tile, part, rows, columns, M, N, SPLIT)
-    if done:
-        if bias is not None:
-            acc += tl.load(bias + columns, columns < N, 0.0).to(tl.float32)
-        tl.store(out + rows * out_m + columns, acc.to(out.dtype.element_ty), (rows < M) & (columns < N))
-
-
-@kernel
-def _vector(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, M, N, K, x_m, w_n, out_m, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """BN elements of one row of Y, without tensor cores: sums run lane by lane and are added up once at the end."""
-    after_previous(EARLY)
-    m = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    safe_n = tl.where(n < N, n, 0).to(tl.int64)
-    k = tl.arange(0, BK)
-    x_at = x + m * x_m + k
-    w_at = weight + safe_n[:, None] * w_n + k[None, :]
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        if EVEN:
-            b = tl.load(w_at)
-            a = tl.load(x_at)
-        else:
-            inner = k < K - start
-            b = tl.load(w_at, inner[None, :], 0.0)
-            a = tl.load(x_at, inner, 0.0)
-        acc += b.to(tl.float32) * a.to(tl.float32)[None, :]
-        x_at += BK
-        w_at += BK
-    y = tl.sum(acc, 1)
-    if bias is not None:
-        y += tl.load(bias + n, n < N, 0.0).to(tl.float32)
-    tl.store(out + m * out_m + n, y.to(out.dtype.element_ty), n < N)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a product of few rows is cut up. ``bm`` 0 takes the kernel without tensor cores."""
-
-    bm: int
-    bn: int
-    bk: int
-    split: int
-    warps: int = 4
-    stages: int = 4
-    swap: bool = True
-    bulk: bool = False
-    early: bool = False
-    """Dependent launch: begins while the kernel before it on the stream still ends."""
-
-
-def choose(m: int, n: int, k: int, device: torch.device) -> Cut:
-    """The cut for a shape: the quickest of those tried on an H200 at the shapes of an 8B model; elsewhere a guess
-    from them.
-
-    Three kinds of weight behave alike: wide (more tiles than the chip takes at once), deep (few tiles, long sums:
-    split), and small (over in some 10 us, where the number of programs counts most).
-    """
-    if INTERPRETED:
-        return Cut(16, 16, 16, min(3, -(-k // 16)), warps=1, stages=1) if m > 1 else Cut(0, 4, 32, 1, warps=1, stages=1)
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    wide, deep, small = n >= 16384, k >= 8192, n <= 5000
-    if m == 1:
-        bn, bk, warps = (16, 256, 4) if wide else (2, 2048, 4) if deep else (2, 1024, 2) if small else (8, 512, 4)
-        return Cut(0, bn, bk, 1, warps, early=hopper)
-    bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else 128 if m <= 128 else 256
-    if bm <= 32:
-        if wide or deep:
-            return Cut(bm, 64, 128, 1 if wide else 4, early=hopper)
-        if small and hopper:
-            return Cut(bm, 64, 128, 1, stages=6, bulk=True, early=True)
-        return Cut(bm, 32, 256, 1, early=hopper)
-    if wide:
-        bn, warps, stages = {64: (128, 4, 5), 128: (256, 8, 4), 256: (128, 8, 4)}[bm]
-        return Cut(bm, bn, 64, 1, warps, stages, swap=False, bulk=hopper, early=hopper)
-    if bm == 64:
-        return Cut(64, 64, 128, 2 if deep or small else 1, bulk=hopper, early=hopper)
-    if bm == 128 and deep:
-        return Cut(128, 64, 64, 2, stages=5, bulk=hopper, early=hopper)
-    if bm == 256 and not (deep or small):
-        return Cut(256, 64, 64, 1, warps=8, stages=5, bulk=hopper, early=hopper)
-    return Cut(128, 64, 128, 1, bulk=hopper, early=hopper)
-
-
-class Counters:
-    """Counters of arrivals at split tiles: zeros that every launch leaves as zeros, one set for each device.
-
-    Launches that share them must be on one stream; for a second stream make a second ``launcher()``.
-    """
-
-    def __init__(self) -> None:
-        self._by_device: dict[torch.device, Tensor] = {}
-
-    def get(self, device: torch.device, tiles: int) -> Tensor:
-        """At least ``tiles`` zeros, int32.
-
-        Raises:
-            RuntimeError: first use on this device is inside a CUDA graph capture.
-        """
-        held = self._by_device.get(device)
-        if held is None or held.numel() < tiles:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("small_matmul: run the operator once before capturing it in a CUDA graph")
-            held = self._by_device[device] = torch.zeros(max(tiles, 16384), dtype=torch.int32, device=device)
-        return held
-
-
-def launcher() -> Callable[..., Tensor]:
-    """A new ``small_matmul(x, weight, bias=None, *, cut=None)`` with counters of its own."""
-    counters = Counters()
-
-    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cut: Cut | None = None) -> Tensor:
-        """As ``reference``, on the GPU."""
-        require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
-        if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-            raise ValueError(
-                f"small_matmul: x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K]"
-            )
-        x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-        bias = None if bias is None else bias.contiguous()
-        m, k = x.shape
-        n = weight.shape[0]
-        out = x.new_empty((m, n))
-        if out.numel() == 0:
-            return out
-        cut = cut or choose(m, n, k, x.device)
-        if x.element_size() == 4 and cut.bm > 0 and not INTERPRETED:
-            cut = Cut(min(cut.bm, 64), 64, 32, 1, stages=2)  # a tile of float32 takes twice the shared memory
-        strides = (x.stride(0), weight.stride(0), n)
-        options: dict[str, Any] = {"EARLY": cut.early, "num_warps": cut.warps, "num_stages": cut.stages}
-        if cut.early:
-            options["launch_pdl"] = True
-        if cut.bm == 0:
-            _vector[(triton.cdiv(n, cut.bn), m)](
-                x, weight, bias, out, m, n, k, *strides, BN=cut.bn, BK=cut.bk, EVEN=k % cut.bk == 0, **options
-            )  # fmt: skip
-            return out
-        grid = (triton.cdiv(n, cut.bn), triton.cdiv(m, cut.bm))
-        part_k = triton.cdiv(triton.cdiv(k, cut.bk), cut.split) * cut.bk
-        split = max(1, triton.cdiv(k, part_k)) if k else 1
-        parts = held = None
-        if split > 1:
-            parts = x.new_empty((split, m, n), dtype=torch.float32)
-            held = counters.get(x.device, grid[0] * grid[1])
-        bulk = cut.bulk and k * x.element_size() % 16 == 0 and fits_descriptor(x, weight)
-        left, right = (x, weight) if not bulk else (describe(x, cut.bm, cut.bk), describe(weight, cut.bn, cut.bk))
-        _rows[(*grid, split)](
-            left, right, bias, out, parts, held, m, n, k, *strides, part_k, BM=cut.bm, BN=cut.bn, BK=cut.bk,
-            SPLIT=split, SWAP=cut.swap, EVEN=k % cut.bk == 0, BULK=bulk, **options,
-        )  # fmt: skip
-        return out
-
-    return call
-
-
-by_triton = launcher()
 
 
 # --------------------------------------------------------------------------------------------------------- the choice
@@ -304,7 +77,7 @@ def best_launcher() -> Callable[..., Tensor]:
     ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels.
 
     Which one runs is decided by the device, the shape, the strides and the dtype alone. Where the CUDA kernels cannot
-    be built, that is said once, in the log. Counters are its own (see ``Counters``).
+    be built, that is said once, in the log. Counters are its own (see ``small_matmul_triton.Counters``).
     """
     triton_rows = launcher()
     built: dict[torch.device, CudaRows | None] = {}
@@ -345,8 +118,8 @@ def best_launcher() -> Callable[..., Tensor]:
                 return wide(x, weight, bias, pdl=pdl, plan=choice.plan)
             if by in ("cublas", "hopper"):
                 return F.linear(x, weight, bias)
-            if by == "triton":
-                return triton_rows(x, weight, bias)
+            if choice is not None and by == "triton":
+                return triton_rows(x, weight, bias, pdl=pdl, cut=choice.cut)
             if choice is not None and by == "cuda":
                 return rows(x, weight, bias, pdl=pdl, plan=choice.rows_plan)
         if quicker(m, n, k):
@@ -359,12 +132,15 @@ def best_launcher() -> Callable[..., Tensor]:
 def gated_launcher() -> Callable[..., Tensor | None]:
     """A new ``gate_up(x, weight, *, pdl=False)`` of one launch, as ``gate_up.py`` defines it, without a bias; None
     where the GPU or the shape has none, or where the product and the gate were quicker one after the other."""
+    triton_rows = launcher()
     built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
 
     def call(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor | None:
         choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
-        if choice is None or (choice.plan is None and choice.rows_plan is None):
+        if choice is None or (choice.plan is None and choice.rows_plan is None and choice.cut is None):
             return None
+        if choice.cut is not None:
+            return triton_rows(x, weight, pdl=pdl, cut=choice.cut)
         if (small_matmul_hopper.refuses if choice.plan else cuda_refuses)(x, weight):
             return None
         if x.device not in built:
@@ -452,6 +228,8 @@ def _kernels() -> Sequence[Kernel]:
                 "EVEN": True,
                 "BULK": False,
                 "EARLY": False,
+                "GATED": False,
+                "address": None,
             },
             divisible=divisible,
             stages=4,

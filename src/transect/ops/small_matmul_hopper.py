@@ -31,9 +31,9 @@ widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5
 
 Which one runs, with which plan, is measured where it runs, in a chain of whole layers, by
 ``benchmarks/products_in_layers.py``, for the heads and the other sizes alone by ``benchmarks/ops_many_rows.py``, and
-kept as data for each device. cuBLAS stays quicker, and runs, at 256 rows for all weights but the gate and up
-projections of Llama-3.1-8B, from 128 rows on for the heads, the q-k-v projections and all of Qwen3-0.6B's, and for a
-few more below; times are in ``results/h200/ops_many_rows.json``.
+kept as data for each device. cuBLAS stays quicker, and runs, at 256 rows for the down and q-k-v projections of the 8B
+models, from 128 rows on for the heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64
+rows on. Times are in ``results/h200/ops_many_rows.json``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from torch import Tensor
 
 from . import cuda
 from .small_matmul_cuda import Plan as RowsPlan
+from .small_matmul_triton import Cut as TritonCut
 from .tuning import SHIPPED, file_name
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 FOLDER = SHIPPED / "small_matmul"
 """One file for each device that was measured: which implementation, and how it cuts the product up."""
 MOST_ROWS = 256
-ROWS = (1, 8, 16, 32, 64, 96, 128, 256)
+ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256)
 """What rows are rounded up to when a choice is looked up."""
 CHUNK = 64
 """k that a copy brings of each row: 128 bytes."""
@@ -226,11 +227,17 @@ def plan_rows(m: int, n: int, k: int) -> Plan:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What runs a product of a size: ``hopper`` with ``plan``, ``cuda`` (``small_matmul.cu``) with ``rows_plan`` or its
-    rule's, ``triton``, or ``cublas``, which is ``torch.nn.functional.linear``."""
+    rule's, ``triton`` with ``cut`` or its rule's, or ``cublas``, which is ``torch.nn.functional.linear``."""
 
     by: str
     plan: Plan | None = None
     rows_plan: RowsPlan | None = None
+    cut: TritonCut | None = None
+
+    @property
+    def how(self) -> Plan | RowsPlan | TritonCut | None:
+        """How the product is cut up; None: as a rule says."""
+        return self.plan or self.rows_plan or self.cut
 
 
 def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False) -> str:
@@ -257,6 +264,8 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
         return Choice(entry["by"])
     if entry["by"] == "cuda":
         return Choice("cuda", rows_plan=RowsPlan(**plan))
+    if entry["by"] == "triton":
+        return Choice("triton", cut=TritonCut(**plan))
     return Choice(entry["by"], Plan(**plan))
 
 
@@ -264,8 +273,8 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
 def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False) -> Choice | None:
     """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured.
 
-    From 129 to 255 rows cuBLAS, whose time falls with the rows there: 160 rows by the plan for 256 take 90 us with W of
-    28672 x 4096, cuBLAS 66 (H200).
+    From 129 to 255 rows no plan of ``small_matmul_hopper.cu``, but cuBLAS, whose time falls with the rows there: 160
+    rows by the plan for 256 take 90 us with W of 28672 x 4096, cuBLAS 66 (H200).
     """
     if device.type != "cuda" or not 0 < m <= MOST_ROWS:
         return None
@@ -273,7 +282,9 @@ def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False, st
     found = known.get(key(m, n, k, gated, stream))
     if found is None and 64 < m <= 96:
         found = known.get(key(128, n, k, gated, stream))
-    return Choice("cublas") if found is not None and 128 < m < MOST_ROWS else found
+    if 128 < m < MOST_ROWS and (found is None or found.plan is not None):
+        return Choice("cublas") if known.get(key(MOST_ROWS, n, k, gated, stream)) is not None else None
+    return found
 
 
 def refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
