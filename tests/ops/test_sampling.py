@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from transect.ops import sampling
 from transect.ops.jit import INTERPRETED
+from transect.ops.philox import GROUP_STREAM, gumbel
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"),
@@ -109,6 +110,21 @@ def test_flat_rows_are_settled_on_all_tokens() -> None:
     peaked[:, 77] = 12.0
     made = sampling.inputs(peaked, ((1.0, 0, 0.97, 0.0), (1.0, 0, 0.999, 0.0)))
     assert on_device(made) == on_cpu(made)
+
+
+def test_groups_whose_scores_are_nearly_equal_are_told_apart() -> None:
+    """Two groups of one mass, at positions where their noise differs by less than what a first look can see."""
+    positions = list(range(200_000))
+    count = len(positions)
+    noise = gumbel([7] * count, [0] * count, positions, torch.arange(2).expand(count, 2), GROUP_STREAM)
+    gap = (noise[:, 0] - noise[:, 1]).abs()
+    near = gap.argsort()[: len(sampling.SETTINGS)]
+    assert gap[near].max() < 2e-4 and len({int(noise[i].argmax()) for i in near}) == 2
+    made = sampling.inputs(torch.zeros(len(near), 256), [(1.0, 0, 1.0, 0.0)])
+    made |= {"position": near, "seed": torch.full_like(near, 7), "choice": torch.zeros_like(near)}
+    tokens = on_device(made)
+    assert tokens == on_cpu(made)
+    assert [token // 128 for token in tokens] == noise[near].argmax(-1).tolist()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -212,6 +228,6 @@ def test_real_vocabularies_on_the_gpu_and_in_a_graph(vocab: int, scale: float) -
 def test_knobs_change_no_draw() -> None:
     made = sampling.inputs(3 * torch.randn(8, 700, generator=torch.Generator().manual_seed(4)).to(DEVICE), WIDE[:8])
     wanted = sampling.sample(**made)
-    few = {"groups": 8, "warps": 2, "block": 256, "choose_warps": 4}
-    many = {"groups": 32, "warps": 8, "block": 1024, "choose_warps": 16}
+    few = {"groups": 8, "warps": 2, "collected": 8, "block": 256, "choose_warps": 4}
+    many = {"groups": 32, "warps": 8, "collected": 32, "block": 1024, "choose_warps": 16}
     assert all(torch.equal(sampling.sample(**made, config=config), wanted) for config in (few, many))

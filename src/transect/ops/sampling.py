@@ -20,6 +20,9 @@ outside shuts out everything behind it, so few rounds are needed. A flat row (mo
 little mass) is settled the same way on all its tokens. Masses are added as integers (units of 2**-42), so that no
 order of arrival shows: a row's token does not depend on the other rows, to the bit.
 
+On Hopper the launches are dependent: each begins while the one before it runs, and reads a row's parameters,
+temperature to position, before that has ended. So the kernel before the first of them must not be what writes those.
+
 Shapes: logits ``[R, V]``; temperature, top_p, min_p float32 ``[R]``; top_k int32 ``[R]`` (0 or at least V: off); seed
 int64 ``[R]``; choice and position int32 or int64 ``[R]``; result int64 ``[R]``. No gradient. The host reads no value.
 
@@ -41,6 +44,7 @@ from .numerics import compute_dtype
 from .numerics import sample as normal
 from .philox import GROUP_STREAM, TOKEN_STREAM, gumbel, noise_of, word_of, words_of
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from .tiles import let_next_begin, wait_for_previous
 from .tuning import Config
 from .tuning import choose as tuned
 
@@ -103,14 +107,6 @@ def _draw(z: Tensor, top_k: int, top_p: float, min_p: float, key: tuple[list[int
 
 
 @kernel
-def _after(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Dependent launch (Hopper): let the next kernel start, then wait for what the one before has written."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@kernel
 def _scaled(x, peak, t):  # type: ignore[no-untyped-def]
     """z in float32, divided as the CPU divides; never -0, so that equals have equal bits."""
     z = tl.div_rn(x - peak, t)
@@ -140,28 +136,48 @@ def _seed(seeds, choices, positions, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _noise_nearly(word):  # type: ignore[no-untyped-def]
+    """``noise_of`` to 1e-4, in float32."""
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
+    e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -tl.log(u))
+    return -tl.log(e)
+
+
+@kernel
+def _nearly(first, position, choice, low, high, STREAM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The noise of BLOCK ids from ``first`` on, a multiple of 4, to 1e-4: a quarter of the rounds, no float64."""
+    quarter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    w0, w1, w2, w3 = words_of(quarter, position, choice, low, high, STREAM)
+    even, odd = tl.join(_noise_nearly(w0), _noise_nearly(w2)), tl.join(_noise_nearly(w1), _noise_nearly(w3))
+    return tl.join(even, odd).reshape((BLOCK,))
+
+
+@kernel
 def _groups(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, masses, raw_masses, V, G, row_stride,
     GROUPS: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and unless the row is greedy its mass
-    beside that."""
-    _after(EARLY)
+    """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that.
+
+    Instructions are what bounds this pass over half logits: some ten an element are as many as its memory allows.
+    """
+    let_next_begin(EARLY)
     row = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     ids = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
-    bad = ((x != x) | (x == float("inf"))).to(tl.int32)
-    peak = tl.where(tl.max(bad, 1) > 0, float("inf"), tl.max(x, 1))
-    shift = tl.where((peak == -float("inf")) | (peak == float("inf")), 0.0, peak)[:, None]
     t = tl.load(temperature + row)
+    per_t = 1.4426950408889634 / tl.where(t > 0, tl.maximum(t, 1e-30), 1.0)  # log2(e) / t
+    wait_for_previous(EARLY)
+    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
+    peak = tl.max(x, 1)
+    x -= tl.where((peak == -float("inf")) | (peak == float("inf")), 0.0, peak)[:, None]
+    mass = tl.sum(tl.exp2(x * per_t), 1)
     real = group < G
-    tl.store(peaks + row * G + group, peak, real)
-    if t > 0:
-        per_t = 1.0 / tl.maximum(t, 1e-30)
-        tl.store(masses + row * G + group, tl.sum(tl.exp((x - shift) * per_t), 1), real)
+    tl.store(peaks + row * G + group, tl.where(mass == mass, peak, float("inf")), real)
+    tl.store(masses + row * G + group, mass, real)
     if RAW:
-        tl.store(raw_masses + row * G + group, tl.sum(tl.exp(x - shift), 1), real)
+        tl.store(raw_masses + row * G + group, tl.sum(tl.exp2(x * 1.4426950408889634), 1), real)
 
 
 @kernel
@@ -174,16 +190,19 @@ def _settle(  # type: ignore[no-untyped-def]
 
     mode: 0 the row is done, 1 collect what reaches the bar, 2 look at all tokens.
     """
-    _after(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     t = tl.load(temperature + row)
     k = tl.load(top_k + row)
     p = tl.load(top_p + row)
     least = tl.load(min_p + row)
+    position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
     group = tl.arange(0, WIDTH)
+    guess = _nearly(0, position, choice, seed_low, seed_high, 1, WIDTH)
+    wait_for_previous(EARLY)
     peak_G = tl.load(peaks + row * G + group, group < G, -float("inf"))
-    mass_G = tl.load(masses + row * G + group, group < G, 0.0).to(tl.float64)
+    mass_G = tl.load(masses + row * G + group, group < G, 0.0)
     peak = tl.max(peak_G, 0)
     good = (peak < float("inf")) & (peak > -float("inf"))
     tl.store(finite + row, good.to(tl.uint8))
@@ -202,13 +221,13 @@ def _settle(  # type: ignore[no-untyped-def]
             best = tl.min(tl.where(peak_G == peak, group, WIDTH), 0)
             ids = best * 128 + inside
             x = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
-            token = tl.min(tl.where(x == peak, ids, V), 0)
+            token = best * 128 + tl.argmax(x, 0)
         else:
             t = tl.maximum(t, 1e-30)
-            z_G = _scaled(peak_G, peak, t)
             if (p < 1) | limited | (least > 0):
                 todo = 1
-                total = tl.sum(tl.exp(z_G.to(tl.float64)) * mass_G, 0)
+                z_G = _scaled(peak_G, peak, t)
+                total = tl.sum(tl.exp(z_G.to(tl.float64)) * mass_G.to(tl.float64), 0)
                 tl.store(totals + row, total)
                 floor = tl.where(least > 0, tl.log(tl.maximum(least, 1e-38).to(tl.float64)), -float("inf"))
                 low = _key(floor.to(tl.float32))
@@ -227,16 +246,20 @@ def _settle(  # type: ignore[no-untyped-def]
                     todo = 2
                 tl.store(bars + row, bar)
             else:
-                position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
-                word = word_of(group, position, choice, seed_low, seed_high, 1)
-                score = tl.log(mass_G) + z_G.to(tl.float64) + noise_of(word)
-                score = tl.where(mass_G > 0, score, -float("inf"))
-                best = tl.min(tl.where(score == tl.max(score, 0), group, WIDTH), 0)
+                # Scores to 2e-4 name the best group, or few that can be; those are told apart by the true ones.
+                guess = tl.where(mass_G > 0, (peak_G - peak) * (1.0 / t) + tl.log(mass_G) + guess, -float("inf"))
+                near = guess + 1e-3 >= tl.max(guess, 0)
+                packed = tl.sum(tl.where(near, group.to(tl.int64) + 4294967296, 0), 0)  # how many, and which if one
+                best = (packed & 0xFFFFFFFF).to(tl.int32)
+                if packed >= 8589934592:
+                    score = tl.log(mass_G.to(tl.float64)) + _scaled(peak_G, peak, t).to(tl.float64)
+                    score += noise_of(word_of(group, position, choice, seed_low, seed_high, 1))
+                    best = tl.argmax(tl.where(near, score, -float("inf")), 0)
                 ids = best * 128 + inside
                 x = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
                 score = _scaled(x, peak, t).to(tl.float64)
                 score += noise_of(word_of(ids, position, choice, seed_low, seed_high, 0))
-                token = tl.min(tl.where(score == tl.max(score, 0), ids, V), 0)
+                token = best * 128 + tl.argmax(score, 0)
     tl.store(mode + row, todo)
     if todo == 0:
         tl.store(tokens + row, token.to(tl.int64))
@@ -251,10 +274,11 @@ def _collect(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """z and id of the tokens that reach the bar, in any order; groups that do not reach it are not read."""
-    _after(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(1)
+    t = tl.maximum(tl.load(temperature + row), 1e-30)
+    wait_for_previous(EARLY)
     if tl.load(mode + row) == 1:
-        t = tl.maximum(tl.load(temperature + row), 1e-30)
         bar = tl.load(bars + row)
         all_groups = tl.arange(0, WIDTH)
         peak = tl.max(tl.load(peaks + row * G + all_groups, all_groups < G, -float("inf")), 0)
@@ -294,18 +318,6 @@ def _units(z, keep, DENSE: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         e = tl.exp(z.to(tl.float64))
     return tl.sum(tl.where(keep, e * 4398046511104.0, 0.0).to(tl.int64), 0)
-
-
-@kernel
-def _nearly(z, ids, position, choice, low, high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """z + noise to 1e-4, for ids that follow each other from a multiple of 4: a quarter of the rounds, no float64."""
-    quarter = (tl.min(ids, 0) // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    w0, w1, w2, w3 = words_of(quarter, position, choice, low, high, 0)
-    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape((BLOCK,))
-    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
-    e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -tl.log(u))
-    return z - tl.log(e)
 
 
 @kernel
@@ -353,7 +365,7 @@ def _select(  # type: ignore[no-untyped-def]
             open_ = (key >= low) & ((key > last_key) | ((key == last_key) & (ids < last_id)))
             hopeful = tl.max(open_.to(tl.int32), 0) > 0
             if DENSE:
-                guess = _nearly(z, ids, position, choice, seed_low, seed_high, BLOCK)
+                guess = z + _nearly(start, position, choice, seed_low, seed_high, 0, BLOCK)
                 hopeful = tl.max(tl.where(open_, guess, -float("inf")), 0).to(tl.float64) + 1e-3 >= best
             if hopeful:
                 score = z.to(tl.float64) + noise_of(word_of(ids, position, choice, seed_low, seed_high, 0))
@@ -383,22 +395,23 @@ def _choose(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The token of each row that ``_settle`` left open."""
-    _after(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0)
+    t = tl.maximum(tl.load(temperature + row), 1e-30)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    least = tl.load(min_p + row)
+    position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
+    wait_for_previous(EARLY)
     todo = tl.load(mode + row)
     if todo > 0:
         logits += row.to(tl.int64) * row_stride
         found_z += row * CAPACITY
         found_id += row * CAPACITY
-        t = tl.maximum(tl.load(temperature + row), 1e-30)
-        k = tl.load(top_k + row)
-        p = tl.load(top_p + row)
-        least = tl.load(min_p + row)
         total = tl.load(totals + row)
         bar = tl.load(bars + row)
         group = tl.arange(0, WIDTH)
         peak = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
-        position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
         n = tl.load(counts + row)
         all_tokens = (todo == 2) | (n > CAPACITY)
         if (all_tokens == 0) & (least <= 0) & ((k <= 0) | (k >= V)):  # top-p alone: is its mass among the collected?
@@ -426,14 +439,20 @@ def _choose(  # type: ignore[no-untyped-def]
 # -------------------------------------------------------------------------------------------------------- launchers
 
 
-CHOICES = {"groups": (8, 16, 32), "warps": (2, 4, 8), "block": (1024, 2048, 4096), "choose_warps": (4, 8, 16)}
-"""Groups a program of the two passes over the logits, and its warps; tokens at a time of ``_choose``, and its warps.
-They change no draw."""
+CHOICES = {
+    "groups": (16, 32, 64),
+    "warps": (2, 4, 8),
+    "collected": (8, 16, 32),
+    "block": (1024, 2048, 4096),
+    "choose_warps": (4, 8, 16),
+}
+"""Groups at a time of the pass over all logits, its warps, and groups at a time of ``_collect``; tokens at a time of
+``_choose``, and its warps. They change no draw."""
 
 
 def rule(size: tuple[int, int]) -> Config:
     """For any (rows, vocabulary)."""
-    return {"groups": 16, "warps": 4, "block": 512 if INTERPRETED else 2048, "choose_warps": 8}
+    return {"groups": 32, "warps": 4, "collected": 16, "block": 512 if INTERPRETED else 2048, "choose_warps": 8}
 
 
 def sample(
@@ -491,7 +510,7 @@ def sample(
     parameters = [temperature, *(t.contiguous() for t in (top_k, top_p, min_p, seed, choice, position))]
     flags = (torch.empty(rows, dtype=torch.bool, device=device) if finite is None else finite).view(torch.uint8)
     groups = -(-vocab // GROUP)
-    width, raw = next_power_of_2(groups), logprobs is not None
+    width, raw = max(4, next_power_of_2(groups)), logprobs is not None
     room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else kernels are compiled anew for few rows
     peaks, masses, raw_masses = torch.empty((3, room, groups), dtype=torch.float32, device=device)
     totals, lses = torch.empty((2, room), dtype=torch.float64, device=device)
@@ -504,17 +523,19 @@ def sample(
         early = {"EARLY": True, "launch_pdl": True}
     numbers = (vocab, groups, logits.stride(0))
     knobs = config or tuned("sampling", (rows, vocab), device, rule)
-    passes = {"GROUPS": knobs["groups"], "num_warps": knobs["warps"]}
-    parts = -(-groups // knobs["groups"])
-    _groups[(parts, rows)](logits, temperature, peaks, masses, raw_masses, *numbers, RAW=raw, **passes, **early)
+    _groups[(-(-groups // knobs["groups"]), rows)](
+        logits, temperature, peaks, masses, raw_masses, *numbers, GROUPS=knobs["groups"], RAW=raw,
+        num_warps=knobs["warps"], **early,
+    )  # fmt: skip
     _settle[(rows,)](
         logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, bars, totals, lses, counts,
-        *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(16, width // 128)), **early,
+        *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(8, width // 256)), **early,
     )  # fmt: skip
     # Rows that are done keep their programs for nothing, so of many rows each gets few.
-    _collect[(max(1, min(parts, COLLECTORS // rows)), rows)](
+    parts = min(-(-groups // knobs["collected"]), COLLECTORS // rows)
+    _collect[(max(1, parts), rows)](
         logits, temperature, peaks, mode, bars, counts, found_z, found_id, *numbers, WIDTH=width, CAPACITY=CANDIDATES,
-        **passes, **early,
+        GROUPS=knobs["collected"], num_warps=4, **early,
     )  # fmt: skip
     _choose[(rows,)](
         logits, *parameters, peaks, mode, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
@@ -629,7 +650,7 @@ def _kernels() -> Sequence[Kernel]:
     arguments = {**parameters, **floats, **others, **ints}
     sizes = {"WIDTH": 1024, "CAPACITY": CANDIDATES, "EARLY": False}
     return [
-        Kernel("groups", _groups, arguments, {"GROUPS": 16, "RAW": False, "EARLY": False}, ("V", "row_stride")),
+        Kernel("groups", _groups, arguments, {"GROUPS": 32, "RAW": False, "EARLY": False}, ("V", "row_stride")),
         Kernel("settle", _settle, arguments, {"WIDTH": 1024, "RAW": True, "EARLY": False}, ("V", "row_stride")),
         Kernel("collect", _collect, arguments, {**sizes, "GROUPS": 16}, ("V", "row_stride")),
         Kernel(
