@@ -15,7 +15,8 @@ def _fits(plan: int4_hopper.Plan, m: int, n: int, k: int, group: int) -> None:
     """What the launcher asks for, and that all of W is covered."""
     assert plan.columns in int4_hopper.kernels(group)[plan.rows]
     assert plan.warps * plan.teams <= int4_hopper.MOST_WARPS[plan.rows]
-    assert plan.stages >= plan.teams
+    assert plan.stages > 0
+    assert plan.stages % plan.teams == 0  # or a team would take the filling of another for its own
     assert plan.ranks <= k // 128
     wide = int4_hopper.tiles_at_once(plan)
     assert plan.columns <= wide <= plan.warps * plan.columns

@@ -47,7 +47,7 @@ class Plan:
     teams: int
     """They share K: each takes every so-many-th span of 128 k."""
     stages: int
-    """Of the ring, 128 k each."""
+    """Of the ring, 128 k each; as many for each team."""
     per: int
     """Sixteens of rows of W for a block."""
     ranks: int
@@ -103,7 +103,7 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
         return None
     most = BESIDE if config["beside"] or config["blocks"] > 1 else SHARED
     wanted = -(-per // wide) * -(-chunks // ranks)
-    fitting = [s for s in range(teams, max(min(wanted, MOST_STAGES), teams) + 1)
+    fitting = [s for s in range(teams, max(min(wanted, MOST_STAGES), teams) + 1, teams)
                if shared_bytes(replace(plan, stages=s), m, group) <= most]  # fmt: skip
     return replace(plan, stages=fitting[-1]) if fitting else None
 

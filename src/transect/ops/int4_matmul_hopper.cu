@@ -4,7 +4,8 @@
 // * The weight is arranged once (``arrange`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of codes in the
 //   order in which the tensor cores take them, then the scales and zeros. So all that a block needs of 128 k is one piece of
 //   memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16 bytes a copy.
-// * Who is the last to have read a stage has it filled again; a barrier of each stage says that it has landed.
+// * Who is the last to have read a stage has it filled again; a barrier of each stage says that it has landed. A stage is
+//   always of the same team, which has seen the filling before the one that it waits for: so a bit tells them apart.
 // * A warp has rows of W of its own and goes along the k of its team, so its sums stay in registers to the end. Teams of
 //   warps, and the blocks of a cluster, share K; their sums are added at the end in an order that is always the same.
 // * A shift and one logic operation of three inputs make two bfloat16 of two codes: 0x4300 | c is 128 + c. Codes enter the
@@ -294,7 +295,7 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   const int ring = stages * stage_bytes, needed = ranks * teams > 1 && parts > ring ? parts : ring;
   const int shared = (stages * 24 + 127) / 128 * 128 + needed;
   if (shared > kMostShared || (ranks * teams > 1 && passes > 1) || warps * teams * 32 > (NT <= 2 ? 512 : 256) ||
-      teams > stages || wide < RB)
+      stages % teams || wide < RB)
     return -1;
   return (int)launch(int4_hopper<GROUP, RB, NT>, shares * row_tiles * ranks, warps * teams * 32, shared, ranks, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
@@ -304,7 +305,7 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
 // x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of GROUP (32, 64 or
 // 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16, 32 or 64);
 // ``columns``: sixteens of rows of W for a warp at a time; ``warps`` of a team; ``teams`` that share K; ``stages`` of the
-// ring; ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8). ``dependent``: 0 an ordinary launch, 1 a
+// ring, a multiple of ``teams``; ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8). ``dependent``: 0 an ordinary launch, 1 a
 // dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns a cudaError_t, or
 // -1 for what it does not take.
 extern "C" int transect_int4_hopper(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
