@@ -1,15 +1,16 @@
 """Products with weights of int4 groups on one GPU: each way that we have, beside torch's own, cuBLAS and floors.
 
-    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--try late=2,fetch=1 late=5]
+    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--ways cuda_pdl,cublas]
+        [--try late=2,fetch=1 late=5]
 
-Prints a line for each weight and number of rows: the floor in us, and of each way us and the share of the floor. Times
-are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays. Launches in such a
-chain are dependent: one begins while the last one ends. ``cuda`` and ``hopper`` ask for nothing before that one has
-ended; ``cuda_pdl`` and ``hopper_pdl`` ask for weights, as in a chain of layers, where only X comes from the kernel
-before. A star is at what ``int4_matmul`` takes. ``torch_int4`` is ``torch.ops.aten._weight_int4pack_mm`` on a weight in
-its own order, ``cublas`` a product with the same weight in bfloat16, ``rebuilt`` makes that weight at every call. The
-floor counts codes, bfloat16 scales and zeros, X and Y. ``--try``: also the kernel for few rows with other values
-of ``int4_rows.CHOICES`` than its rule gives.
+Prints for each weight and number of rows the floor in us, and of each way, as soon as it is measured, us and the share
+of the floor. Times are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays.
+Launches in such a chain are dependent: one begins while the last one ends. ``cuda`` and ``hopper`` ask for nothing
+before that one has ended; ``cuda_pdl`` and ``hopper_pdl`` ask for weights, as in a chain of layers, where only X comes
+from the kernel before. A star is at what ``int4_matmul`` takes. ``torch_int4`` is
+``torch.ops.aten._weight_int4pack_mm`` on a weight in its own order, ``cublas`` a product with the same weight in
+bfloat16, ``rebuilt`` makes that weight at every call. The floor counts codes, bfloat16 scales and zeros, X and Y.
+``--try``: also the kernel for few rows with other values of ``int4_rows.CHOICES`` than its rule gives.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ def error_ratio(call: Callable[..., torch.Tensor], x: torch.Tensor, given: torch
 class Ways:
     """What can be timed, by name."""
 
-    def __init__(self, tried: list[str]) -> None:
+    def __init__(self, tried: list[str], only: list[str] | None) -> None:
         self._rows, self._hopper = int4_rows.CudaCodes(), int4_hopper.HopperCodes()
         self._peers = {
             "torch_int4": i4.Prepared(i4._for_torch, i4._by_torch),
             "cublas": i4.Prepared(i4._rounded, F.linear),
         }
-        self._tried = tried
+        self._tried, self._only = tried, only
 
     def at(self, m: int, n: int, k: int) -> dict[str, Callable[..., torch.Tensor]]:
         """For ``m`` rows and a weight ``[n, k]``; starred: what ``int4_matmul`` takes."""
@@ -81,13 +82,14 @@ class Ways:
             ours["hopper_pdl"] = partial(self._hopper, pdl=True)
         if m >= 64:
             ours["rebuilt"] = i4.rebuilt
+        peers = self._peers if m <= 64 else {"cublas": self._peers["cublas"]}
+        found = {name: call for name, call in (ours | peers).items() if self._only is None or name in self._only}
         if chosen == "cuda_pdl":
             for tried in self._tried:
                 other = {name: int(value) for name, value in (pair.split("=") for pair in tried.split(","))}
                 config = dict(int4_rows.rule((m, n, k))) | other
-                ours[tried] = partial(self._rows, pdl=True, config=config)
-        peers = self._peers if m <= 64 else {"cublas": self._peers["cublas"]}
-        return {name + "*" * (name == chosen): call for name, call in (ours | peers).items()}
+                found[tried] = partial(self._rows, pdl=True, config=config)
+        return {name + "*" * (name == chosen): call for name, call in found.items()}
 
 
 def main() -> None:
@@ -95,12 +97,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--ways", help="only these; those of --try always")
     parser.add_argument("--try", nargs="*", default=[], dest="tried")
     given = parser.parse_args()
     torch.manual_seed(0)
     with ThreadPoolExecutor() as pool:  # nvcc, side by side
         list(pool.map(library, ("int4_matmul", "int4_matmul_hopper")))
-    ways = Ways(given.tried)
+    ways = Ways(given.tried, given.ways and given.ways.split(","))
     about = {"environment": record.environment(), "method": __doc__, "bytes_a_second": BYTES_A_SECOND, "flops": FLOPS}
     found: list[dict[str, Any]] = []
     for name in given.shapes.split(","):
@@ -111,25 +114,26 @@ def main() -> None:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             nbytes = n * k * (0.5 + 4 / GROUP) + 2 * m * (k + n)
             floor = max(nbytes / BYTES_A_SECOND, 2 * m * n * k / FLOPS) * 1e6
+            print(f"{name} {m} floor {floor:.2f}", end=" ", flush=True)
             ratio = error_ratio(i4.int4_matmul, x, weights[0], n) if n < 100_000 else None
-            line = f"{name:8} {m:3} floor {floor:6.2f}"
+            print("" if ratio is None else f"error {ratio:.2f}", flush=True)
             for way, call in ways.at(m, n, k).items():
                 calls: Calls = [
                     partial(call, x, w, n) for w in (few if way.rstrip("*") in ("cublas", "rebuilt") else weights)
                 ]
+                print(f"  {way}", end=" ", flush=True)
                 try:
                     for first in calls:  # a peer takes a weight into its own order at the first
                         first()
                     times = [seconds * 1e6 for seconds in graph_times(calls * -(-CHAIN // len(calls)), REPLAYS)]
                 except (RuntimeError, ValueError) as error:
-                    print(f"{name} {m} {way}: {str(error).splitlines()[0]}", flush=True)
+                    print(str(error).splitlines()[0], flush=True)
                     continue
                 median = statistics.median(times)
                 row = {"shape": name, "rows": m, "n": n, "k": k, "group": GROUP, "way": way, "floor_us": floor}
                 found.append(row | {"us": record.summary(times), "of_floor": floor / median})
-                line += f" | {way} {median:.2f} {floor / median:.2f}"
+                print(f"{median:.2f} {floor / median:.2f}", flush=True)
             found.append({"shape": name, "rows": m, "error_ratio": ratio})
-            print(line + ("" if ratio is None else f" | error {ratio:.2f}"), flush=True)
             record.write(given.out, {**about, "rows": found})
         del weights, few
         torch.cuda.empty_cache()
