@@ -84,9 +84,10 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const uint32_t ring = parts + (ranks > 1 ? own * ranks * NT * 512 : 0);
   const int trigger = late < 0 ? 0 : total - late;  // the step at which the next launch is let in
 
-  auto load_w = [&](int i, int slot) {
-    const int pass = passes == 1 ? 0 : i / steps, tiles = max(0, min(wide, count - pass * wide));
-    const size_t tile = (size_t)(chunk_first + i - pass * steps) * sixteens + first + pass * wide;
+  auto pass_of = [&](int i) { return passes == 1 ? 0 : i / steps; };
+  auto load_w = [&](int pass, int step, int slot) {
+    const int tiles = max(0, min(wide, count - pass * wide));
+    const size_t tile = (size_t)(chunk_first + step) * sixteens + first + pass * wide;
     barrier_expect(full + slot * 8, tiles * TILE);
     if (tiles) copy_bulk(ring + slot * stage_bytes, weight + tile * TILE, tiles * TILE, full + slot * 8);
   };
@@ -104,23 +105,21 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     __syncwarp();
     if (trigger < stages) let_next_begin();
     if (!ahead) wait_for_previous();
-    for (int i = lane; i < min(stages, total); i += 32) load_w(i, i);
+    for (int i = lane; i < min(stages, total); i += 32) load_w(pass_of(i), i - pass_of(i) * steps, i);
     __syncwarp();
   }
   __syncthreads();
   if (ranks > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 
   if (self == takers) {
-    auto load_x = [&](int i, int slot) {
-      const __nv_bfloat16* from = x + m0 * x_stride + (chunk_first + (passes == 1 ? i : i % steps)) * kChunk + lane % 16 * 8;
-      const uint32_t to = ring + slot * stage_bytes + x_place + lane % 16 * 16;
-#pragma unroll
-      for (int j = 0; j < NT * 4; j++) {
-        const int row = lane / 16 + j * 2;
-        if (row < rows) copy16(to + row * kXPitch, from + row * x_stride, true);
-      }
-      copies_arrive(full + slot * 8);
-    };
+    // This warp's steps are the pace of all: no more here than has to be. A lane copies 16 bytes of every other row of X.
+    const unsigned char* x_from =
+        (const unsigned char*)(x + (m0 + lane / 16) * x_stride + (long long)chunk_first * kChunk + lane % 16 * 8);
+    long long two_rows = x_stride * 4;
+    asm volatile("" : "+l"(two_rows));  // or its multiples are made anew in every step
+    const int copies = (rows - lane / 16 + 1) / 2;
+    const uint32_t x_to = ring + x_place + lane / 16 * kXPitch + lane % 16 * 16;
+    int slot = 0, parity = 1, x_step = 0, w_pass = pass_of(stages), w_step = stages - w_pass * steps;
     if (ahead) {
 #pragma unroll 1
       for (int i = stages + lane; i < min(stages + fetch, steps); i += 32)
@@ -128,15 +127,21 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
       __syncwarp();
       wait_for_previous();
     }
-    int slot = 0, parity = 1;
 #pragma unroll 1
     for (int i = 0; i < total; i++) {
       if (i >= stages) {
         barrier_wait(empty + slot * 8, parity);
-        if (lane == 0) load_w(i, slot);
+        if (lane == 0) load_w(w_pass, w_step, slot);
         __syncwarp();
+        if (++w_step == steps) w_step = 0, w_pass++;
       }
-      load_x(i, slot);
+      const unsigned char* from = x_from;
+#pragma unroll
+      for (int j = 0; j < NT * 4; j++, from += two_rows)
+        if (j < copies) copy16(x_to + slot * stage_bytes + j * 2 * kXPitch, from, true);
+      copies_arrive(full + slot * 8);
+      x_from += kChunk * 2;
+      if (++x_step == steps) x_step = 0, x_from -= steps * kChunk * 2;
       if (i == trigger && i >= stages) let_next_begin();
       if (++slot == stages) slot = 0, parity ^= 1;
     }
