@@ -16,8 +16,9 @@
 //   waits 33 cycles for the one before.
 // * Few registers and less than half of the shared memory leave room for the block of the next launch beside this one. It is
 //   let in (``late``) when what remains to be asked for here is little: then it fills its ring while this one ends, where
-//   its copies would else have delayed the ones that this one waits for. It can also have the weights of further stages
-//   brought into the L2 cache then (``fetch``).
+//   its copies would else have delayed the ones that this one waits for.
+// * What a ring holds is little beside what memory should be asked for at a time. So weights can be brought into the L2 cache
+//   some stages (``fetch``) before the ring has room for them.
 
 #include "few_rows.cuh"
 #include "hopper.cuh"
@@ -85,11 +86,13 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const int trigger = late < 0 ? 0 : total - late;  // the step at which the next launch is let in
 
   auto pass_of = [&](int i) { return passes == 1 ? 0 : i / steps; };
-  auto load_w = [&](int pass, int step, int slot) {
-    const int tiles = max(0, min(wide, count - pass * wide));
-    const size_t tile = (size_t)(chunk_first + step) * sixteens + first + pass * wide;
-    barrier_expect(full + slot * 8, tiles * TILE);
-    if (tiles) copy_bulk(ring + slot * stage_bytes, weight + tile * TILE, tiles * TILE, full + slot * 8);
+  auto w_bytes = [&](int pass) { return max(0, min(wide, count - pass * wide)) * TILE; };
+  auto w_from = [&](int pass, int step) {
+    return weight + ((size_t)(chunk_first + step) * sixteens + first + pass * wide) * TILE;
+  };
+  auto load_w = [&](const unsigned char* from, int bytes, int slot) {
+    barrier_expect(full + slot * 8, bytes);
+    if (bytes) copy_bulk(ring + slot * stage_bytes, from, bytes, full + slot * 8);
   };
   if (self == takers) {
     // The weights of the first stages are asked for before anything else.
@@ -105,7 +108,10 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     __syncwarp();
     if (trigger < stages) let_next_begin();
     if (!ahead) wait_for_previous();
-    for (int i = lane; i < min(stages, total); i += 32) load_w(pass_of(i), i - pass_of(i) * steps, i);
+    for (int i = lane; i < min(stages, total); i += 32) {
+      const int pass = pass_of(i);
+      load_w(w_from(pass, i - pass * steps), w_bytes(pass), i);
+    }
     __syncwarp();
   }
   __syncthreads();
@@ -120,18 +126,20 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     const int copies = (rows - lane / 16 + 1) / 2;
     const uint32_t x_to = ring + x_place + lane / 16 * kXPitch + lane % 16 * 16;
     int slot = 0, parity = 1, x_step = 0, w_pass = pass_of(stages), w_step = stages - w_pass * steps;
-    if (ahead) {
 #pragma unroll 1
-      for (int i = stages + lane; i < min(stages + fetch, steps); i += 32)
-        prefetch_bulk(weight + ((size_t)(chunk_first + i) * sixteens + first) * TILE, min(wide, count) * TILE);
-      __syncwarp();
-      wait_for_previous();
-    }
+    for (int i = stages + lane; i < min(stages + fetch, steps); i += 32) prefetch_bulk(w_from(0, i), w_bytes(0));
+    __syncwarp();
+    if (ahead) wait_for_previous();
 #pragma unroll 1
     for (int i = 0; i < total; i++) {
       if (i >= stages) {
         barrier_wait(empty + slot * 8, parity);
-        if (lane == 0) load_w(w_pass, w_step, slot);
+        if (lane == 0) {
+          const unsigned char* from = w_from(w_pass, w_step);
+          const int bytes = w_bytes(w_pass);
+          load_w(from, bytes, slot);
+          if (bytes && fetch && w_step + fetch < steps) prefetch_bulk(from + (size_t)fetch * sixteens * TILE, bytes);
+        }
         __syncwarp();
         if (++w_step == steps) w_step = 0, w_pass++;
       }
@@ -345,8 +353,8 @@ extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_r
 // team, ``teams`` that share K (12 warps in all, 6 with narrower groups); ``stages`` of the ring, a multiple of ``teams``;
 // ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
 // launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``dependent``: 0 an ordinary launch,
-// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W): for the ring, and for
-// ``fetch`` stages more into the L2 cache. Returns a cudaError_t, or -1 for what it does not take.
+// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). ``fetch``: so many
+// stages more than the ring's are on their way into the L2 cache. Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
                                     int ranks, int late, int fetch, int dependent, void* stream) {

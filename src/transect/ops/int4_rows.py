@@ -41,7 +41,7 @@ CHOICES = {
 }
 """What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``Plan``; how many blocks share a
 multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; and how many
-rings of stages, beside the one that it fills, that one has brought into the L2 cache meanwhile."""
+rings of stages, beside the one in shared memory, are on their way into the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Plan:
     late: int
     """The next launch may begin when so many stages or fewer remain to be asked for."""
     fetch: int = 0
-    """Stages beyond the ring whose weights go to the L2 cache while the launch before ends."""
+    """Stages beyond the ring whose weights are on their way into the L2 cache."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
