@@ -84,7 +84,7 @@ class Race:
         self.weights = [normal(n, k, scale=k**-0.5) for _ in range(count)]
         self.kernel = hopper.HopperRows()
         self.cuda = small_matmul.CudaRows()
-        self.triton = small_matmul.launcher()
+        self.triton = small_matmul.TritonRows()
 
     def gate(self, y: Tensor) -> Tensor:
         return gate_up.gate_halves(y, pdl=True) if self.gated else y

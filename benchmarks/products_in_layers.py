@@ -6,7 +6,7 @@ Alone, in a chain of its own kind, a product shows other times than between a no
 how much of its weight is there when its input is depends on how much shared memory the kernel before leaves. So one
 product after another gets the candidate with which a CUDA graph of several layers (``decoder_layer.py``) takes the
 least time, the others as chosen so far; every candidate must give the same bits twice, and what it computes may be no
-further from the first result than rounding goes. Then, up to 32 rows, the same with residual add and norm in the
+further from the first result than rounding goes. Then, where all four can, the same with residual add and norm in the
 products (``stream_products.py``). With ``--choices`` the quickest are written into FILE, a file of choices of
 ``ops/tuned/small_matmul``; those of streams where they gain, and are left out where they do not.
 """
@@ -79,13 +79,15 @@ def hopper_plans(m: int, n: int, k: int, gated: bool) -> list[Choice]:
 
 
 def triton_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Cuts of ``small_matmul_triton.py`` into about as many tiles as there are multiprocessors, or twice as many."""
+    """Cuts of ``small_matmul_triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of
+    wide weights up to six times."""
     found = []
     outputs = n // 2 if gated else n
     for bm, bn, bk, split in itertools.product((64, 128, 256), (16, 32, 64, 128), (64, 128), (1, 2, 4)):
         width = 2 * bn if gated else bn  # columns of the product
         programs = -(-m // bm) * -(-outputs // bn) * split
-        if bm >= 2 * m or not 0.45 * UNITS <= programs <= 2.05 * UNITS or (gated and split > 1):
+        most = 2.05 * UNITS if n < 16384 else 6 * UNITS
+        if bm >= 2 * m or not 0.45 * UNITS <= programs <= most or (gated and split > 1):
             continue
         warps = 4 if bm * width <= 64 * 128 else 8
         steps, step = -(-k // bk // split), (bm + width) * bk * 2
@@ -129,12 +131,18 @@ class Layers:
             "down": (config.dim, config.ffn_dim),
         }
         self._name = {size: name for name, size in self.sizes.items()}
-        self.cuda, self.hopper, self.triton = cuda_rows.CudaRows(), hopper.HopperRows(), small_matmul.launcher()
+        self.cuda, self.hopper, self.triton = cuda_rows.CudaRows(), hopper.HopperRows(), small_matmul.TritonRows()
         self.streams = StreamProducts(
-            torch.device("cuda", 0), lambda _, n, k, __: self.choice[self._name[n, k]].rows_plan
+            torch.device("cuda", 0), lambda _, n, k, __: self._beside(self.choice[self._name[n, k]])
         )
         self.choice: dict[str, Choice] = {}
+        self.best: dict[str, list[Choice]] = {}
+        """Of each product, the quickest found with norms apart."""
         self.first = self.now().double()
+
+    @staticmethod
+    def _beside(choice: Choice) -> cuda_rows.Plan | Cut | None:
+        return choice.rows_plan or choice.cut
 
     def now(self) -> Tensor:
         return self.chain.stack()()
@@ -144,7 +152,7 @@ class Layers:
         if choice.by == "cublas":
             return F.linear(x, weight)
         if choice.by == "triton":
-            return self.triton(x, weight, pdl=True, cut=choice.cut)
+            return self.triton(x, weight, cut=choice.cut)
         if choice.plan is not None:
             return self.hopper(x, weight, pdl=True, plan=choice.plan)
         return self.cuda(x, weight, pdl=True, plan=choice.rows_plan)
@@ -189,6 +197,8 @@ def candidates(m: int, n: int, k: int, gated: bool, streams: bool) -> list[Choic
 
 def fits_stream(name: str, choice: Choice) -> bool:
     """Whether a norm stands beside it."""
+    if choice.cut is not None:
+        return choice.cut.gated == (name == "gate_up")
     return choice.rows_plan is not None and (name != "gate_up" or choice.rows_plan.ranks == 1)
 
 
@@ -198,8 +208,11 @@ def greedy(layers: Layers, streams: bool, seconds: float) -> float:
     for left, name in zip(range(4, 0, -1), ORDER, strict=True):
         n, k = layers.sizes[name]
         kept = layers.choice[name]
-        tried = [c for c in candidates(layers.rows, n, k, name == "gate_up", streams) if c != kept]
-        random.Random(0).shuffle(tried)
+        if streams and layers.rows > cuda_rows.CUDA_ROWS:  # near what is best without
+            tried = [c for c in layers.best[name] if c != kept and fits_stream(name, c)]
+        else:
+            tried = [c for c in candidates(layers.rows, n, k, name == "gate_up", streams) if c != kept]
+        random.Random(name_of(kept)).shuffle(tried)  # another search begins elsewhere
         stop = time.monotonic() + (end - time.monotonic()) / left
         times: list[tuple[float, Choice]] = []
         for choice in [kept, *tried]:
@@ -216,14 +229,23 @@ def greedy(layers: Layers, streams: bool, seconds: float) -> float:
             layers.choice[name] = choice
             again.append((layers.time(streams, 15), choice))
         us, layers.choice[name] = min(again, key=lambda pair: pair[0])
-        if (cut := layers.choice[name].cut) is not None:
-            before = layers.choice[name]
-            layers.choice[name] = Choice("triton", cut=dataclasses.replace(cut, ahead=not cut.ahead))
-            again.append((layers.time(streams, 15), layers.choice[name]))
-            us, layers.choice[name] = min((us, before), again[-1], key=lambda pair: pair[0])
+        if not streams:
+            layers.best[name] = [choice for _, choice in sorted(times, key=lambda pair: pair[0])[:8]]
         shown = "; ".join(f"{time:.2f} {name_of(choice)}" for time, choice in again)
         print(f"    {name:8} {len(times)} of {len(tried) + 1}: {shown}", flush=True)
     return us
+
+
+def streams_possible(layers: Layers, rows: int) -> bool:
+    """Whether norms can stand in the products, all of one kind of kernel; sets what to begin with."""
+    for name, (n, k) in layers.sizes.items():
+        few = rows <= cuda_rows.CUDA_ROWS
+        listed = rows_plans(rows, n, k, name == "gate_up") if few else layers.best[name]
+        fitting = [c for c in (layers.choice[name], *listed) if fits_stream(name, c) and (c.cut is None) == few]
+        if not fitting:
+            return False
+        layers.choice[name] = fitting[0]
+    return True
 
 
 def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -235,7 +257,7 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
         shipped = hopper.chosen(rows, n, k, torch.device("cuda", 0), gated=name == "gate_up")
         layers.choice[name] = shipped or (rule if rows <= 16 else Choice("cublas"))
     print(f"{model} {rows} rows: {before:.2f} us a layer", flush=True)
-    apart = greedy(layers, False, seconds * (0.5 if rows <= cuda_rows.CUDA_ROWS else 1))
+    apart = greedy(layers, False, seconds * (0.5 if rows <= cuda_rows.CUDA_ROWS else 0.7))
     chosen = dict(layers.choice)
     found: dict[str, Any] = {}
     for name, (n, k) in layers.sizes.items():
@@ -248,11 +270,8 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
         found[hopper.key(rows, n, k)] = form(choice)
     result = {"model": model, "rows": rows, "before_us": before, "apart_us": apart, "apart": found}
     print(f"  {apart:.2f} with norms of their own", flush=True)
-    if rows <= cuda_rows.CUDA_ROWS:
-        for name, (n, k) in layers.sizes.items():
-            if not fits_stream(name, layers.choice[name]):
-                layers.choice[name] = rows_plans(rows, n, k, name == "gate_up")[0]
-        inside = greedy(layers, True, seconds * 0.5)
+    if streams_possible(layers, rows):
+        inside = greedy(layers, True, seconds * (0.5 if rows <= cuda_rows.CUDA_ROWS else 0.3))
         streams = {
             hopper.key(rows, n, k, gated=name == "gate_up", stream=True): form(layers.choice[name])
             for name, (n, k) in layers.sizes.items()

@@ -29,13 +29,13 @@ from transect.ops.small_matmul_triton import _rows
 
 driver.set_active(CompileTarget(90))
 x = torch.zeros(16, 16, dtype=torch.bfloat16)
-tile = dict(BM=16, BN=16, BK=16, SPLIT=1, SWAP=False, EVEN=True, BULK=False, EARLY=False, GATED=False)
+tile = dict(BM=16, BN=16, BK=16, SPLIT=1, SWAP=False, EVEN=True, BULK=False, EARLY=False, GATED=False, SQUARES=1)
 
 def found(kernel):
     print(*kernel, sep="\\n")
 
 with collected(found):
-    _rows[(1, 1, 1)](x, x, None, x, None, None, None, 16, 16, 16, 16, 16, 16, 16, **tile)
+    _rows[(1, 1, 1)](x, x, None, x, *(None,) * 7, *(16,) * 8, 1e-5, **tile)
 """
 
 

@@ -141,22 +141,28 @@ def test_an_adapter_in_one_layer_leaves_all_products_apart(product):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b"])
-def test_one_row_on_an_h200_with_norms_in_the_products_or_apart(name):
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("qwen3-0.6b", 1), ("llama-3.1-8b", 1), *(("qwen3-0.6b", rows) for rows in (40, 64, 96, 100, 230, 256))],
+)
+def test_on_an_h200_with_norms_in_the_products_or_apart(name, rows):
     if not torch.cuda.is_available() or "H200" not in torch.cuda.get_device_name():
         pytest.skip("needs an H200: norms are in the products where that was measured")
     config = dataclasses.replace(PRESETS[name], n_layers=2, vocab_size=64, max_position=256)
     model = gpu_model(config, torch.bfloat16, std=0.02)
     products, found = model.ops.stream_products, []
-    tokens = torch.tensor([7], device="cuda")
+    tokens = torch.arange(rows, device="cuda") % 64
+    tables = torch.randperm(3 * rows, generator=torch.Generator().manual_seed(2)).view(rows, 3).tolist()
     for streams in (products, None):
         model.ops = dataclasses.replace(model.ops, stream_products=streams)
         model.stack = FusedStack(model, max_positions=256)
-        caches = model.new_kv_cache(4, 16, torch.bfloat16)
+        caches = model.new_kv_cache(3 * rows, 16, torch.bfloat16)
         for cache in caches:
             cache.normal_(generator=torch.Generator("cuda").manual_seed(1))
-        numbers = [torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([[2, 0, 3]], [0, 1], [40])]
-        context = PagedContext(*caches, *numbers, model.ops)
+        numbers = [tables, list(range(rows + 1)), [33 + row % 15 for row in range(rows)]]
+        context = PagedContext(
+            *caches, *(torch.tensor(n, dtype=torch.int32, device="cuda") for n in numbers), model.ops
+        )
         hidden = model(tokens, context.positions(), context)
         found.append((hidden.double(), *(cache.double() for cache in context.k_cache)))
     assert products.takes(hidden, model.stack._layers[0].sizes)

@@ -19,12 +19,12 @@ from transect.ops.small_matmul_triton import _rows
 
 driver.set_active(CompileTarget(90))
 x, weight = torch.zeros(32, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
-tile = dict(BM=32, BN=64, BK=128, SPLIT=1, SWAP=True, BULK=False, EARLY=True, GATED=False)
+tile = dict(BM=32, BN=64, BK=128, SPLIT=1, SWAP=True, BULK=False, EARLY=True, GATED=False, SQUARES=1)
 
 def run(even):
     out = torch.zeros(32, 64, dtype=torch.bfloat16)
-    sizes = (32, 64, 256, 256, 256, 64, 256)
-    _rows[(1, 1, 1)](x, weight, None, out, None, None, None, *sizes, EVEN=even, launch_pdl=True, num_stages=3, **tile)
+    sizes = (32, 64, 256, 256, 256, 64, 256, 1, 0.0)
+    _rows[(1, 1, 1)](x, weight, None, out, *(None,) * 7, *sizes, EVEN=even, launch_pdl=True, num_stages=3, **tile)
 
 compiled = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.append(cache_hit)
@@ -39,7 +39,7 @@ for repeat in range(2):
     print("hits", compiled)
 
 def elsewhere():
-    _rows.warmup(x, weight, None, x, None, None, None, *(16,) * 7, EVEN=False, grid=(1,), **tile)
+    _rows.warmup(x, weight, None, x, *(None,) * 7, *(16,) * 8, 1e-5, EVEN=False, grid=(1,), **tile)
 
 compiled = []
 with collected(found.append):

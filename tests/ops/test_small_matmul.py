@@ -146,7 +146,7 @@ def test_without_the_library_for_more_rows_others_run(
 ) -> None:
     monkeypatch.setattr(small_matmul, "CudaRows", lambda: "rows")
     monkeypatch.setattr(small_matmul, "cuda_refuses", lambda *arguments: "")
-    monkeypatch.setattr(small_matmul, "launcher", lambda: lambda *arguments: "by Triton")
+    monkeypatch.setattr(small_matmul, "TritonRows", lambda: lambda *arguments: "by Triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     call = small_matmul.best_launcher()
     assert [call(X, WEIGHT), call(X, WEIGHT)] == ["by Triton"] * 2

@@ -48,7 +48,7 @@ def test_choices_are_of_known_cuts_and_fit() -> None:
         choice = read_choice(entry)
         assert (choice.by == "hopper") == (choice.plan is not None), size
         assert choice.by in ("hopper", "cuda", "triton", "cublas"), size
-        assert not stream or (choice.rows_plan is not None and n % 16 == k % 64 == 0), size
+        assert not stream or ((choice.rows_plan or choice.cut) and n % 16 == k % 64 == 0), size
         if choice.rows_plan is not None:
             assert choice.rows_plan.refuses(m, gated) == "", size
         if choice.cut is not None:
@@ -76,13 +76,15 @@ def test_nothing_is_chosen_without_a_gpu_or_outside_the_rows() -> None:
     assert small_matmul_hopper.chosen(257, 4096, 4096, torch.device("cuda")) is None
 
 
-def test_between_129_and_255_rows_cublas_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_193_to_255_rows_no_plan_for_256_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     place, chosen = torch.device("cuda", 5), small_matmul_hopper.chosen
     measured = {m: chosen(m, 28672, 4096, place) for m in (50, 64, 100, 128, 256)}
     assert all(choice is not None and choice.by == "hopper" for choice in measured.values())
     assert measured[50] == measured[64] and measured[100] == measured[128]
-    assert {chosen(m, 28672, 4096, place).by for m in (129, 200, 255)} == {"cublas"}
+    assert {chosen(m, 28672, 4096, place).by for m in (200, 255)} == {"cublas"}
+    assert chosen(129, 4096, 4096, place) == chosen(160, 4096, 4096, place) != chosen(161, 4096, 4096, place)
+    assert chosen(200, 4096, 1024, place).cut is not None  # tiles that leave out rows that are not there
     assert chosen(100, 28673, 4096, place) is None
     chosen.cache_clear()
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from transect.ops import gate_up, small_matmul
 from transect.ops.jit import INTERPRETED
 from transect.ops.numerics import sample
+from transect.ops.small_matmul_cuda import Beside
 from transect.ops.small_matmul_hopper import FOLDER, read_choice
-from transect.ops.small_matmul_triton import Cut, launcher
+from transect.ops.small_matmul_triton import Cut, TritonRows
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the tiles are the interpreter's; a GPU takes larger ones")
 CHOSEN = [
@@ -27,7 +28,7 @@ SMALL = Cut(bm=16, bn=16, bk=16, split=1, warps=1, stages=1, bulk=True)
 @pytest.mark.parametrize("split", [1, 3])
 def test_a_cut_changes_nothing_but_the_order(swap: bool, split: int) -> None:
     x, weight, bias = sample(21, 104), sample(40, 104, seed=1), sample(40, seed=2)
-    y = launcher()(x, weight, bias, cut=replace(SMALL, swap=swap, split=split))
+    y = TritonRows()(x, weight, bias, cut=replace(SMALL, swap=swap, split=split))
     torch.testing.assert_close(y, small_matmul.reference(x, weight, bias), rtol=1e-5, atol=1e-5)
 
 
@@ -36,7 +37,7 @@ def test_a_cut_changes_nothing_but_the_order(swap: bool, split: int) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 35])
 def test_a_cut_with_a_gate_is_the_gated_product(swap: bool, rows: int) -> None:
     x, weight = sample(rows, 72), sample(2 * 40, 72, seed=1) / 8
-    y = launcher()(x, weight, cut=replace(SMALL, swap=swap, gated=True))
+    y = TritonRows()(x, weight, cut=replace(SMALL, swap=swap, gated=True))
     torch.testing.assert_close(y, gate_up.reference(x, weight), rtol=1e-5, atol=1e-5)
 
 
@@ -46,20 +47,46 @@ def test_a_gate_takes_no_bias_and_no_parts() -> None:
     gated = replace(SMALL, gated=True)
     for arguments, cut in (((x, weight, bias), gated), ((x, weight), replace(gated, split=2))):
         with pytest.raises(ValueError, match="a gate is for whole sums"):
-            launcher()(*arguments, cut=cut)
+            TritonRows()(*arguments, cut=cut)
     with pytest.raises(ValueError, match="a gate is for whole sums"):
-        launcher()(x[:, 1:], weight[:, 1:], cut=gated)  # rows that do not begin on 16 bytes
+        TritonRows()(x[:, 1:], weight[:, 1:], cut=gated)  # rows that do not begin on 16 bytes
+
+
+@interpreted
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("split", [1, 3])
+def test_norms_beside_the_products_are_norms_apart(swap: bool, split: int) -> None:
+    cut, rows = replace(SMALL, swap=swap), TritonRows()
+    x, inward, residual, scale = (
+        sample(21, 104),
+        sample(48, 104, seed=1) / 10,
+        sample(21, 48, seed=2),
+        sample(48, seed=3),
+    )
+    outward = sample(2 * 40, 48, seed=4) / 7
+    total, scaled, squares = rows.beside(
+        x, inward, None, Beside(residual=residual, scale=scale), cut=replace(cut, split=split)
+    )
+    want = residual + x @ inward.T
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scaled, want * scale, rtol=1e-5, atol=1e-5)
+    assert scaled is not None and squares is not None and squares.shape == (21, 3)
+    normed = F.rms_norm(want, (48,), scale, 1e-3)
+    norm = Beside(squares=squares, eps=1e-3)
+    got = rows.beside(scaled, outward, None, norm, cut=replace(cut, split=split))[0]
+    torch.testing.assert_close(got, normed @ outward.T, rtol=1e-4, atol=1e-5)
+    got = rows.beside(scaled, outward, None, norm, cut=replace(cut, gated=True))[0]
+    torch.testing.assert_close(got, gate_up.reference(normed, outward), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "entry"), CHOSEN, ids=[size for size, _ in CHOSEN])
 def test_every_shipped_cut(size: str, entry: dict[str, object]) -> None:
-    """As exact as torch, for any number of rows of its bucket, the same bits every time, with the weight asked for
-    ahead or not."""
+    """As exact as torch, for any number of rows of its bucket, and the same bits every time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs an NVIDIA GPU of Hopper or later")
     m, n, k = (int(part) for part in size.split()[0].split("x"))
-    cut, call = read_choice(entry).cut, launcher()
+    cut, call = read_choice(entry).cut, TritonRows()
     assert cut is not None
     torch.manual_seed(0)
     weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
@@ -69,7 +96,4 @@ def test_every_shipped_cut(size: str, entry: dict[str, object]) -> None:
         torchs = gate_up.by_linear(x, weight) if cut.gated else F.linear(x, weight)
         y = call(x, weight, cut=cut)
         assert (y.double() - exact).norm() <= 1.2 * (torchs.double() - exact).norm()
-        for ahead in (False, True):
-            again = replace(cut, ahead=ahead)
-            call(call(x, weight, pdl=True, cut=again).new_ones(rows, k), weight, pdl=True, cut=again)
-            assert torch.equal(call(x, weight, pdl=True, cut=again), y)
+        assert torch.equal(call(x, weight, cut=cut), y)

@@ -92,19 +92,26 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
 def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
     """All kinds of steps on a layer of each kind, then ``all_needed``, then those that only requests with penalties
     make."""
-    config = dataclasses.replace(work.config, n_layers=1, tied_embeddings=True)
+    # Norms in the products on both sides of them stand between two layers.
+    config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
     model = Decoder(config, "meta", work.dtype, ops=ops)
     join_weights(model, device)
     model.requires_grad_(False)
+    stacks: list[FusedStack] = []
     if unsuitable(config) is None:
-        model.stack = FusedStack(model, max_positions=work.max_model_len, fusions=Fusions.all(work.fused_operators))
+        fusions = Fusions.all(work.fused_operators)
+        for streams in (ops.stream_products, None):
+            model.ops = dataclasses.replace(ops, stream_products=streams)
+            stacks.append(FusedStack(model, max_positions=work.max_model_len, fusions=fusions))
     names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts", "fine_rows")
     settings = {name: getattr(work, name) for name in names}
     caches = model.new_kv_cache(2, work.block_size, work.dtype)
     drawing, plain = (GPURunner(model, *caches, graphs=False, sample_on_device=on, **settings) for on in (True, False))
     for task in tasks(work):
+        if stacks:  # steps with prompts have their norms apart: their last layer is for some tokens only
+            model.stack = stacks[task.tokens_each > 1]
         if task.prompts:
             plain.compile_whole(task.rows, task.prompts, task.tokens_each)
         elif task.draws:
@@ -113,7 +120,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
             plain.compile(task.rows, task.tokens_each, task.rows if task.tokens_each == 1 else 0)
     all_needed()
     drawing.compile(1, 1, 1, Variant(adjust=True, logprobs=False))
-    del model.stack  # it and the model hold each other, and with that the memory
+    del model.stack, stacks  # they and the model hold each other, and with that the memory
 
 
 class Task(NamedTuple):
@@ -141,7 +148,8 @@ def tasks(work: Work) -> list[Task]:
                 found.append(Task(rows, each, False, FEWEST_ROWS))
     for rows in ragged:
         # As many tokens as the largest step has, some, and few: the tiles differ.
-        for each in sorted({max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16, 2}, reverse=True):
+        few = {2, 6, 10, 12} if rows == FEWEST_ROWS and work.fine_rows else {2}
+        for each in sorted({max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16, *few}, reverse=True):
             if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
                 found.append(Task(rows, each, False))
     return found

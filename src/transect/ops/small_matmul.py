@@ -23,9 +23,9 @@ of W dealt out evenly, the k of a block among its warps; with ``pdl`` the next l
 ends, which is worth 0.5 to 1.5 us a launch. ``small_matmul_hopper.py``'s, bfloat16, for 17 rows and more on Hopper. The
 Triton kernels of ``small_matmul_triton.py`` for other dtypes and GPUs, and on Hopper for small weights and 64 rows or
 more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap. A file of
-choices, measured for each device, says which of them runs a weight, and how, or that cuBLAS does (``best_launcher``). With Triton, at 32 rows W and X together come through the L2
-cache at 5.4 to 5.7 TB/s (one H200), little more than memory's 4.3, and more bytes in flight change nothing: from there
-on a tile has to be wide, not only its loads deep.
+choices, measured for each device, says which of them runs a weight, and how, or that cuBLAS does (``best_launcher``).
+With Triton, at 32 rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than
+memory's 4.3, and more bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
 
 In a decode step each product waits for the kernel before it, and with small weights that, not memory, is what its time
 is. Shared memory decides then: a launch that takes all of it keeps the next one from fetching its weights.
@@ -53,7 +53,7 @@ from .jit import TRITON_TARGETS, available
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
 from .small_matmul_cuda import CUDA_ROWS, CudaRows, cuda_refuses, quicker
-from .small_matmul_triton import _rows, _vector, by_triton, launcher
+from .small_matmul_triton import TritonRows, _rows, _vector, by_triton
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 256
@@ -79,7 +79,7 @@ def best_launcher() -> Callable[..., Tensor]:
     Which one runs is decided by the device, the shape, the strides and the dtype alone. Where the CUDA kernels cannot
     be built, that is said once, in the log. Counters are its own (see ``small_matmul_triton.Counters``).
     """
-    triton_rows = launcher()
+    triton_rows = TritonRows()
     built: dict[torch.device, CudaRows | None] = {}
     hopper: dict[torch.device, small_matmul_hopper.HopperRows | None] = {}
 
@@ -119,7 +119,7 @@ def best_launcher() -> Callable[..., Tensor]:
             if by in ("cublas", "hopper"):
                 return F.linear(x, weight, bias)
             if choice is not None and by == "triton":
-                return triton_rows(x, weight, bias, pdl=pdl, cut=choice.cut)
+                return triton_rows(x, weight, bias, cut=choice.cut)
             if choice is not None and by == "cuda":
                 return rows(x, weight, bias, pdl=pdl, plan=choice.rows_plan)
         if quicker(m, n, k):
@@ -132,7 +132,7 @@ def best_launcher() -> Callable[..., Tensor]:
 def gated_launcher() -> Callable[..., Tensor | None]:
     """A new ``gate_up(x, weight, *, pdl=False)`` of one launch, as ``gate_up.py`` defines it, without a bias; None
     where the GPU or the shape has none, or where the product and the gate were quicker one after the other."""
-    triton_rows = launcher()
+    triton_rows = TritonRows()
     built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
 
     def call(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor | None:
@@ -140,7 +140,7 @@ def gated_launcher() -> Callable[..., Tensor | None]:
         if choice is None or (choice.plan is None and choice.rows_plan is None and choice.cut is None):
             return None
         if choice.cut is not None:
-            return triton_rows(x, weight, pdl=pdl, cut=choice.cut)
+            return triton_rows(x, weight, cut=choice.cut)
         if (small_matmul_hopper.refuses if choice.plan else cuda_refuses)(x, weight):
             return None
         if x.device not in built:
@@ -217,7 +217,15 @@ def _kernels() -> Sequence[Kernel]:
         Kernel(
             name="rows",
             function=_rows,
-            arguments={**pointers, "parts": "*fp32", "counters": "*i32", **ints, "part_k": "i32"},
+            arguments={
+                **pointers,
+                "parts": "*fp32",
+                "counters": "*i32",
+                **ints,
+                "part_k": "i32",
+                "n_squares": "i32",
+                "eps": "fp32",
+            },
             constants={
                 "bias": None,
                 "BM": 16,
@@ -229,7 +237,8 @@ def _kernels() -> Sequence[Kernel]:
                 "BULK": False,
                 "EARLY": False,
                 "GATED": False,
-                "address": None,
+                **dict.fromkeys(("residual", "scale", "scaled", "left", "squares")),
+                "SQUARES": 1,
             },
             divisible=divisible,
             stages=4,

@@ -50,12 +50,14 @@ class Beside:
     """``[M, N]``: the stream that the result is added to; ``scale`` is then the next norm's weight ``[N]``."""
     scale: Tensor | None = None
     squares: Tensor | None = None
-    """``[M, K / 16]`` float32: of the stream that X is, times its norm's weight; the result is divided by its rms."""
+    """``[M, K / 16]`` float32: of the stream that X is, times its norm's weight; the result is divided by its rms. (Of
+    the Triton kernels ``[M, any number]``: what counts there is their sum.)"""
     eps: float = 0.0
     """Of the norm of X."""
 
-    def refuses(self, x: Tensor, n: int) -> str:
-        """Why the kernels do not do this beside a product of x ``[M, K]`` with N = n, or ``""``."""
+    def refuses(self, x: Tensor, n: int, sixteens: bool = True) -> str:
+        """Why the kernels do not do this beside a product of x ``[M, K]`` with N = n, or ``""``. ``sixteens``: squares
+        must be those of 16 neighbours each."""
         m, k = x.shape
         if self.residual is not None:
             if self.scale is None or n % 16:
@@ -68,7 +70,9 @@ class Beside:
                 return "the stream and the norm's weight must have the dtype of X"
         squares = self.squares
         if squares is not None:
-            if k % 64 or squares.shape != (m, k // 16):
+            if squares.shape[:-1] != (m,):
+                return f"squares must be [{m}, ...]"
+            if sixteens and (k % 64 or squares.shape[1] != k // 16):
                 return f"squares must be [{m}, {k} / 16], and K a multiple of 64"
             if squares.dtype != torch.float32 or not squares.is_contiguous():
                 return "squares must be float32 and contiguous"

@@ -521,6 +521,8 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(1, 0, 128, 3, 1, 1, 1)
   TRANSECT_CUT(1, 0, 128, 1, 2, 1, 1)
   TRANSECT_CUT(1, 0, 128, 1, 1, 1, 2)
+  TRANSECT_CUT(1, 0, 192, 2, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 192, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 96, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 112, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 128, 1, 1, 1, 2)

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 FOLDER = SHIPPED / "small_matmul"
 """One file for each device that was measured: which implementation, and how it cuts the product up."""
 MOST_ROWS = 256
-ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256)
+ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 """What rows are rounded up to when a choice is looked up."""
 CHUNK = 64
 """k that a copy brings of each row: 128 bytes."""
@@ -79,6 +79,8 @@ CUTS: tuple[Cut, ...] = (
     (1, 0, 128, 3, 1, 1, 1),
     (1, 0, 128, 1, 2, 1, 1),
     (1, 0, 128, 1, 1, 1, 2),
+    (1, 0, 192, 2, 1, 1, 1),
+    (1, 0, 192, 1, 1, 1, 2),
     (0, 0, 96, 1, 1, 1, 2),
     (0, 0, 112, 1, 1, 1, 2),
     (0, 0, 128, 1, 1, 1, 2),
@@ -187,7 +189,8 @@ def _stages(cut: Cut, k: int, shared: int) -> int:
 
 def _fitting(m: int, gated: bool) -> list[Cut]:
     """Cuts whose tiles are as high as m rows need."""
-    right = {next(rows for rows in ROWS if rows >= max(m, 32))} | ({128} if 64 < m <= 96 else set())
+    heights = sorted(cut[2] for cut in CUTS if cut[0] and cut[2] >= m)
+    right = set(heights[:1]) | ({128} if 64 < m <= 96 else set())
     left = {64 if m <= 64 else 128 if m <= 128 else 256}
     return [cut for cut in CUTS if cut[1] == gated and Plan(*cut, 1, 0, 2).most_rows in (right if cut[0] else left)]
 
@@ -273,8 +276,7 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
 def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False) -> Choice | None:
     """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured.
 
-    From 129 to 255 rows no plan of ``small_matmul_hopper.cu``, but cuBLAS, whose time falls with the rows there: 160
-    rows by the plan for 256 take 90 us with W of 28672 x 4096, cuBLAS 66 (H200).
+    From 193 to 255 rows no plan of ``small_matmul_hopper.cu``, but cuBLAS, whose time falls with the rows there.
     """
     if device.type != "cuda" or not 0 < m <= MOST_ROWS:
         return None
@@ -282,7 +284,7 @@ def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False, st
     found = known.get(key(m, n, k, gated, stream))
     if found is None and 64 < m <= 96:
         found = known.get(key(128, n, k, gated, stream))
-    if 128 < m < MOST_ROWS and (found is None or found.plan is not None):
+    if 128 < m < MOST_ROWS and (found is None or (m > 192 and found.plan is not None)):
         return Choice("cublas") if known.get(key(MOST_ROWS, n, k, gated, stream)) is not None else None
     return found
 

@@ -6,15 +6,15 @@ them all, in the order of the parts. ``_vector`` computes one row without tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .jit import INTERPRETED, kernel, require, tl, triton
-from .tiles import after_previous, describe, dot, fits_descriptor, let_next_begin, wait_for_previous
+from .jit import INTERPRETED, kernel, next_power_of_2, require, tl, triton
+from .small_matmul_cuda import Beside
+from .tiles import after_previous, describe, dot, fits_descriptor
 
 
 @kernel
@@ -42,48 +42,36 @@ def add_parts(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _ask_for(rows, first, address, stride, nbytes, PIECES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Have the L2 cache fetch rows of a 16-bit matrix at ``address`` from element ``first`` on, each in PIECES of
-    ``nbytes``."""
-    at = address + rows.to(tl.int64)[:, None] * stride + first + tl.arange(0, PIECES)[None, :] * (nbytes // 2)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at, tl.full(at.shape, 0, tl.int32) + nbytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@kernel
 def _rows(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, parts, counters, address, M, N, K, x_m, w_n, out_m, part_k,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
-    EVEN: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr,
+    x, weight, bias, out, parts, counters, residual, scale, scaled, left, squares, M, N, K, x_m, w_n, out_m,
+    part_k, n_squares, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    SWAP: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):  # fmt: skip
     """One tile of Y, or one of SPLIT parts of it. Axis 0: column tiles; axis 1: row tiles; axis 2: parts of K.
 
     BULK: x and weight are tensor descriptors, which pad with zeros.
     GATED: weight is one of ``[2, N, K]``, gate first, and Y is silu(one product) times the other; not with parts.
-    address: the weight's, where the L2 cache is to fetch it while the kernel before still runs; else None.
+    residual, scale [M, N] and [N]: Y is the product plus the residual, ``scaled`` gets Y times scale, ``left [M, tiles
+    of columns]`` the sums of squares of Y. squares ``[M, n_squares]``: the product is divided by the root of their
+    mean. See ``stream_products.py``; None where there is none.
     """
-    let_next_begin(EARLY)
+    after_previous(EARLY)
     tile_n = tl.program_id(0)
     tile_m = tl.program_id(1)
     part = tl.program_id(2)
-    if address is not None:
-        PIECES: tl.constexpr = max(1, 128 // BN)
-        if tile_m == 0:
-            wanted = tile_n * BN + tl.arange(0, BN)
-            wanted = tl.where(wanted < N, wanted, 0)
-            _ask_for(wanted, part * part_k, address, w_n, part_k * 2 // PIECES, PIECES)
-            if GATED:
-                _ask_for(wanted + N, part * part_k, address, w_n, part_k * 2 // PIECES, PIECES)
-    wait_for_previous(EARLY)
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
     k_end = min(K, (part + 1) * part_k)
+    rows = m[None, :] if SWAP else m[:, None]
+    columns = n[:, None] if SWAP else n[None, :]
+    inside = (rows < M) & (columns < N)
+    if residual is not None:  # asked for here, there when the product is
+        before = tl.load(residual + rows * out_m + columns, inside, 0.0)
+        factor = tl.load(scale + columns, columns < N, 0.0)
+    if squares is not None:
+        place = tl.arange(0, SQUARES)[None, :]
+        square = tl.load(squares + m[:, None] * n_squares + place, (m[:, None] < M) & (place < n_squares), 0.0)
     WIDTH: tl.constexpr = 2 * BN if GATED else BN
     acc = tl.zeros((WIDTH, BM), tl.float32) if SWAP else tl.zeros((BM, WIDTH), tl.float32)
     if not BULK:
@@ -108,14 +96,15 @@ def _rows(  # type: ignore[no-untyped-def]
             x_at += BK
             w_at += BK
         acc = dot(b, a.T, acc) if SWAP else dot(a, b.T, acc)
+    if squares is not None:
+        inverse = tl.rsqrt(tl.sum(square, 1) / K + eps)
+        acc *= inverse[None, :] if SWAP else inverse[:, None]
     if GATED:
         if SWAP:
             gate, up = acc.reshape((2, BN, BM)).permute((1, 2, 0)).split()
         else:
             gate, up = acc.reshape((BM, 2, BN)).permute((0, 2, 1)).split()
         acc = gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
-    rows = m[None, :] if SWAP else m[:, None]
-    columns = n[:, None] if SWAP else n[None, :]
     done = True
     if SPLIT > 1:
         tile = tile_m * tl.num_programs(0) + tile_n
@@ -123,7 +112,15 @@ def _rows(  # type: ignore[no-untyped-def]
     if done:
         if bias is not None:
             acc += tl.load(bias + columns, columns < N, 0.0).to(tl.float32)
-        tl.store(out + rows * out_m + columns, acc.to(out.dtype.element_ty), (rows < M) & (columns < N))
+        if residual is not None:
+            total = (acc + before.to(tl.float32)).to(out.dtype.element_ty)
+            tl.store(out + rows * out_m + columns, total, inside)
+            acc = total.to(tl.float32)
+            tl.store(scaled + rows * out_m + columns, (acc * factor.to(tl.float32)).to(out.dtype.element_ty), inside)
+            sums = tl.sum(acc * acc, 0 if SWAP else 1)
+            tl.store(left + m * tl.num_programs(0) + tile_n, sums, m < M)
+        else:
+            tl.store(out + rows * out_m + columns, acc.to(out.dtype.element_ty), inside)
 
 
 @kernel
@@ -173,8 +170,6 @@ class Cut:
     """Dependent launch: begins while the kernel before it on the stream still ends."""
     gated: bool = False
     """``bn`` columns of the gate and as many of the other factor are one tile, see ``gate_up.py``; needs ``bulk``."""
-    ahead: bool = False
-    """Where the weight may be read while the kernel before still runs: have it fetched into the L2 cache then."""
 
 
 def choose(m: int, n: int, k: int, device: torch.device) -> Cut:
@@ -221,7 +216,7 @@ def describe_halves(weight: Tensor, rows: int, columns: int) -> Any:
 class Counters:
     """Counters of arrivals at split tiles: zeros that every launch leaves as zeros, one set for each device.
 
-    Launches that share them must be on one stream; for a second stream make a second ``launcher()``.
+    Launches that share them must be on one stream; for a second stream make a second ``TritonRows``.
     """
 
     def __init__(self) -> None:
@@ -241,19 +236,34 @@ class Counters:
         return held
 
 
-def launcher() -> Callable[..., Tensor]:
-    """A new ``small_matmul(x, weight, bias=None, *, cut=None)`` with counters of its own."""
-    counters = Counters()
+class TritonRows:
+    """``small_matmul(x, weight, bias=None, *, cut=None)`` by the kernels here, with counters of its own."""
 
-    def call(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False, cut: Cut | None = None
-    ) -> Tensor:
-        """As ``small_matmul.reference``, on the GPU; with ``cut.gated`` as ``gate_up.reference``. ``pdl``: the weight
-        may be read while the kernel before still runs.
+    def __init__(self) -> None:
+        self._counters = Counters()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cut: Cut | None = None) -> Tensor:
+        """As ``small_matmul.reference``, on the GPU; with ``cut.gated`` as ``gate_up.reference``.
 
         Raises:
             ValueError: shapes that do not fit; or a gate with a bias, with parts, or with a weight that bulk copies do
                 not take.
+        """
+        return self.beside(x, weight, bias, Beside(), cut=cut)[0]
+
+    def beside(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Beside,
+        *,
+        cut: Cut | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As a call, with a norm beside the product: (result, scaled, squares), the last two as in
+        ``stream_products.Stream``, or None where the result is not added to a stream.
+
+        Errors as there, and ``ValueError`` where ``norm.refuses``, or for a residual with a gate.
         """
         require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -265,44 +275,52 @@ def launcher() -> Callable[..., Tensor]:
         m, k = x.shape
         gated = cut is not None and cut.gated
         n = weight.shape[0] // 2 if gated else weight.shape[0]
-        out = x.new_empty((m, n))
-        if out.numel() == 0:
-            return out
+        if reason := norm.refuses(x, n, sixteens=False):
+            raise ValueError(f"small_matmul: {reason}")
         cut = cut or choose(m, n, k, x.device)
         if x.element_size() == 4 and cut.bm > 0 and not INTERPRETED:
             cut = Cut(min(cut.bm, 64), 64, 32, 1, stages=2)  # a tile of float32 takes twice the shared memory
+        out = x.new_empty((m, n))
+        scaled = squares = None
+        if norm.residual is not None:
+            scaled, squares = x.new_empty((m, n)), x.new_empty((m, triton.cdiv(n, cut.bn)), dtype=torch.float32)
+        if out.numel() == 0:
+            return out, scaled, squares
         strides = (x.stride(0), weight.stride(0), n)
         options: dict[str, Any] = {"EARLY": cut.early, "num_warps": cut.warps, "num_stages": cut.stages}
         if cut.early:
             options["launch_pdl"] = True
         if cut.bm == 0:
+            if norm.residual is not None or norm.squares is not None:
+                raise ValueError("small_matmul: a cut without tensor cores has no norm beside it")
             _vector[(triton.cdiv(n, cut.bn), m)](
                 x, weight, bias, out, m, n, k, *strides, BN=cut.bn, BK=cut.bk, EVEN=k % cut.bk == 0, **options
             )  # fmt: skip
-            return out
+            return out, None, None
         grid = (triton.cdiv(n, cut.bn), triton.cdiv(m, cut.bm))
         part_k = triton.cdiv(triton.cdiv(k, cut.bk), cut.split) * cut.bk
         split = max(1, triton.cdiv(k, part_k)) if k else 1
         parts = held = None
         if split > 1:
             parts = x.new_empty((split, m, n), dtype=torch.float32)
-            held = counters.get(x.device, grid[0] * grid[1])
+            held = self._counters.get(x.device, grid[0] * grid[1])
         bulk = cut.bulk and k * x.element_size() % 16 == 0 and fits_descriptor(x, weight)
-        if gated and (bias is not None or split > 1 or not bulk):
-            raise ValueError("small_matmul: a gate is for whole sums of a weight that bulk copies take, without a bias")
+        if gated and (bias is not None or norm.residual is not None or split > 1 or not bulk):
+            raise ValueError(
+                "small_matmul: a gate is for whole sums of a weight that bulk copies take, without bias and residual"
+            )
         left, right = x, weight
         if bulk:
             left = describe(x, cut.bm, cut.bk)
             right = describe_halves(weight, cut.bn, cut.bk) if gated else describe(weight, cut.bn, cut.bk)
-        ahead = pdl and cut.ahead and cut.early and x.element_size() == 2 and part_k * split == k
+        count = 1 if norm.squares is None else norm.squares.shape[1]
         _rows[(*grid, split)](
-            left, right, bias, out, parts, held, weight if ahead else None, m, n, k, *strides, part_k,
+            left, right, bias, out, parts, held, norm.residual, norm.scale, scaled, squares,
+            norm.squares, m, n, k, *strides, part_k, count, norm.eps,
             BM=cut.bm, BN=cut.bn, BK=cut.bk, SPLIT=split, SWAP=cut.swap, EVEN=k % cut.bk == 0, BULK=bulk, GATED=gated,
-            **options,
+            SQUARES=next_power_of_2(count), **options,
         )  # fmt: skip
-        return out
-
-    return call
+        return out, scaled, squares
 
 
-by_triton = launcher()
+by_triton = TritonRows()

@@ -6,15 +6,15 @@ Between two products of a decoder stand a residual add and an RMSNorm,
 
 and as rms(t) is one number for a row, the second product can divide its sums by it instead of its input. So the first
 product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``Stream``); the
-second multiplies t s, and adds up a row's squares while its weights arrive (``small_matmul.cu``). t and t s are rounded
-to bfloat16, as t and the norm are by ``add_rms_norm.py``; squares are added in one order, so every run gives the same
-bits.
+second multiplies t s, and adds up a row's squares while its weights arrive (``small_matmul.cu`` for few rows,
+``small_matmul_triton.py`` for more). t and t s are rounded to bfloat16, as t and the norm are by ``add_rms_norm.py``;
+squares are added in one order, so every run gives the same bits.
 
-Bound by bytes, as the products are. What is gained is latency: in a decode step of one row each kernel waits for the
-one before it. A layer of an 8B model takes 111.9 us with one row instead of 115.2, one of Qwen3-0.6B 21.8 instead of
-22.0 (H200). With 8 rows of the small one it loses 1%; with 64 rows the same in ``small_matmul_hopper.cu`` lost 2% and
-5%, and is gone. So it runs for the sizes where it was measured to be quicker: in ``ops/tuned/small_matmul`` the
-choices whose names end in ``stream``.
+Bound by bytes, as the products are. What is gained is latency: in a decode step of a small model each kernel waits for
+the one before it. A layer of an 8B model takes 111.9 us with one row instead of 115.2; one of Qwen3-0.6B 88.9 instead
+of 90.9 with 64 rows, 151.3 instead of 153.1 with 128, 278.3 instead of 280.2 with 256 (H200, 1024 tokens of context).
+With 8 rows of the small one it loses 1%; in ``small_matmul_hopper.cu`` it lost 2% and more, and is gone. So it runs for
+the sizes where it was measured to be quicker: in ``ops/tuned/small_matmul`` the choices whose names end in ``stream``.
 
 Shapes: x ``[M, K]``, weight ``[N, K]``, all bfloat16; a ``Stream`` is ``[M, D]``, D a multiple of 64.
 """
@@ -32,6 +32,7 @@ from torch import Tensor
 from . import small_matmul_hopper
 from .registry import Unavailable
 from .small_matmul_cuda import CUDA_ROWS, Beside, CudaRows, Plan
+from .small_matmul_triton import Cut, TritonRows
 
 log = logging.getLogger(__name__)
 Size = tuple[int, int, bool]
@@ -46,7 +47,7 @@ class Stream(NamedTuple):
     scaled: Tensor
     """``[M, D]``: times the next norm's weight."""
     squares: Tensor
-    """``[M, D / 16]`` float32."""
+    """Float32: of every 16 elements ``[M, D / 16]``, or, by the Triton kernels, of every tile of columns."""
     eps: float
     """Of the next norm."""
 
@@ -58,16 +59,17 @@ class StreamProducts:
 
     Args:
         device: the GPU.
-        choose: (m, n, k, gated) to how it is cut up, None for what does not run here; by default what is shipped for
-            the device.
+        choose: (m, n, k, gated) to how it is cut up, by ``small_matmul.cu`` or by ``small_matmul_triton.py``, None for
+            what does not run here; by default what is shipped for the device.
 
-    The kernels are made when they are first asked for. Where they cannot be (no nvcc), that is said once, in the log,
-    and no product runs here.
+    The CUDA kernels are made when they are first asked for. Where they cannot be (no nvcc), that is said once, in the
+    log, and no product runs on them.
     """
 
     def __init__(
-        self, device: torch.device, choose: Callable[[int, int, int, bool], Plan | None] | None = None
+        self, device: torch.device, choose: Callable[[int, int, int, bool], Plan | Cut | None] | None = None
     ) -> None:
+        self._triton = TritonRows()
         self._kernel: CudaRows | None = None
         self._unavailable = False
         self._choose = choose or partial(_shipped, device)
@@ -75,11 +77,10 @@ class StreamProducts:
     def takes(self, x: Tensor, sizes: Iterable[Size]) -> bool:
         """Whether the products of a step on the stream x ``[M, D]``, of all these sizes, are to run here."""
         rows = len(x)
-        if x.dtype != torch.bfloat16 or not 0 < rows <= CUDA_ROWS:
+        if x.dtype != torch.bfloat16 or not 0 < rows <= small_matmul_hopper.MOST_ROWS:
             return False
-        if any(self._choose(rows, *size) is None for size in sizes):
-            return False
-        return self._made() is not None
+        kinds = {type(self._choose(rows, *size)) for size in sizes}  # they read each other's squares: all of one kind
+        return kinds == {Cut} or (kinds == {Plan} and rows <= CUDA_ROWS and self._made() is not None)
 
     def add(self, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         """``x weight^T + residual``, and what the product after the norm (weight ``scale``, ``eps``) needs of it."""
@@ -99,7 +100,10 @@ class StreamProducts:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, gated: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n, k = weight.shape
-        plan, kernel = self._choose(len(x), n, k, gated), self._made()
+        plan = self._choose(len(x), n, k, gated)
+        if isinstance(plan, Cut):
+            return self._triton.beside(x, weight, bias, norm, cut=plan)
+        kernel = self._made()
         if plan is None or kernel is None:
             raise ValueError(f"no kernel is chosen for {list(x.shape)} by {list(weight.shape)}: ask takes() first")
         return kernel.beside(x, weight, bias, norm, pdl=True, plan=plan, gated=gated)
@@ -114,6 +118,6 @@ class StreamProducts:
         return self._kernel
 
 
-def _shipped(device: torch.device, m: int, n: int, k: int, gated: bool) -> Plan | None:
+def _shipped(device: torch.device, m: int, n: int, k: int, gated: bool) -> Plan | Cut | None:
     choice = small_matmul_hopper.chosen(m, n, k, device, gated=gated, stream=True)
-    return None if choice is None else choice.rows_plan
+    return None if choice is None else choice.rows_plan or choice.cut
