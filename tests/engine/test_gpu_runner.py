@@ -113,20 +113,20 @@ class InTwoWays:
                 assert (row.seq_id, row.start, row.num_tokens) == (before.seq_id, before.end, 1)
                 assert row.block_ids is before.block_ids and [draw.seq_id for draw in row.draws] == [row.seq_id]
         self.before = batch.rows
-        memory = self.usual._memory[self.usual._planner.step % len(self.usual._memory)]
+        memory = self.usual._ring.memory()
         held = memory.holds
         usual = self.usual.submit(batch)
         self.kept += held is not None and memory.holds == held
-        for other in self.anew._memory:
+        for other in self.anew._ring._memory:
             other.holds = None
         self.anew._planner._group = None
+        beside = self.anew._ring.memory()
         plans = []
         plan = self.anew._planner.plan
         self.anew._planner.plan = lambda *arguments: plans.append(plan(*arguments)) or plans[0]
         self.anew.submit(batch)
         self.anew._planner.plan = plan
         layout = plans[0].layout
-        beside = self.anew._memory[(self.anew._planner.step - 1) % len(self.anew._memory)]
         for name in Fields._fields:
             found, wanted = (getattr(layout.numpy(each.memory), name) for each in (memory, beside))
             assert (found == wanted).all(), name

@@ -38,7 +38,9 @@ TINY = ModelConfig(
     not INTERPRETED, reason="Triton's interpreter is chosen before its import, on machines without a GPU"
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("options", [{}, {"whole_prompts": (2, 0), "prune_last_layer": True}, {"graph_tokens": 9}])
+@pytest.mark.parametrize(
+    "options", [{}, {"whole_prompts": (2, 0), "prune_last_layer": True}, {"graph_tokens": 9, "copy_kernels": True}]
+)
 def test_padding_is_never_seen(options):
     """Rows, tokens and draws that belong to nobody, beside caches whose unowned slots hold NaN."""
     torch.set_num_threads(1)

@@ -21,6 +21,7 @@ With tensors, or on the way to them:
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
 * ``gpu_runner``: ``GPURunner``, the executor for a device beside the host, a step ahead. ``step_plan``: a batch laid
   out as a step, in ``step_sizes`` of which there are few; ``step_inputs``: its numbers in one piece of memory;
+  ``step_ring``: that memory for the steps under way, and its way to the device;
   ``sequence_table``: what they are filled from; ``gpu_graphs``: CUDA graphs of steps; ``device_sampling`` and
   ``adjust_state``: draws, penalties and logprobs on the device.
 * ``gpu_build``, ``gpu_memory``: start-up on a GPU, and where its memory goes. ``warm_kernels``: which

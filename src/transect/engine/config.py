@@ -33,11 +33,12 @@ class EngineConfig:
             comes, ``off`` none.
         prefill_graphs: also capture steps with prefill chunks, of few enough tokens that launching their kernels one by
             one would take longer than computing them.
-        fused_operators, dependent_launch, device_sampling, prompt_attention, prune_last_layer: switches of what makes a
-            GPU fast, to see what each is worth: several operators in one kernel; kernels that start while the one
-            before ends (Hopper); tokens drawn on the GPU; prompts that a step holds from their first token on attend to
-            keys that are not in the cache's pages (not where ``deterministic``); the last layer computed in full only
-            for tokens that something is drawn from.
+        fused_operators, dependent_launch, device_sampling, prompt_attention, prune_last_layer, copy_kernels: switches
+            of what makes a GPU fast, to see what each is worth: several operators in one kernel; kernels that start
+            while the one before ends (Hopper); tokens drawn on the GPU; prompts that a step holds from their first
+            token on attend to keys that are not in the cache's pages (not where ``deterministic``); the last layer
+            computed in full only for tokens that something is drawn from; a step's inputs and results copied by kernels
+            of its graph, not by the copy engine before and after it.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
         max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
@@ -73,6 +74,7 @@ class EngineConfig:
     device_sampling: bool = True
     prompt_attention: bool = True
     prune_last_layer: bool = True
+    copy_kernels: bool = True
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int | None = None

@@ -225,6 +225,7 @@ def runner_tricks(
     return {
         "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
         "prune_last_layer": config.prune_last_layer,
+        "copy_kernels": config.copy_kernels,
         # Products on Hopper take any number of rows (ops/small_matmul.py), but not in deterministic mode.
         "fine_rows": dtype == torch.bfloat16
         and not config.deterministic

@@ -1,9 +1,9 @@
 """``GPURunner``: the executor for a device that works beside the host. It takes the same batches as ``Runner``.
 
 A step is prepared in one piece of pinned memory, copied to the device once, computed and sampled there, and its tokens
-come back by a copy that only ``result`` waits for. So with ``EngineCore(lag=1)`` the host prepares step n + 1 while the
-device computes step n: the input tokens of step n + 1 that step n is about to draw are read on the device, from where
-step n leaves them.
+come back by a copy that only ``result`` waits for (``step_ring.py``). So with ``EngineCore(lag=1)`` the host prepares
+step n + 1 while the device computes step n: the input tokens of step n + 1 that step n is about to draw are read on the
+device, from where step n leaves them.
 
 Steps that only decode are padded to one of a few sizes (``row_bucket``, ``width_bucket``) and replayed as CUDA graphs;
 the rows added belong to no sequence and have no length. Of the steps with prefill chunks the small ones are too, when
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +38,13 @@ from .gpu_graphs import GraphCache
 from .penalties import Pick
 from .runner import Done
 from .sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
-from .step_inputs import ALIGNMENT, Fields, StepLayout, StepMemory
+from .step_inputs import Fields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant
+from .step_ring import StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, SMALLEST_WIDTH, row_bucket, token_bucket, width_bucket
 
 LOGPROB_ROWS = 32
 """Rows of logits held at a time for prompt logprobs."""
-RING = 3
-"""Steps whose host memory is apart: one being prepared, one or two in flight."""
 
 Sampled = LogprobTensors | Tensor | None
 """What ``_compute`` returns beside the hidden states."""
@@ -112,6 +112,8 @@ class GPURunner:
         fine_rows: see ``step_sizes.row_bucket``.
         prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
             from (keys and values for all).
+        copy_kernels: the copies of inputs and results are kernels of the step, not copies before and after it; None: on
+            a GPU.
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
             kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
     """
@@ -131,6 +133,7 @@ class GPURunner:
         prune_last_layer: bool = False,
         graph_tokens: int = 0,
         fine_rows: bool = False,
+        copy_kernels: bool | None = None,
         pad_tokens: int | None = None,
     ) -> None:
         self._model = model
@@ -154,15 +157,14 @@ class GPURunner:
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
         most = max(most, token_bucket(min(graph_tokens, max_num_batched_tokens)))
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
-        self._inputs_at = -(-OUTPUT_BYTES * self._max_draws // ALIGNMENT) * ALIGNMENT
-        cuda = self._device.type == "cuda"
-        self._arena = torch.zeros(self._inputs_at + largest.nbytes, dtype=torch.uint8, device=self._device)
+        self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
+        nbytes = self._inputs_at + whole_lines(largest.nbytes)
+        self._arena = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         """What steps draw, then what they read."""
         self._drawn = Drawn.tensors(self._arena, self._max_draws)
-        self._inputs = [torch.zeros(largest.nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(RING)]
-        self._memory = [StepMemory(inputs.numpy()) for inputs in self._inputs]
-        self._outputs = [torch.zeros(self._inputs_at, dtype=torch.uint8, pin_memory=cuda) for _ in range(RING)]
-        self._busy: list[torch.cuda.Event | None] = [None] * RING
+        cuda = self._device.type == "cuda"
+        kernels = cuda if copy_kernels is None else copy_kernels
+        self._ring = StepRing(self._arena, self._inputs_at, kernels=kernels)
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what has been filled so far
@@ -186,28 +188,19 @@ class GPURunner:
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Start a step: copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""
         with self._on_stream():
-            turn = self._planner.step % RING
-            busy = self._busy[turn]
-            if busy is not None:
-                busy.synchronize()
+            memory = self._ring.memory()
             self._copy_blocks(batch.block_copies)
-            plan = self._planner.plan(batch, self._memory[turn])
-            used = plan.layout.nbytes
-            self._arena[self._inputs_at : self._inputs_at + used].copy_(self._inputs[turn][:used], non_blocking=True)
-            hidden, sampled = self._run(plan)
+            plan = self._planner.plan(batch, memory)
+            turn, hidden, sampled = self._run(plan)
             prompt_logprobs = {
                 row.seq_id: self._prompt_logprobs(row, hidden[start : start + row.num_tokens])
                 for row, start in zip(plan.rows, plan.starts, strict=True)
                 if row.prompt_logprobs is not None and row.next_prompt_token_ids
             }
+            logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
+            output, ready = self._ring.results(turn, self._stream)
             if self._host_sampler is not None:
                 return Done(self._draw_on_host(self._host_sampler, batch, plan, sampled, prompt_logprobs))
-            self._outputs[turn].copy_(self._arena[: self._inputs_at], non_blocking=True)
-            logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
-            ready = self._busy[turn] = self._record()
-        output = self._outputs[turn].numpy()
-        if ready is None:
-            output = output.copy()
         more = plan.variant.adjust, logprobs, plan.alternatives
         return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, *more)
 
@@ -218,15 +211,12 @@ class GPURunner:
         for number in range(widths):
             width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
             for count in rows:
-                with self._on_stream():
-                    self._run(self._padding_step(StepLayout(count, count, count, width)))
-                    each = self._full_step // count
-                    if count >= FEWEST_ROWS and count == row_bucket(count) and 0 < each <= width * self._block_size:
-                        layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
-                        plan = self._padding_step(layout)
-                        plan = plan._replace(decode=False, graph=True, prune=self._prune_last_layer)
-                        self._run(plan)
-                        self._run(plan)
+                self._run_padding(StepLayout(count, count, count, width))
+                each = self._full_step // count
+                if count >= FEWEST_ROWS and count == row_bucket(count) and 0 < each <= width * self._block_size:
+                    layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
+                    for _ in range(2):
+                        self._run_padding(layout, decode=False, graph=True, prune=self._prune_last_layer)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -236,10 +226,9 @@ class GPURunner:
         step that only decodes, at both widths of ``warm``."""
         narrow = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         wide = width_bucket(narrow + 1, self._block_size, self._max_blocks)
-        with self._on_stream():
-            for width in {narrow, wide} if tokens_each == 1 else {narrow}:
-                plan = self._padding_step(StepLayout(rows * tokens_each, rows, draws, width))
-                self._compute(plan._replace(decode=tokens_each == 1, variant=variant or Variant()))
+        for width in {narrow, wide} if tokens_each == 1 else {narrow}:
+            layout = StepLayout(rows * tokens_each, rows, draws, width)
+            self._run_padding(layout, decode=tokens_each == 1, variant=variant or Variant(), eager=True)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -248,13 +237,8 @@ class GPURunner:
         """As ``compile``, for a step in which whole prompts stand behind ``rows`` that decode, or alone."""
         width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(rows + prompts * tokens_each, rows + prompts, 0, width)
-        with self._on_stream():
-            plan = self._padding_step(layout)
-            fields = self._fields(layout)
-            starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
-            fields.start.copy_(torch.tensor(starts, dtype=torch.int32))
-            fields.length.copy_(fields.start.diff())
-            self._compute(plan._replace(decode=False, whole=WholePrompts(rows, rows)))
+        starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
+        self._run_padding(layout, starts, decode=False, whole=WholePrompts(rows, rows), eager=True)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -262,30 +246,45 @@ class GPURunner:
         """The inputs of a step on the device."""
         return layout.tensors(self._arena[self._inputs_at : self._inputs_at + layout.nbytes])
 
-    def _padding_step(self, layout: StepLayout) -> StepPlan:
-        """A step of padding rows alone, all of one length, on the device."""
-        each = layout.tokens // layout.rows
-        memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        fields = layout.numpy(memory.numpy())
-        fields.length[:], fields.state[:] = each, -1
-        fields.start[:], fields.last[:] = np.arange(layout.rows + 1) * each, np.arange(layout.draws)
-        fields.table[:] = self._padding_block
-        fields.source[:] = self._planner.token_source(layout)
-        inputs = self._arena[self._inputs_at : self._inputs_at + layout.nbytes]
-        inputs.copy_(memory)
-        return StepPlan(layout, True, [], (), Variant(), (), [])
+    def _run_padding(
+        self, layout: StepLayout, starts: Sequence[int] | None = None, *, eager: bool = False, **changes: Any
+    ) -> None:
+        """A step of padding rows alone, that begin at ``starts`` or are of one length; ``changes`` of its plan."""
+        with self._on_stream():
+            memory = self._ring.memory()
+            memory.holds = None
+            memory.memory[: layout.nbytes] = 0
+            fields = layout.numpy(memory.memory)
+            fields.start[:] = np.arange(layout.rows + 1) * (layout.tokens // layout.rows) if starts is None else starts
+            fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws)
+            fields.table[:], fields.state[:] = self._padding_block, -1
+            fields.source[:] = self._planner.token_source(layout)
+            plan = StepPlan(layout, True, [], (), Variant(), (), [])
+            turn, _, _ = self._run(plan._replace(**changes), eager)
+            self._ring.results(turn, self._stream)
 
     # ---- on the device
 
-    def _run(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
-        work: Callable[[], tuple[Tensor, Sampled]] = partial(self._compute, plan)
-        if self.graphs is None or not (plan.decode or plan.graph):
-            return work()
+    def _run(self, plan: StepPlan, eager: bool = False) -> tuple[int, Tensor, Sampled]:
+        """Launch a step whose numbers are in the ring's memory; its turn there, and what ``_compute`` returns."""
+        self._ring.send(plan.layout.nbytes)
+        work: Callable[[], tuple[Tensor, Sampled]] = partial(self._step, plan)
         generation = self._adjust.generation if plan.variant.adjust else 0
         key = plan.layout, plan.variant, generation
-        if plan.decode:
-            return self.graphs.run(key, work)
-        return self.graphs.run_rare((*key, plan.prune), work)
+        if self.graphs is None or eager or not (plan.decode or plan.graph):
+            hidden, sampled = work()
+        elif plan.decode:
+            hidden, sampled = self.graphs.run(key, work)
+        else:
+            hidden, sampled = self.graphs.run_rare((*key, plan.prune), work)
+        return self._ring.ended(), hidden, sampled
+
+    def _step(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
+        """All that is on the device of a step."""
+        self._ring.take(plan.layout.nbytes)
+        found = self._compute(plan)
+        self._ring.give()
+        return found
 
     def _compute(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
         """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
@@ -353,13 +352,6 @@ class GPURunner:
             logits_RV = self._model.logits(hidden_TD[first : first + len(part)])
             entries.extend(token_logprobs(logits_RV, part, [row.prompt_logprobs or 0] * len(part)))
         return tuple(entries)
-
-    def _record(self) -> torch.cuda.Event | None:
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

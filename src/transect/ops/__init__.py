@@ -44,6 +44,7 @@ Of a decoder layer:
 
 Before and after the layers, and for training:
 
+* ``ring_copy.py``: a step's inputs from the host's memory and its results there, as kernels of its graph
 * ``embed_tokens.py``: what a step begins with, embeddings and rotations of its tokens
 * ``adjust_logits.py``: bias, masks and penalties; ``sampling.py``: the next token of every row, on the device;
   ``philox.py``: its random numbers, without a state
