@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const int own = (wide + ranks - 1) >> shift;  // tiles that a rank adds up, at most
   const uint32_t full = shared_address(memory), empty = full + stages * 8, summed = full + stages * 16, added = full + stages * 24;
   const uint32_t parts = full + (stages * 24 + 8 + 127) / 128 * 128;  // [own tiles][ranks][NT][32 lanes][4]
-  const uint32_t ring = parts + (ranks > 1 ? own * ranks * NT * 512 : 0);
+  uint32_t ring = parts + (ranks > 1 ? own * ranks * NT * 512 : 0);
+  asm volatile("" : "+r"(ring));  // not to be made anew in every step
   const int trigger = late < 0 ? 0 : total - late;  // the step at which the next launch is let in
 
   auto pass_of = [&](int i) { return passes == 1 ? 0 : i / steps; };
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     const unsigned char* x_from =
         (const unsigned char*)(x + (m0 + lane / 16) * x_stride + (long long)chunk_first * kChunk + lane % 16 * 8);
     long long two_rows = x_stride * 4;
-    asm volatile("" : "+l"(two_rows));  // or its multiples are made anew in every step
+    asm volatile("" : "+l"(two_rows));  // not to be made anew in every step
     const int copies = (rows - lane / 16 + 1) / 2;
     const uint32_t x_to = ring + x_place + lane / 16 * kXPitch + lane % 16 * 16;
     int slot = 0, parity = 1, x_step = 0, w_pass = pass_of(stages), w_step = stages - w_pass * steps;
