@@ -24,6 +24,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "last layer in full": {"prune_last_layer": False},
     "dependent launch off": {"dependent_launch": False},
     "fused operators off": {"fused_operators": False},
+    "copy kernels off": {"copy_kernels": False},
 }
 BATCHES = (256, 64, 1)
 STEPS = 48
