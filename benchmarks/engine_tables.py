@@ -17,7 +17,7 @@ PARTS = {
     "rotation, write to the cache": r"^_kernel$",
     "gate": r"^_halves",
     "draws": r"^_groups|^_settle|^_collect|^_choose|^_adjust",
-    "copies": r"[Mm]emcpy",
+    "copies": r"[Mm]emcpy|^_copy_row",
 }
 """Regular expressions of kernels' names, by part of a step; the first that is found counts."""
 STAGES = {

@@ -34,6 +34,7 @@ from graph_time import graph_times
 from record import environment
 from transect.ops import gate_up, shapes, small_matmul
 from transect.ops import small_matmul_hopper as hopper
+from transect.ops.small_matmul_triton import Cut
 
 READ, RATE = 4.33e12, 777e12
 """Measured ceilings of the device: bytes and bfloat16 FLOPs a second."""
@@ -89,6 +90,10 @@ class Race:
     def gate(self, y: Tensor) -> Tensor:
         return gate_up.gate_halves(y, pdl=True) if self.gated else y
 
+    def by_cut(self, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+        y = self.triton(x, weight, cut=cut)
+        return y if cut.gated else self.gate(y)
+
     def contenders(self, m: int, plans: bool) -> dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]]:
         columns = self.n // 2 if self.gated else self.n
         chosen = hopper.chosen(m, self.n, self.k, torch.device("cuda", 0), self.gated)
@@ -98,6 +103,8 @@ class Race:
         if m <= 32:
             found["cuda"] = (hopper.Choice("cuda"), lambda x, w: self.gate(self.cuda(x, w, pdl=True)))
             found["triton"] = (hopper.Choice("triton"), lambda x, w: self.gate(self.triton(x, w)))
+        if chosen is not None and chosen.cut is not None:
+            found["triton, as chosen"] = chosen, partial(self.by_cut, cut=chosen.cut)
         tried = hopper.candidates(m, columns, self.k, gated=self.gated) if plans else []
         if not plans and chosen is not None and chosen.plan is not None:
             tried = [chosen.plan]
@@ -116,7 +123,7 @@ class Race:
         of_cublas = 0.0
         for name, (choice, call) in self.contenders(m, plans).items():
             row: dict[str, Any] = {"rows": m, "k": self.k, "n": self.n, "gated": self.gated, "name": name}
-            row["choice"] = {"by": choice.by} | ({"plan": dataclasses.asdict(choice.plan)} if choice.plan else {})
+            row["choice"] = {"by": choice.by} | ({"plan": dataclasses.asdict(choice.how)} if choice.how else {})
             try:
                 y = call(x, self.weights[0])
             except (RuntimeError, ValueError) as error:
