@@ -62,8 +62,9 @@ def check_int4_product(kernel: Any, m: int, n: int, k: int, group: int, *, pdl: 
 
 
 def check_int4_plans(kernel: Any, plans: Any, clusters: Mapping[int, int], m: int) -> None:
-    """As ``check_int4_product`` for every cut that the module ``plans`` offers for ``m`` rows."""
-    n, k = 4000, 2048
+    """As ``check_int4_product`` for every cut that the module ``plans`` offers for ``m`` rows, of a K that fills every
+    ring more than once."""
+    n, k = 4000, 8192
     weight = int4_weight(n, k, 128, "cuda")
     x, *_ = product_inputs(m, n, k)
     want = int4_matmul.reference(x.double(), weight, n)

@@ -127,8 +127,10 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     const int copies = (rows - lane / 16 + 1) / 2;
     const uint32_t x_to = ring + x_place + lane / 16 * kXPitch + lane % 16 * 16;
     int slot = 0, parity = 1, x_step = 0, w_pass = pass_of(stages), w_step = stages - w_pass * steps;
+    if (lane == 0) {
 #pragma unroll 1
-    for (int i = stages + lane; i < min(stages + fetch, steps); i += 32) prefetch_bulk(w_from(0, i), w_bytes(0));
+      for (int i = stages; i < min(stages + fetch, steps); i++) prefetch_bulk(w_from(0, i), w_bytes(0));
+    }
     __syncwarp();
     if (ahead) wait_for_previous();
 #pragma unroll 1
