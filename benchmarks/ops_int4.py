@@ -1,7 +1,7 @@
 """Products with weights of int4 groups on one GPU: each way that we have, beside torch's own, cuBLAS and floors.
 
     python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--ways cuda_pdl,cublas]
-        [--try late=2,fetch=1 late=5]
+        [--try late=2 ranks=1,blocks=1]
 
 Prints for each weight and number of rows the floor in us, and of each way, as soon as it is measured, us and the share
 of the floor. Times are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays.

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from transect.ops import rms_norm, rotary_kv_write  # noqa: F401  (they enter the registry)
 from transect.ops.embed_tokens import reference, triton_embed_tokens
 from transect.ops.jit import INTERPRETED
 from transect.ops.paged_batch import PagedBatch
@@ -45,6 +46,9 @@ def test_rows_are_copied(tokens: int, width: int, angles: int, dtype: torch.dtyp
         given = dict(made, positions=made["positions"].long()) if wide else made
         for got, wanted in zip(triton_embed_tokens(**given), reference(**given), strict=True):
             assert torch.equal(got, wanted)
+    made["places"][::3] = -1
+    got, wanted = triton_embed_tokens(**made)[0], reference(**made)[0]
+    assert torch.equal(got, wanted) and not got[::3].any() and (tokens == 1 or got[1].any())
     in_order = {name: value for name, value in made.items() if name != "places"}
     in_order["ids"] = made["ids"][:tokens]
     for got, wanted in zip(triton_embed_tokens(**in_order), reference(**in_order), strict=True):

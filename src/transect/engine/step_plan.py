@@ -177,6 +177,7 @@ class StepPlanner:
         fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts)
         source = self.token_source(layout)
         source[:count][fed] = table.drawn_index[slots[fed]]
+        source[count:] = -1  # no token: zeros all the way, which take less power than numbers
         fields.source[:] = source
         fields.token[:] = 0
         for index in np.flatnonzero(~fed).tolist():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..ops.embed_tokens import placed
 from ..ops.opset import OpSet, resolve_ops
 from .attention import Attention
 from .config import ModelConfig
@@ -93,11 +94,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """tokens and positions ``[T]`` int64 -> hidden states after the final norm ``[T, D]``, or ``[R, D]`` of the R
         tokens of ``context.wanted``. With ``places_T`` ``[T]`` int32, ``tokens_T`` is a vector of any length, and token
-        t stands at ``places_T[t]`` of it."""
+        t stands at ``places_T[t]`` of it; below 0 there is none, and what comes out for it means nothing."""
         whole = getattr(self.stack, "hidden", None)
         if whole is not None:
             return whole(tokens_T, positions_T, context, places_T)
-        x_TD = self.embed(tokens_T if places_T is None else tokens_T.index_select(0, places_T))
+        x_TD = self.embed(tokens_T if places_T is None else placed(tokens_T, places_T))
         if self.position_embed is not None:
             x_TD = x_TD + self.position_embed(positions_T)
         return self.norm(self.stack(x_TD, positions_T, context))

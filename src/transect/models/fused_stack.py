@@ -100,7 +100,7 @@ class FusedStack:
     ) -> Tensor:
         """From token ids to the hidden states after the model's last norm; arguments as of ``Decoder.forward``."""
         if not isinstance(context, PagedContext):
-            x_TD = self._embed(tokens if places_T is None else tokens.index_select(0, places_T))
+            x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
             return self._norm(self._run_layers(x_TD, positions_T, context))
         begin = self._ops.embed_tokens if self._fusions.embed else embed_tokens.reference
         x_TD, rotations_Td = begin(tokens, positions_T, self._embed.weight, self._rotations, places_T)

@@ -3,8 +3,9 @@
     x[t] = embedding[ids[places[t]]]          rotation[t] = rotations[positions[t]]
 
 The ids may lie apart: some were drawn by the step before and stand where that left them, others came from the host.
-Without places they are those of the tokens, in order. Copies, no arithmetic, no gradient. Every id, place and position
-must be inside its table: nothing is checked on the device.
+Without places they are those of the tokens, in order. A place below 0 is that of no token: its x is 0, and with it, in
+a decoder, all that follows, which takes less power than numbers do where rows only fill up a step. Copies, no
+arithmetic, no gradient. Every other place, id and position must be inside its table: nothing is checked on the device.
 
 Shapes: embedding ``[V, D]``, rotations ``[positions, d]`` float32 (cosines, then sines); ids int64, of any number where
 there are places, else ``[T]``; positions and places int32 or int64 ``[T]``; results ``[T, D]`` and ``[T, d]``.
@@ -32,8 +33,16 @@ def reference(
     ids: Tensor, positions: Tensor, embedding: Tensor, rotations: Tensor, places: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(embeddings ``[T, D]``, rotations ``[T, d]``)."""
-    tokens = ids if places is None else ids.index_select(0, places)
-    return embedding.index_select(0, tokens), rotations.index_select(0, positions)
+    turned = rotations.index_select(0, positions)
+    if places is None:
+        return embedding.index_select(0, ids), turned
+    x = embedding.index_select(0, placed(ids, places))
+    return x.masked_fill_((places < 0)[:, None], 0), turned
+
+
+def placed(ids: Tensor, places: Tensor) -> Tensor:
+    """The ids at these places; 0 where a place is below 0."""
+    return ids.index_select(0, places.clamp(min=0)).masked_fill_(places < 0, 0)
 
 
 @kernel
@@ -50,11 +59,11 @@ def _embed(
     place = t
     if places_ptr is not None:
         place = tl.load(places_ptr + t).to(tl.int64)
-    token = tl.load(ids_ptr + place)
+    token = tl.load(ids_ptr + place, mask=place >= 0, other=0)
     angle = tl.arange(0, ANGLES)
     turn = tl.load(rotations_ptr + position * rotations_row + angle, mask=angle < n_angles)
     col = tl.arange(0, BLOCK)
-    row = tl.load(embedding_ptr + token * embedding_row + col, mask=col < n_cols)
+    row = tl.load(embedding_ptr + token * embedding_row + col, mask=(col < n_cols) & (place >= 0), other=0.0)
     tl.store(out_ptr + t * n_angles + angle, turn, mask=angle < n_angles)
     tl.store(x_ptr + t * n_cols + col, row, mask=col < n_cols)
 
@@ -129,6 +138,7 @@ def _examples() -> Sequence[dict[str, Any]]:
         examples.append({name: value[:tokens] for name, value in numbers.items()} | tables)
     in_order = dict(examples[1])
     del in_order["places"]
+    examples[2]["places"][3:5] = -1
     return [*examples, in_order]
 
 

@@ -17,8 +17,6 @@
 // * Few registers and less than half of the shared memory leave room for the block of the next launch beside this one. It is
 //   let in (``late``) when what remains to be asked for here is little: then it fills its ring while this one ends, where
 //   its copies would else have delayed the ones that this one waits for.
-// * What a ring holds is little beside what memory should be asked for at a time. So weights can be brought into the L2 cache
-//   some stages (``fetch``) before the ring has room for them.
 
 #include "few_rows.cuh"
 #include "hopper.cuh"
@@ -38,11 +36,6 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int parit
       "{\n.reg .pred done;\nagain:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// ``bytes`` (a multiple of 16, as is the address) into the L2 cache.
-__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // To shared memory of a block of the cluster; its barrier counts the 16 bytes.
@@ -66,7 +59,7 @@ template <int GROUP, int THREADS, int NT>
 __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
               int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
-              int stages, int ahead, int late, int fetch) {
+              int stages, int ahead, int late) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -87,13 +80,11 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const int trigger = late < 0 ? 0 : total - late;  // the step at which the next launch is let in
 
   auto pass_of = [&](int i) { return passes == 1 ? 0 : i / steps; };
-  auto w_bytes = [&](int pass) { return max(0, min(wide, count - pass * wide)) * TILE; };
-  auto w_from = [&](int pass, int step) {
-    return weight + ((size_t)(chunk_first + step) * sixteens + first + pass * wide) * TILE;
-  };
-  auto load_w = [&](const unsigned char* from, int bytes, int slot) {
-    barrier_expect(full + slot * 8, bytes);
-    if (bytes) copy_bulk(ring + slot * stage_bytes, from, bytes, full + slot * 8);
+  auto load_w = [&](int pass, int step, int slot) {
+    const int tiles = max(0, min(wide, count - pass * wide));
+    const size_t tile = (size_t)(chunk_first + step) * sixteens + first + pass * wide;
+    barrier_expect(full + slot * 8, tiles * TILE);
+    if (tiles) copy_bulk(ring + slot * stage_bytes, weight + tile * TILE, tiles * TILE, full + slot * 8);
   };
   if (self == takers) {
     // The weights of the first stages are asked for before anything else.
@@ -111,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     if (!ahead) wait_for_previous();
     for (int i = lane; i < min(stages, total); i += 32) {
       const int pass = pass_of(i);
-      load_w(w_from(pass, i - pass * steps), w_bytes(pass), i);
+      load_w(pass, i - pass * steps, i);
     }
     __syncwarp();
   }
@@ -127,22 +118,12 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     const int copies = (rows - lane / 16 + 1) / 2;
     const uint32_t x_to = ring + x_place + lane / 16 * kXPitch + lane % 16 * 16;
     int slot = 0, parity = 1, x_step = 0, w_pass = pass_of(stages), w_step = stages - w_pass * steps;
-    if (lane == 0) {
-#pragma unroll 1
-      for (int i = stages; i < min(stages + fetch, steps); i++) prefetch_bulk(w_from(0, i), w_bytes(0));
-    }
-    __syncwarp();
     if (ahead) wait_for_previous();
 #pragma unroll 1
     for (int i = 0; i < total; i++) {
       if (i >= stages) {
         barrier_wait(empty + slot * 8, parity);
-        if (lane == 0) {
-          const unsigned char* from = w_from(w_pass, w_step);
-          const int bytes = w_bytes(w_pass);
-          load_w(from, bytes, slot);
-          if (bytes && fetch && w_step + fetch < steps) prefetch_bulk(from + (size_t)fetch * sixteens * TILE, bytes);
-        }
+        if (lane == 0) load_w(w_pass, w_step, slot);
         __syncwarp();
         if (++w_step == steps) w_step = 0, w_pass++;
       }
@@ -330,8 +311,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 
 template <int GROUP, int THREADS, int NT>
 static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
-                 int warps, int teams, int stages, int per, int ranks, int late, int fetch, int dependent,
-                 void* stream) {
+                 int warps, int teams, int stages, int per, int ranks, int late, int dependent, void* stream) {
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
@@ -345,7 +325,7 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   return (int)launch(int4_rows<GROUP, THREADS, NT>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared, ranks,
                      dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
-                     (int)(dependent > 1), late, fetch);
+                     (int)(dependent > 1), late);
 }
 
 // How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
@@ -356,11 +336,11 @@ extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_r
 // team, ``teams`` that share K (12 warps in all, 6 with narrower groups); ``stages`` of the ring, a multiple of ``teams``;
 // ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
 // launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``dependent``: 0 an ordinary launch,
-// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). ``fetch``: so many
-// stages more than the ring's are on their way into the L2 cache. Returns a cudaError_t, or -1 for what it does not take.
+// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns a
+// cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
-                                    int ranks, int late, int fetch, int dependent, void* stream) {
+                                    int ranks, int late, int dependent, void* stream) {
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
@@ -368,7 +348,7 @@ extern "C" int transect_int4_matmul(const void* x, const void* weight, const voi
 #define TRANSECT_INT4(GROUP, THREADS, NT)                                                                            \
   if (group == GROUP && threads == THREADS && rows == NT * 8)                                                        \
     return start<GROUP, THREADS, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, late, \
-                                     fetch, dependent, stream);
+                                     dependent, stream);
 #define TRANSECT_WARPS(GROUP, THREADS) \
   TRANSECT_INT4(GROUP, THREADS, 1)     \
   TRANSECT_INT4(GROUP, THREADS, 2)     \

@@ -37,11 +37,9 @@ CHOICES = {
     "ranks": (1, 2, 4, 8),
     "blocks": (1, 2),
     "late": (1, 2, 4, 5, 6, 7, 8),
-    "fetch": (0, 1, 2),
 }
 """What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``Plan``; how many blocks share a
-multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; and how many
-rings of stages, beside the one in shared memory, are on their way into the L2 cache."""
+multiprocessor; and how many quarters of a ring of stages before its end a block lets the next launch begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,11 @@ class Plan:
     """Blocks of a cluster that share K."""
     late: int
     """The next launch may begin when so many stages or fewer remain to be asked for."""
-    fetch: int = 0
-    """Stages beyond the ring whose weights are on their way into the L2 cache."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """What the launcher is told."""
-        return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, self.fetch)
+        return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late)
 
 
 def most_warps(group: int) -> int:
@@ -114,13 +110,13 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
     if not fitting:
         return None
     stages = fitting[-1]
-    return replace(plan, stages=stages, late=config["late"] * stages // 4, fetch=config["fetch"] * stages)
+    return replace(plan, stages=stages, late=config["late"] * stages // 4)
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
     m, n, k = size
-    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4, "fetch": 0}
+    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4}
     if n >= 16384:
         return shared | {"warps": 8} | ({"ranks": 2, "blocks": 2} if 8 < m <= BESIDE_ROWS else {"ranks": 1})
     return shared | ({"warps": 12, "ranks": 8} if k >= 8192 else {"warps": 8, "ranks": 4})
@@ -202,7 +198,7 @@ class CudaCodes(Codes):
     """By ``int4_matmul.cu``; raises as ``Codes`` does."""
 
     def __init__(self) -> None:
-        super().__init__("int4_matmul", "transect_int4_matmul", 8)
+        super().__init__("int4_matmul", "transect_int4_matmul", 7)
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
