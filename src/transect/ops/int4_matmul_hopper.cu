@@ -305,9 +305,9 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
 // x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of GROUP (32, 64 or
 // 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16, 32 or 64);
 // ``columns``: sixteens of rows of W for a warp at a time; ``warps`` of a team; ``teams`` that share K; ``stages`` of the
-// ring, a multiple of ``teams``; ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8). ``dependent``: 0 an ordinary launch, 1 a
-// dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns a cudaError_t, or
-// -1 for what it does not take.
+// ring, a multiple of ``teams``; ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8). ``dependent``: 0 an
+// ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns
+// a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_hopper(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int columns, int warps, int teams, int stages,
                                     int per, int ranks, int dependent, void* stream) {
