@@ -7,7 +7,7 @@ With weights of a few MB and 64 to 256 rows a launch is over in some 4 us. Then 
 multiprocessor has one tile of some 64 by 32 and no other, even though X is read by each of them, that the rings are
 deep, and that launches are dependent. In a chain of layers of Qwen3-0.6B that beats cuBLAS, which is not launched so,
 and the kernels of ``small_matmul_hopper.py``, whose blocks wait for the others of a cluster: together, with the gate
-inside, by 3 to 7 us a layer (H200). Lost: having the L2 cache fetch a tile's weights before the kernel before has ended.
+inside, by 3 to 7 us a layer (H200). Lost: having the L2 cache fetch a tile's weights while the kernel before runs.
 """
 
 from __future__ import annotations
