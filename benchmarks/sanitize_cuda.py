@@ -10,9 +10,11 @@ python benchmarks/sanitize_cuda.py --inside    the program that is watched
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -125,7 +127,7 @@ def int4_plans() -> None:
             for teams in (1, 2):
                 config = {"ranks": ranks, "teams": teams, "blocks": 1}
                 for _ in range(2):
-                    rows_kernel(x, weight, n, pdl=True, config=config | {"warps": 12 // teams, "late": 4, "fetch": 1})
+                    rows_kernel(x, weight, n, pdl=True, config=config | {"warps": 12 // teams, "late": 4})
                     kernel(x, weight, n, pdl=True, config=config | {"warps": 4, "columns": 2, "beside": True})
                 torch.cuda.synchronize()
                 taken += 2
@@ -159,6 +161,7 @@ def main() -> int:
             "exit": process.returncode,
             "summary": next((line.strip("= ") for line in lines if "SUMMARY" in line), ""),
             "runs": [line for line in lines if line.endswith(" runs")],
+            "races": Counter(re.findall(r"Race reported between \w+ access at (?:void )?([^(]+<[^>]*>|\w+)", text)),
         }
     if sys.argv[1:]:
         result = {
