@@ -10,6 +10,7 @@ from cuda_kernels import check_chain, loaded, product_inputs
 
 from transect.ops import cuda, small_matmul, small_matmul_cuda
 from transect.ops.registry import Unavailable
+from transect.ops.small_matmul_triton import Cut
 
 
 def test_the_source_compiles_the_kernels_that_are_known_here() -> None:
@@ -162,3 +163,19 @@ def test_a_gated_product_that_is_not_there_is_looked_for_once(
     call = small_matmul.gated_launcher()
     assert [call(X, WEIGHT), call(X, WEIGHT)] == [None] * 2
     assert len(hopper_without_its_library) == 1
+
+
+@pytest.mark.parametrize("what", ["dtype", "addresses"])
+def test_a_gate_inside_the_triton_kernels_is_for_what_their_bulk_copies_take(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float32 model of a measured size runs too, by other kernels."""
+    cut = Cut(bm=64, bn=16, bk=64, split=1, bulk=True, gated=True)
+    choice = small_matmul.small_matmul_hopper.Choice("triton", cut=cut)
+    monkeypatch.setattr(small_matmul.small_matmul_hopper, "chosen", lambda *sizes, **kind: choice)
+    monkeypatch.setattr(small_matmul, "TritonRows", lambda: lambda *arguments, cut: cut)
+    call = small_matmul.gated_launcher()
+    x, weight = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert call(x, weight) == cut
+    other = (x.float(), weight.float()) if what == "dtype" else (x[:, 1:], weight[:, 1:])
+    assert call(*other) is None

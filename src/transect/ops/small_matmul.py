@@ -139,10 +139,10 @@ def gated_launcher() -> Callable[..., Tensor | None]:
         choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
         if choice is None or (choice.plan is None and choice.rows_plan is None and choice.cut is None):
             return None
+        if (cuda_refuses if choice.rows_plan else small_matmul_hopper.refuses)(x, weight):
+            return None
         if choice.cut is not None:
             return triton_rows(x, weight, cut=choice.cut)
-        if (small_matmul_hopper.refuses if choice.plan else cuda_refuses)(x, weight):
-            return None
         if x.device not in built:
             try:
                 built[x.device] = CudaRows(), small_matmul_hopper.HopperRows(x.device)
