@@ -267,17 +267,21 @@ class GPURunner:
 
     def _run(self, plan: StepPlan, eager: bool = False) -> tuple[int, Tensor, Sampled]:
         """Launch a step whose numbers are in the ring's memory; its turn there, and what ``_compute`` returns."""
-        self._ring.send(plan.layout.nbytes)
         work: Callable[[], tuple[Tensor, Sampled]] = partial(self._step, plan)
         generation = self._adjust.generation if plan.variant.adjust else 0
         key = plan.layout, plan.variant, generation
-        if self.graphs is None or eager or not (plan.decode or plan.graph):
-            hidden, sampled = work()
-        elif plan.decode:
-            hidden, sampled = self.graphs.run(key, work)
-        else:
-            hidden, sampled = self.graphs.run_rare((*key, plan.prune), work)
-        return self._ring.ended(), hidden, sampled
+        try:
+            self._ring.send(plan.layout.nbytes)
+            if self.graphs is None or eager or not (plan.decode or plan.graph):
+                hidden, sampled = work()
+            elif plan.decode:
+                hidden, sampled = self.graphs.run(key, work)
+            else:
+                hidden, sampled = self.graphs.run_rare((*key, plan.prune), work)
+            return self._ring.ended(), hidden, sampled
+        except BaseException:  # no memory for a graph, say: the step itself has run then
+            self._ring.failed()
+            raise
 
     def _step(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
         """All that is on the device of a step."""

@@ -80,6 +80,12 @@ class StepRing:
         self._turn = (turn + 1) % RING
         return turn
 
+    def failed(self) -> None:
+        """A step was broken off: the device's turn is the host's again, however far it has come."""
+        if self._device_turn is not None:
+            self._device_turn.fill_(self._turn)
+            self._device_turn.item()  # nothing reads the inputs any more
+
     def results(self, turn: int, stream: torch.cuda.Stream | None) -> tuple[np.ndarray, torch.cuda.Event | None]:
         """What the step of this turn draws, uint8, and an event after which it stands there. For a CPU it does."""
         if self._device_turn is None:
