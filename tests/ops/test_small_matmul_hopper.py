@@ -54,6 +54,7 @@ def test_choices_are_of_known_cuts_and_fit() -> None:
         if choice.cut is not None:
             cut, width = choice.cut, choice.cut.bn * (2 if choice.cut.gated else 1)
             assert choice.cut.gated == gated and cut.early and cut.bulk, size
+            assert not stream or n % cut.bn == 0, size  # squares of whole tiles
             assert cut.stages * (cut.bm + width) * cut.bk * 2 <= 225 * 1024, size
         if choice.plan is not None:
             assert choice.plan.cut in CUTS, size

@@ -1,8 +1,8 @@
 """Compile an engine's kernels in several processes at once, before it needs them.
 
 Triton compiles a kernel when it is first launched, one after another: some 20 s for all kernels of a model on a machine
-that has never run it. Here the engine goes through its kinds of steps once without launching a kernel, on one layer of
-each kind and memory that is not filled, which takes half a second and tells which kernels there are; processes compile
+that has never run it. Here the engine goes through its kinds of steps once without launching a kernel, on a layer or
+two and memory that is not filled, which takes less than a second and tells which kernels there are; processes compile
 them (``compilers.py``) while the engine loads weights. A file beside Triton's cache says that this has been done for a
 model, these sources and this GPU.
 """
@@ -90,7 +90,7 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
 
 @torch.inference_mode()
 def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
-    """All kinds of steps on a layer of each kind, then ``all_needed``, then those that only requests with penalties
+    """All kinds of steps on a layer or two, then ``all_needed``, then those that only requests with penalties
     make."""
     # Norms in the products on both sides of them stand between two layers.
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)

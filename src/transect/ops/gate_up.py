@@ -9,7 +9,7 @@ Bound by bytes for few rows (the weights, read once), by arithmetic from a few h
 part of the product's epilogue (``matmul.py``), which saves writing and reading ``[T, 2 F]``. For few rows the product
 is cut along K and its parts are added up at the end, so the gate is a kernel of its own: it moves ``3 T F`` elements,
 1 % of the weights at 16 rows of an 8B model. On Hopper up to 256 rows both are one launch for the weights where that
-was quicker (``small_matmul_cuda.py``, ``small_matmul_hopper.py``).
+was quicker (``small_matmul_cuda.py``, ``small_matmul_hopper.py``, ``small_matmul_triton.py``).
 """
 
 from __future__ import annotations

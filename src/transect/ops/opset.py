@@ -53,7 +53,7 @@ class OpSet:
     paged_attention: Callable[..., Any]
     embed_tokens: Callable[..., Any]
     stream_products: StreamProducts | None = None
-    """Products with the norms between them in their launches, for decode steps of few rows; None: there are none."""
+    """Products with the norms between them in their launches, for decode steps of up to 256 rows; None: none."""
     chosen: tuple[tuple[str, str], ...] = ()
     """(operator, implementation), for the start-up line."""
     passed_over: tuple[tuple[str, str, str], ...] = ()

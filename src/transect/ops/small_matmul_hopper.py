@@ -31,9 +31,10 @@ widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5
 
 Which one runs, with which plan, is measured where it runs, in a chain of whole layers, by
 ``benchmarks/products_in_layers.py``, for the heads and the other sizes alone by ``benchmarks/ops_many_rows.py``, and
-kept as data for each device. cuBLAS stays quicker, and runs, at 256 rows for the down and q-k-v projections of the 8B
-models, from 128 rows on for the heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64
-rows on. Times are in ``results/h200/ops_many_rows.json``.
+kept as data for each device. cuBLAS stays quicker, and runs, at 160 rows and more for most weights of the 8B models
+(at 256 not for the output projections, nor for the gate and up projections of Llama-3.1-8B), from 128 rows on for the
+heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64 rows on. Times are in
+``results/h200/ops_many_rows.json``.
 """
 
 from __future__ import annotations
