@@ -74,5 +74,6 @@ def test_torch_has_no_graphs_nor_padding_and_that_is_said(
     assert gpu_build.without_graphs(config, kernels) == config
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     model, device = PRESETS["qwen3-0.6b"], torch.device("cuda", 0)
-    tokens = [gpu_build.runner_tricks(config, model, torch.bfloat16, device, o)["pad_tokens"] for o in (ops, kernels)]
-    assert tokens == [1, None]
+    tricks = [gpu_build.runner_tricks(config, model, torch.bfloat16, device, o) for o in (ops, kernels)]
+    assert [each["pad_tokens"] for each in tricks] == [1, None]
+    assert [each["copy_kernels"] for each in tricks] == [False, True]

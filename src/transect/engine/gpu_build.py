@@ -147,6 +147,7 @@ def build_gpu(
         fused_operators=config.fused_operators,
         whole_prompts=tricks["whole_prompts"],
         fine_rows=tricks["fine_rows"],
+        copy_kernels=tricks["copy_kernels"],
         **limits,
     )
     times.done("CUDA")
@@ -225,7 +226,9 @@ def runner_tricks(
     return {
         "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
         "prune_last_layer": config.prune_last_layer,
-        "copy_kernels": config.copy_kernels,
+        # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
+        # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
+        "copy_kernels": config.copy_kernels and not by_torch(ops),
         # Products on Hopper take any number of rows (ops/small_matmul.py), but not in deterministic mode.
         "fine_rows": dtype == torch.bfloat16
         and not config.deterministic

@@ -48,6 +48,7 @@ class Work:
     fused_operators: bool
     whole_prompts: tuple[int, int] | None = None
     fine_rows: bool = False
+    copy_kernels: bool = False
 
 
 @dataclass(slots=True)
@@ -105,7 +106,8 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
         for streams in (ops.stream_products, None):
             model.ops = dataclasses.replace(ops, stream_products=streams)
             stacks.append(FusedStack(model, max_positions=work.max_model_len, fusions=fusions))
-    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "whole_prompts", "fine_rows")
+    limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    names = (*limits, "whole_prompts", "fine_rows", "copy_kernels")
     settings = {name: getattr(work, name) for name in names}
     caches = model.new_kv_cache(2, work.block_size, work.dtype)
     drawing, plain = (GPURunner(model, *caches, graphs=False, sample_on_device=on, **settings) for on in (True, False))
