@@ -1,6 +1,7 @@
 """Every kernel of the registry against float64 on its small and odd examples, as a ratio to the error of torch's own.
 
 python benchmarks/numerics.py OUT.json [--workers 8]    exit 1 where one is further off than its operator allows
+python benchmarks/numerics.py OUT.json --merge NEW.json    rows of a later run take the place of those kept
 
 The inputs, the comparison and what is allowed are those of ``tests/ops/test_numerics.py``: outputs and gradients for
 random upstream gradients, three layouts in memory, each dtype that an implementation has. A row keeps the worst.
@@ -12,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
@@ -70,6 +72,17 @@ def measure(which: tuple[str, str, str], device: str) -> dict[str, Any]:
     }
 
 
+def merge(kept: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The new rows, and those kept of kernels that the new run did not come to; each names its commit."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for made in (kept, new):
+        for row in made["rows"]:
+            named = {"commit": made["environment"]["commit"], **row}
+            rows[row["op"], row["implementation"], row["dtype"]] = named
+    known = [which for which in implementations("cuda") if which in rows]
+    return {**new, "rows": [rows[which] for which in known]}
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each implementation, a column for each dtype, and why more than twice torch's error is allowed."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
@@ -94,11 +107,15 @@ def page() -> str:
     rows = [row for row in made["rows"] if row["compared"]]
     compared = sum(row["compared"] for row in rows)
     where = made["environment"]
+    commits = Counter(row.get("commit", where["commit"]) for row in rows)
+    at = f"commit {next(iter(commits))}"
+    if len(commits) > 1:
+        at = "commits " + ", ".join(f"{commit} ({count} of the kernels)" for commit, count in commits.items())
     versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     found = "; ".join(f"{tool}: {of['summary'].lower()}" for tool, of in sanitizer["tools"].items())
     runs = sum(int(line.rpartition(": ")[2].split()[0]) for line in sanitizer["tools"]["memcheck"]["runs"])
     return (
-        f"{table(rows)}\n\n`{made['command']}` on one {made['device']}, {versions}, commit {where['commit']}: "
+        f"{table(rows)}\n\n`{made['command']}` on one {made['device']}, {versions}, {at}: "
         f"{compared} results and gradients compared, the worst of each in the table.\n\n"
         f"`{sanitizer['command']}`, {runs} runs of the CUDA C++ kernels under compute-sanitizer at commit "
         f"{sanitizer['environment']['commit']}: {found}.\n"
@@ -110,7 +127,12 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--ops", default="", help="only these, separated by commas")
+    parser.add_argument("--merge", type=Path, help="a file of a later run to put into OUT; nothing is measured")
     options = parser.parse_args()
+    if options.merge is not None:
+        all_ops()
+        record.write(options.out, merge(*(json.loads(path.read_text()) for path in (options.out, options.merge))))
+        return 0
     device = "cuda" if torch.cuda.is_available() else "cpu"
     only = set(filter(None, options.ops.split(",")))
     todo = [which for which in implementations(device) if not only or which[0] in only]

@@ -173,8 +173,9 @@ def busiest(launch: Launch) -> int:
 
 
 def outside(launch: Launch) -> list[Access]:
-    """Accesses of memory that belongs to no argument: a bug of the kernel, or scratch memory of its launcher."""
-    return [access for access in launch.accesses if access.argument == OUTSIDE]
+    """Accesses of memory that belongs to no argument: a bug of the kernel, or scratch memory of its launcher. One that
+    is masked off as a whole touches none."""
+    return [access for access in launch.accesses if access.argument == OUTSIDE and access.elements.size]
 
 
 def plot(launches: Sequence[Launch], program: int | None, path: Path) -> None:
