@@ -48,6 +48,9 @@ def test_a_gate_takes_no_bias_and_no_parts() -> None:
     for arguments, cut in (((x, weight, bias), gated), ((x, weight), replace(gated, split=2))):
         with pytest.raises(ValueError, match="a gate is for whole sums"):
             TritonRows()(*arguments, cut=cut)
+    beside = Beside(residual=sample(3, 48), scale=sample(48))
+    with pytest.raises(ValueError, match="whole tiles"):
+        TritonRows().beside(x, sample(48, 64), None, beside, cut=replace(SMALL, bn=32))
     with pytest.raises(ValueError, match="a gate is for whole sums"):
         TritonRows()(x[:, 1:], weight[:, 1:], cut=gated)  # rows that do not begin on 16 bytes
 

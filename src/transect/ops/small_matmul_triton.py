@@ -269,7 +269,8 @@ class TritonRows:
         """As a call, with a norm beside the product: (result, scaled, squares), the last two as in
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
-        Errors as there, and ``ValueError`` where ``norm.refuses``, or for a residual with a gate.
+        Errors as there, and ``ValueError`` where ``norm.refuses``, or for a residual with a gate or with columns that
+        are no whole number of tiles.
         """
         require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -288,6 +289,8 @@ class TritonRows:
             cut = Cut(min(cut.bm, 64), 64, 32, 1, stages=2)  # a tile of float32 takes twice the shared memory
         out = x.new_empty((m, n))
         scaled = squares = None
+        if norm.residual is not None and n % cut.bn:
+            raise ValueError(f"small_matmul: squares are of whole tiles, and {n} columns are none of {cut.bn}")
         if norm.residual is not None:
             scaled, squares = x.new_empty((m, n)), x.new_empty((m, triton.cdiv(n, cut.bn)), dtype=torch.float32)
         if out.numel() == 0:
