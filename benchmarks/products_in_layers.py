@@ -132,17 +132,11 @@ class Layers:
         }
         self._name = {size: name for name, size in self.sizes.items()}
         self.cuda, self.hopper, self.triton = cuda_rows.CudaRows(), hopper.HopperRows(), small_matmul.TritonRows()
-        self.streams = StreamProducts(
-            torch.device("cuda", 0), lambda _, n, k, __: self._beside(self.choice[self._name[n, k]])
-        )
+        self.streams = StreamProducts(torch.device("cuda", 0), lambda _, n, k, __: self.choice[self._name[n, k]].how)
         self.choice: dict[str, Choice] = {}
         self.best: dict[str, list[Choice]] = {}
         """Of each product, the quickest found with norms apart."""
         self.first = self.now().double()
-
-    @staticmethod
-    def _beside(choice: Choice) -> cuda_rows.Plan | Cut | None:
-        return choice.rows_plan or choice.cut
 
     def now(self) -> Tensor:
         return self.chain.stack()()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .jit import INTERPRETED, kernel, next_power_of_2, require, tl, triton
+from .matmul import describe_pair
 from .small_matmul_cuda import Beside
 from .tiles import after_previous, describe, dot, fits_descriptor
 
@@ -211,14 +212,6 @@ def choose(m: int, n: int, k: int, device: torch.device) -> Cut:
     return Cut(128, 64, 128, 1, bulk=hopper, early=hopper)
 
 
-def describe_halves(weight: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of a matrix ``[2 N, K]`` as ``[2, N, K]``, for copies of ``rows`` of each half."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    half, k = weight.shape[0] // 2, weight.shape[1]
-    return TensorDescriptor(weight, [2, half, k], [half * weight.stride(0), weight.stride(0), 1], [2, rows, columns])
-
-
 class Counters:
     """Counters of arrivals at split tiles: zeros that every launch leaves as zeros, one set for each device.
 
@@ -289,10 +282,10 @@ class TritonRows:
             cut = Cut(min(cut.bm, 64), 64, 32, 1, stages=2)  # a tile of float32 takes twice the shared memory
         out = x.new_empty((m, n))
         scaled = squares = None
-        if norm.residual is not None and n % cut.bn:
-            raise ValueError(f"small_matmul: squares are of whole tiles, and {n} columns are none of {cut.bn}")
         if norm.residual is not None:
-            scaled, squares = x.new_empty((m, n)), x.new_empty((m, triton.cdiv(n, cut.bn)), dtype=torch.float32)
+            if n % cut.bn:
+                raise ValueError(f"small_matmul: squares are of whole tiles, and {n} columns are none of {cut.bn}")
+            scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // cut.bn), dtype=torch.float32)
         if out.numel() == 0:
             return out, scaled, squares
         strides = (x.stride(0), weight.stride(0), n)
@@ -320,8 +313,10 @@ class TritonRows:
             )
         left, right = x, weight
         if bulk:
-            left = describe(x, cut.bm, cut.bk)
-            right = describe_halves(weight, cut.bn, cut.bk) if gated else describe(weight, cut.bn, cut.bk)
+            left, right = describe(x, cut.bm, cut.bk), describe(weight, cut.bn, cut.bk)
+        if gated:
+            gate, up = weight.chunk(2)
+            right = describe_pair(gate, up, cut.bn, cut.bk)
         count = 1 if norm.squares is None else norm.squares.shape[1]
         _rows[(*grid, split)](
             left, right, bias, out, parts, held, norm.residual, norm.scale, scaled, squares,
