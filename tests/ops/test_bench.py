@@ -1,7 +1,10 @@
 """``transect bench ops`` on a processor: rows for everybody, what fails is a row, result files grow by operators."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,3 +204,19 @@ def test_every_recorded_row_is_of_an_operator_and_case_that_exist() -> None:
     known = {(op.name, case.name) for op in all_ops() for case in op.cases()}
     recorded = json.loads(path.read_text())
     assert {(row["op"], row["case"]) for row in recorded["rows"]} <= known
+
+
+def test_rows_of_a_later_run_of_numerics_take_the_place_of_those_kept(tmp_path: Path) -> None:
+    def run(commit: str, *rows: tuple[str, float]) -> dict[str, Any]:
+        made = [{"op": op, "implementation": "triton", "dtype": "float32", "ratio": ratio} for op, ratio in rows]
+        return {"command": commit, "environment": {"commit": commit}, "rows": made}
+
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text(json.dumps(run("old", ("gelu", 1.0), ("adamw", 2.0), ("gone", 3.0))))
+    new.write_text(json.dumps(run("new", ("adamw", 4.0), ("softmax", 5.0))))
+    script = Path(__file__).parents[2] / "benchmarks" / "numerics.py"
+    subprocess.run([sys.executable, script, kept, "--merge", new], check=True, timeout=120)
+    merged = json.loads(kept.read_text())
+    found = {row["op"]: (row["ratio"], row["commit"]) for row in merged["rows"]}
+    assert found == {"adamw": (4.0, "new"), "gelu": (1.0, "old"), "softmax": (5.0, "new")}
+    assert merged["command"] == "new"
