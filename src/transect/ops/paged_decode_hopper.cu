@@ -36,6 +36,21 @@ __device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from)
                : "r"(from));
 }
 
+// How the L2 cache is to keep what passes through it: as ever, or to be dropped before all else.
+__device__ __forceinline__ uint64_t cache_policy(bool drop_first) {
+  uint64_t policy;
+  if (drop_first) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// As ``copy16``, kept in the L2 cache by ``policy``.
+__device__ __forceinline__ void copy16_by(uint32_t to, const void* from, bool inside, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+               "r"(inside ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
 // Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that the reader
 // sees which ones are there, and leaves the pattern behind.
 constexpr uint32_t kNothing = 0xFFFFFFFF;
@@ -94,7 +109,8 @@ struct Batch {
 template <int D, int NT, int S>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
     paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch, __nv_bfloat16* out,
-                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early) {
+                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early,
+                 int drop_first) {
 #ifdef TRANSECT_HOPPER
   constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -196,6 +212,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank is met
   // twice.
   constexpr int PER_ROW = D / 8, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
+  const uint64_t policy = cache_policy(drop_first);
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
   const uint32_t copy_to = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
   auto fetch = [&](int i) {
@@ -212,13 +229,14 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 #pragma unroll
       for (int j = 0; j < kUnit / ROWS; j++) {
         const int row = copy_row + j * ROWS;
-        copy16((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256, row >= low && row < high);
+        copy16_by((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256, row >= low && row < high,
+                  policy);
       }
 #pragma unroll
       for (int j = 0; j < kUnit / ROWS; j++) {
         const int row = copy_row + j * ROWS;
-        copy16((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
-               row >= low && row < high);
+        copy16_by((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
+                  row >= low && row < high, policy);
       }
     }
     end_group();
@@ -460,7 +478,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,              \
                        ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys,        \
                        (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,      \
-                       pieces, ranks, (int)(dependent > 1));                                                                 \
+                       pieces, ranks, (int)(dependent > 1), drop_first);                                                     \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b ``pieces``
@@ -468,11 +486,13 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 // left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads, all bits set, and again
 // afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages (one of those compiled), ranks: see
 // above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
-// kernel before has ended. Returns a cudaError_t, or -1 for what it does not take.
+// kernel before has ended. drop_first: keys and values are the first that the L2 cache drops. Returns a cudaError_t, or -1 for
+// what it does not take.
 extern "C" int transect_paged_decode(const void* q, const void* keys, const void* values, const void* tables,
                                      const void* starts, const void* lengths, void* out, void* parts, int rows, int columns,
                                      int table_stride, int window, int K, int G, int d, long long q_t, int q_h, int pieces,
-                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, void* stream) {
+                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, int drop_first,
+                                     void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8) return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
   TRANSECT_PAGED(128, 1, 2)

@@ -41,7 +41,7 @@ PARTS = 1 << 20
 """Numbers that blocks of threads may leave for each other: those of one item for each."""
 NOTHING = -1
 """The bits of a number that nobody has left."""
-SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiii" + "p"
+SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiii" + "p"
 """Of the launcher's arguments, see ``cuda.bind``."""
 
 
@@ -131,14 +131,16 @@ def takes_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) ->
 class PagedDecode:
     """``paged_attention`` of rows with one query by ``paged_decode_hopper.cu``, on one device.
 
-    Launches share the memory for parts of sums, so those of one instance must be on one stream.
+    Launches share the memory for parts of sums, so those of one instance must be on one stream. ``drop_first``: keys and
+    values are the first that the L2 cache drops, so that what else lies there (weights) stays; may be set at any time.
 
     Raises:
         Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
         RuntimeError: made inside a CUDA graph capture.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, drop_first: bool = False) -> None:
+        self.drop_first = drop_first
         self._launch = cuda.bind_on_hopper("paged_decode_hopper", "transect_paged_decode", SIGNATURE, device)
         self._parts = torch.full((PARTS,), NOTHING, dtype=torch.int32, device=device or "cuda")
 
@@ -187,7 +189,8 @@ class PagedDecode:
             self._parts.data_ptr(), rows, tables.shape[1], tables.stride(0), window or 0, kv_heads, group, d,
             q.stride(0), q.stride(1),
             k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, cut.blocks * units, cut.warps, cut.stages,
-            cut.ranks, 2 if pdl and not batch.fresh else 1, torch.cuda.current_stream(q.device).cuda_stream,
+            cut.ranks, 2 if pdl and not batch.fresh else 1, self.drop_first,
+            torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"paged_decode_hopper.cu: the launch of {cut} for {rows} rows returned {code}")
