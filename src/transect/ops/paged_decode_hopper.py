@@ -131,8 +131,9 @@ def takes_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) ->
 class PagedDecode:
     """``paged_attention`` of rows with one query by ``paged_decode_hopper.cu``, on one device.
 
-    Launches share the memory for parts of sums, so those of one instance must be on one stream. ``drop_first``: keys and
-    values are the first that the L2 cache drops, so that what else lies there (weights) stays; may be set at any time.
+    Launches share the memory for parts of sums, so those of one instance must be on one stream. ``drop_first``: keys
+    and values are the first that the L2 cache drops, so that what else lies there (weights) stays; may be set at any
+    time.
 
     Raises:
         Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
