@@ -186,6 +186,14 @@ class LetsSmallOnesOvertake(Scheduler):
             self.waiting.push(head)
 
 
+class LetsDecodesWait(Scheduler):
+    """Prompts fill a step up as if nobody decoded beside them."""
+
+    def __init__(self, config, clock) -> None:
+        super().__init__(config, clock)
+        self._mixed = config.max_num_batched_tokens
+
+
 MUTANTS = [
     {"blocks_class": WritesSharedBlocks},
     {"blocks_class": FreesUnderTheStepInFlight},
@@ -204,6 +212,7 @@ MUTANTS = [
     {"scheduler_class": LosesAbortedRequests},
     {"scheduler_class": EndsTwice},
     {"scheduler_class": LetsSmallOnesOvertake},
+    {"scheduler_class": LetsDecodesWait},
 ]
 
 

@@ -38,6 +38,20 @@ class TestBudget:
         assert all(lengths(batch) == [1, 1, 1, 1] for batch in batches[:12])
         assert batches[11].rows[3].draws
 
+    def test_a_step_is_shorter_where_sequences_decode(self):
+        core = make(max_mixed_tokens=6)
+        core.add(request("long", prompt=20, max_tokens=8))
+        core.add(request("next", prompt=20, first=2, max_tokens=1))
+        batches, _ = recorded_batches(core)
+        assert [lengths(batch) for batch in batches] == [[16], [4, 12], [1, 5], [1, 3], *[[1]] * 5]
+
+    def test_a_sequence_that_draws_its_last_token_makes_no_step_shorter(self):
+        core = make(lag=1, max_mixed_tokens=6)
+        for i in range(3):
+            core.add(request(f"r{i}", prompt=16, first=i + 1, max_tokens=1))
+        batches, _ = recorded_batches(core)
+        assert [lengths(batch) for batch in batches] == [[16]] * 3
+
     def test_many_requests_are_batched_in_one_step(self):
         core = make()
         for i in range(4):
@@ -67,6 +81,19 @@ class TestOrder:
         for name, priority in (("a", 1), ("b", 0), ("c", -5), ("d", 0)):
             core.add(request(name, priority=priority))
         assert order_of_ends(recorded_batches(core)[1]) == ["c", "b", "d", "a"]
+
+    def test_longest_first_begins_with_what_may_draw_most(self):
+        core = make(max_num_seqs=1, longest_first=True)
+        for name, tokens, prompt in (("a", 2, 9), ("b", 7, 3), ("c", 7, 12), ("d", 30, 4)):
+            core.add(request(name, prompt=prompt, max_tokens=tokens))
+        core.add(request("urgent", max_tokens=1, priority=-1))
+        assert order_of_ends(recorded_batches(core)[1]) == ["urgent", "d", "b", "c", "a"]
+
+    def test_static_batches_are_taken_in_the_order_of_arrival_always(self):
+        core = make(max_num_seqs=1, longest_first=True, policy="static")
+        for name, tokens in (("a", 2), ("b", 7)):
+            core.add(request(name, max_tokens=tokens))
+        assert order_of_ends(recorded_batches(core)[1]) == ["a", "b"]
 
     def test_nobody_overtakes_a_head_that_does_not_fit_yet(self):
         core = make(num_blocks=10, max_num_batched_tokens=64)

@@ -117,6 +117,7 @@ class CheckingExecutor:
         self.truths: dict[int, _Truth] = {}
         self.done_step = 0
         self.num_copies = 0
+        self.last_draws: set[int] = set()
 
     def poison(self, block_id: int) -> None:
         """Nobody may read what the block held."""
@@ -134,6 +135,10 @@ class CheckingExecutor:
         config = self.config
         check(bool(batch.rows), "a batch without rows")
         check(batch.num_tokens <= config.max_num_batched_tokens, f"{batch.num_tokens} tokens exceed the budget")
+        decodes = any(row.draws and row.num_tokens == 1 and row.seq_id in self.last_draws for row in batch.rows)
+        mixed = config.max_mixed_tokens or config.max_num_batched_tokens
+        check(not decodes or batch.num_tokens <= mixed, f"{batch.num_tokens} tokens beside decodes exceed their budget")
+        self.last_draws = {draw.seq_id for row in batch.rows for draw in row.draws}
         check(len(batch.rows) <= config.max_num_seqs, f"{len(batch.rows)} rows exceed max_num_seqs")
         check(len({row.seq_id for row in batch.rows}) == len(batch.rows), "a sequence has two rows in one batch")
         for row in batch.rows:

@@ -20,6 +20,7 @@ from .engine_options import (
     GpuMemory,
     LoadFormat,
     MaxBatchedTokens,
+    MaxMixedTokens,
     MaxNumSeqs,
     Native,
     Threads,
@@ -61,6 +62,10 @@ def command(
     native: Native = None,
     max_num_seqs: MaxNumSeqs = 256,
     max_num_batched_tokens: MaxBatchedTokens = None,
+    max_mixed_tokens: MaxMixedTokens = None,
+    longest_first: Annotated[
+        bool, typer.Option(help="Begin with the sequences that have the most tokens to draw; else in their order.")
+    ] = True,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
@@ -95,6 +100,8 @@ def command(
         enable_prefix_caching=False,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_mixed_tokens=max_mixed_tokens,
+        longest_first=longest_first,
         max_model_len=2 * longest,
         kv_cache_tokens=kv_cache_tokens,
         seed=0,

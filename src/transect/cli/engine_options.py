@@ -21,6 +21,7 @@ LoadFormat = Annotated[
 MaxModelLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences that run at the same time.")]
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens in one step, prefill and decode together.")]
+MaxMixedTokens = Annotated[int | None, typer.Option(help="Tokens in one step in which sequences decode.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the cores that this process may use.")]
 Native = Annotated[
     bool | None,

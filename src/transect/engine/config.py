@@ -14,6 +14,9 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of a step. Decoding streams wait for the prefill chunks of others: this many keep a small CPU for 0.15 s, and
 an H200 with an 8B model for 0.2 s."""
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MIXED_TOKENS = {"cpu": 256, "cuda": 2048}
+"""Tokens of a step in which sequences decode: their next tokens wait for all of it, with an 8B model on an H200 for
+0.05 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +47,16 @@ class EngineConfig:
         max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
         max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
             max_num_seqs if larger.
+        max_mixed_tokens: tokens of one step in which sequences decode; None: 256, on a GPU 2048, or as many as
+            max_num_seqs and max_num_batched_tokens ask for.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
             on a GPU all that gpu_memory_utilization leaves.
         enable_prefix_caching: keep the KV of finished prompts for later ones that begin alike.
         policy: ``continuous``, or ``static`` to compare with.
+        longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
+            sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
         max_queue: requests that may wait; one more is refused. None: no bound.
         async_scheduling: plan a step ahead of the tokens; None: on a GPU.
         threads: CPU threads of the model; None: the cores that this process may use. They become torch's number of
@@ -79,12 +86,14 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_mixed_tokens: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
     kv_cache_tokens: int | None = None
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
+    longest_first: bool | None = None
     max_queue: int | None = None
     async_scheduling: bool | None = None
     threads: int | None = None
@@ -106,7 +115,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
         _positive("block_size", self.block_size)
         sizes = ("num_kv_blocks", "kv_cache_bytes", "kv_cache_tokens")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue", "threads", *sizes):
+        limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens")
+        for name in (*limits, "max_queue", "threads", *sizes):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         given = [name for name in sizes if getattr(self, name) is not None]
@@ -121,6 +131,12 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs})"
             )
+        if None not in (self.max_num_seqs, self.max_mixed_tokens) and (
+            self.max_mixed_tokens < self.max_num_seqs  # type: ignore[operator]
+        ):
+            raise ValueError(
+                f"max_mixed_tokens ({self.max_mixed_tokens}) must be at least max_num_seqs ({self.max_num_seqs})"
+            )
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
 
@@ -130,6 +146,11 @@ class EngineConfig:
         if seqs is None:
             seqs = min(DEFAULT_NUM_SEQS[device], tokens or DEFAULT_NUM_SEQS[device])
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
+
+    def mixed_tokens(self, device: str) -> int:
+        """max_mixed_tokens with the default of a device type (``cpu``, ``cuda``)."""
+        seqs, tokens = self.limits(device)
+        return min(tokens, self.max_mixed_tokens or max(DEFAULT_MIXED_TOKENS[device], 2 * seqs))
 
     def cpu_threads(self) -> int:
         """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``).

@@ -42,6 +42,8 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
+        if self.config.longest_first is None:
+            self.config = dataclasses.replace(self.config, longest_first=True)
         began = time.perf_counter()
         with compiling(self.config) as compilers:
             from .build import build_engine  # imports torch, which takes seconds
@@ -75,7 +77,8 @@ class LLM:
         use_tqdm: bool = False,
         priority: int = 0,
     ) -> list[RequestOutput]:
-        """Continue prompts; all of them run together.
+        """Continue prompts; all of them run together, begun with those that may draw the most tokens
+        (``longest_first``).
 
         Args:
             prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.

@@ -97,14 +97,14 @@ class Sequence:
         "stop_ids",
     )
 
-    def __init__(self, request: RequestState, seq_id: int, index: int, rank: tuple[int, int, int], seed: int) -> None:
+    def __init__(self, request: RequestState, seq_id: int, index: int, rank: tuple[int, ...], seed: int) -> None:
         spec = request.spec
         params = spec.params
         self.request = request
         self.seq_id = seq_id
         self.index = index
         self.rank = rank
-        """(priority, order of arrival, choice): the smallest is served first and preempted last."""
+        """(priority, order in it, order of arrival, choice): the smallest is served first and preempted last."""
         self.status = Status.UNBORN
         self.finish_reason: str | None = None
         self.output_token_ids: list[int] = []

@@ -1,10 +1,12 @@
 """Continuous batching: who runs in the next step, and what the step's tokens change.
 
-Every step is one ragged batch under a budget of tokens. Sequences that hold KV blocks are served in the order of their
-ranks (priority, then arrival). Each gets one token of the budget for sure; what is left over goes, again by rank, to
-those with more to compute, the prompts, which are so cut into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes
-never wait behind prompts, and prompts always move. Then the queue's head is admitted as long as there are places,
-budget and KV blocks for all its tokens. Nobody overtakes the head, so everybody's turn comes.
+Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode, which wait for all of the
+step (``max_mixed_tokens``). Sequences that hold KV blocks are served in the order of their ranks (priority, then
+arrival; with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for
+sure; what is left over goes, again by rank, to those with more to compute, the prompts, which are so cut into chunks
+(Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
+head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
+everybody's turn comes (with ``longest_first``: once nothing longer comes).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives its blocks
 back, keeps its output tokens, and computes prompt and output anew when its turn comes again. Draws depend on positions,
@@ -72,6 +74,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sequences with blocks, best rank first."""
         self._static = config.policy == "static"
+        self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
         self._watermark = int(config.watermark * config.num_blocks)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
@@ -116,8 +119,9 @@ class Scheduler:
             key = blake2b(f"{self._seed} {self._num_requests}".encode(), digest_size=8)
             seed = int.from_bytes(key.digest(), "little")
         priority = 0 if self._static else request.priority
+        order = len(request.prompt_token_ids) - max_length if self.config.longest_first and not self._static else 0
         for index in range(request.params.n):
-            rank = (priority, self._num_requests, index)
+            rank = (priority, order, self._num_requests, index)
             state.choices.append(Sequence(state, self._num_sequences, index, rank, seed))
             self._num_sequences += 1
         self._num_requests += 1
@@ -144,7 +148,8 @@ class Scheduler:
         running = self.running
         step, rows, sequences = plan.step, plan.rows, plan.sequences
         again = True  # as long as all rows are of the kind that most are
-        spare = self.config.max_num_batched_tokens - len(running)
+        decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
+        spare = (self._mixed if decoding else self.config.max_num_batched_tokens) - len(running)
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
             length = seq.length

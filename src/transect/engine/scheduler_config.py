@@ -18,11 +18,17 @@ class SchedulerConfig:
         max_num_seqs: sequences that hold KV at the same time; a request with n choices takes n places.
         max_num_batched_tokens: tokens per step, prefill and decode together; at least ``max_num_seqs``, so that every
             running sequence gets at least one token in every step.
+        max_mixed_tokens: tokens per step in which sequences decode: their next tokens wait for all of it. At least
+            ``max_num_seqs``; None: ``max_num_batched_tokens``, which steps take in which nobody decodes.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
         policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
             with: admit in order of arrival (priorities are not looked at) up to ``max_num_seqs``, as far as the pool
             surely holds them to their ends, run all of them to the end, then admit the next batch.
+        longest_first: of requests of the same priority, begin with those that may draw the most tokens, not with those
+            that came first. Work that is all there at the start ends sooner so (the rule of the longest processing
+            time, Graham 1969); where requests keep coming, short ones would wait for all longer ones. Not looked at
+            by the static policy.
         max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None: no bound.
         max_prefill_chunk: prompt tokens of one sequence per step at the most, so that short prompts can run beside a
             long one and steps stay short; None: as many as the token budget leaves.
@@ -39,9 +45,11 @@ class SchedulerConfig:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_mixed_tokens: int | None = None
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
+    longest_first: bool = False
     max_queue: int | None = None
     max_prefill_chunk: int | None = None
     watermark: float = 0.01
@@ -63,6 +71,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs a token of each step"
+            )
+        if self.max_mixed_tokens is not None and self.max_mixed_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_mixed_tokens ({self.max_mixed_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), or "
+                "None for max_num_batched_tokens: every running sequence needs a token of each step"
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")

@@ -32,7 +32,7 @@ class WaitingQueue:
         self.max_new = max_new
         self.num_new = 0
         self.num_preempted = 0
-        self._heap: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._heap: list[tuple[tuple[int, ...], Sequence]] = []
         self._last_admission: float | None = None
         self._interval: float | None = None
 
