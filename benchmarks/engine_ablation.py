@@ -34,7 +34,7 @@ LONGEST_S = 1.0
 
 def short_work(llm: LLM, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Seconds of the prefill, and of a decode step by batch."""
-    params = SamplingParams(max_tokens=len(BATCHES) * (STEPS + 8) + 160, temperature=0.6, ignore_eos=True)
+    params = SamplingParams(max_tokens=len(BATCHES) * (STEPS + 8) + 64, temperature=0.6, ignore_eos=True)
     start = time.perf_counter()
     names = [llm.submit(prompt, params) for prompt in prompts]
     begun: set[str] = set()

@@ -78,7 +78,7 @@ def release() -> None:
 
 def decode(llm: LLM, model: str, batch: int, runs: int) -> dict[str, Any]:
     """Seconds of a step, and of an output token of one sequence."""
-    spare = -(-batch * PROMPT // (llm.config.mixed_tokens("cuda") - batch)) + 2
+    spare = -(-batch * PROMPT // 8192) + 2
     found = [decode_steps(llm, prompts(batch, seed), STEPS, spare) for seed in range(runs)]
     floor = step_floor(PRESETS[model], [Row(1, length) for length in found[0].middle], RATES)
     times = record.summary([each.per_token for each in found])

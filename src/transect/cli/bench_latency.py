@@ -70,10 +70,10 @@ def command(
 
     batches = sorted(set(batch or [1]))
     meters = meter(energy, energy_gpu)
-    limits = EngineConfig(model=model, max_num_seqs=max(batches), max_num_batched_tokens=max_num_batched_tokens)
-    _, step_tokens = limits.limits(device_type(device))
-    mixed_tokens = limits.mixed_tokens(device_type(device))
-    spare = -(-max(batches) * prompt_tokens // (mixed_tokens - max(batches) + 1)) + 2
+    _, step_tokens = EngineConfig(
+        model=model, max_num_seqs=max(batches), max_num_batched_tokens=max_num_batched_tokens
+    ).limits(device_type(device))
+    spare = -(-max(batches) * prompt_tokens // (step_tokens - max(batches) + 1)) + 2
     longest = prompt_tokens + new_tokens + spare + 1
     blocks = -(-longest // 16) * max(batches)
     settings = engine_config(

@@ -14,9 +14,6 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of a step. Decoding streams wait for the prefill chunks of others: this many keep a small CPU for 0.15 s, and
 an H200 with an 8B model for 0.2 s."""
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
-DEFAULT_MIXED_TOKENS = {"cpu": 256, "cuda": 2048}
-"""Tokens of a step in which sequences decode: their next tokens wait for all of it, with an 8B model on an H200 for
-0.05 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +44,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
         max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
             max_num_seqs if larger.
-        max_mixed_tokens: tokens of one step in which sequences decode; None: 256, on a GPU 2048, or as many as
-            max_num_seqs and max_num_batched_tokens ask for.
+        max_mixed_tokens: tokens of one step in which sequences decode; None: max_num_batched_tokens. With fewer the
+            tokens of those that decode come more evenly while prompts are computed, and fewer come in all.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
@@ -146,11 +143,6 @@ class EngineConfig:
         if seqs is None:
             seqs = min(DEFAULT_NUM_SEQS[device], tokens or DEFAULT_NUM_SEQS[device])
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
-
-    def mixed_tokens(self, device: str) -> int:
-        """max_mixed_tokens with the default of a device type (``cpu``, ``cuda``)."""
-        seqs, tokens = self.limits(device)
-        return min(tokens, self.max_mixed_tokens or max(DEFAULT_MIXED_TOKENS[device], 2 * seqs))
 
     def cpu_threads(self) -> int:
         """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``).

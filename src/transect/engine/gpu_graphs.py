@@ -7,12 +7,27 @@ between inputs and results.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Python's cyclic garbage collector stays off within, as a capture needs it: an engine of before that it takes away
+    gives its graphs and memory back, calls with which CUDA ends the capture as failed."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -64,10 +79,11 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            captured = work()
-        finally:
-            graph.capture_end()
+        with without_collector():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                captured = work()
+            finally:
+                graph.capture_end()
         self._graphs[key] = graph, captured
         self.seconds += time.perf_counter() - started
