@@ -16,6 +16,8 @@
 #include "few_rows.cuh"
 #include "hopper.cuh"
 
+#include <type_traits>
+
 using namespace few_rows;
 using namespace hopper;
 
@@ -36,19 +38,14 @@ __device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from)
                : "r"(from));
 }
 
-// How the L2 cache is to keep what passes through it: as ever, or to be dropped before all else.
-__device__ __forceinline__ uint64_t cache_policy(bool drop_first) {
-  uint64_t policy;
-  if (drop_first) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// As ``copy16``, kept in the L2 cache by ``policy``.
-__device__ __forceinline__ void copy16_by(uint32_t to, const void* from, bool inside, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-               "r"(inside ? 16 : 0), "l"(policy)
-               : "memory");
+// As ``copy16``, or ONCE: by ``policy``. (A policy that asks for what goes without saying, evict_normal, is not like none.)
+template <bool ONCE>
+__device__ __forceinline__ void copy16_once(uint32_t to, const void* from, bool inside, uint64_t policy) {
+  if (ONCE)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(inside ? 16 : 0), "l"(policy)
+                 : "memory");
+  else copy16(to, from, inside);
 }
 
 // Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that the reader
@@ -212,7 +209,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank is met
   // twice.
   constexpr int PER_ROW = D / 8, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
-  const uint64_t policy = cache_policy(drop_first);
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
   const uint32_t copy_to = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
   auto fetch = [&](int i) {
@@ -226,18 +224,22 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       const uint32_t to = ring + i % S * UNIT;
       const int high = unit.what & kHigh, low = unit.what >> kLowShift & 15;
       const size_t from = (size_t)unit.piece * (kUnit * D) + lane * 8;
+      auto copy = [&](auto once) {
 #pragma unroll
-      for (int j = 0; j < kUnit / ROWS; j++) {
-        const int row = copy_row + j * ROWS;
-        copy16_by((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256, row >= low && row < high,
-                  policy);
-      }
+        for (int j = 0; j < kUnit / ROWS; j++) {
+          const int row = copy_row + j * ROWS;
+          copy16_once<once.value>((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256,
+                                  row >= low && row < high, policy);
+        }
 #pragma unroll
-      for (int j = 0; j < kUnit / ROWS; j++) {
-        const int row = copy_row + j * ROWS;
-        copy16_by((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
-                  row >= low && row < high, policy);
-      }
+        for (int j = 0; j < kUnit / ROWS; j++) {
+          const int row = copy_row + j * ROWS;
+          copy16_once<once.value>((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
+                                  row >= low && row < high, policy);
+        }
+      };
+      if (drop_first) copy(std::true_type());
+      else copy(std::false_type());
     }
     end_group();
   };
