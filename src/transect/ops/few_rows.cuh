@@ -21,6 +21,15 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool insid
                : "memory");
 }
 
+constexpr uint64_t kReadOnce = 0x12F0000000000000ull, kReadOften = 0x14F0000000000000ull;  // L2 evict first, evict last
+
+// As ``copy16``, of what a step reads once: the L2 cache drops it before all else.
+__device__ __forceinline__ void copy16_once(uint32_t to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+               "r"(inside ? 16 : 0), "l"(kReadOnce)
+               : "memory");
+}
+
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>

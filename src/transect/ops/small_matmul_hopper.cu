@@ -29,7 +29,6 @@ namespace {
 
 constexpr int kChunk = 64;  // k in a chunk: 128 bytes, the width of the swizzle
 constexpr int kMostStages = 16;
-constexpr uint64_t kReadOnce = 0x12F0000000000000ull, kReadOften = 0x14F0000000000000ull;  // L2 evict first, evict last
 
 template <int ROWS>
 constexpr int kBox = ROWS % 128 ? 64 : 128;  // rows of the left operand in one copy
