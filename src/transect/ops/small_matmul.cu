@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(256, 1)
     const uint32_t odd = ring + slot * stage_bytes + place(copy_row + 4, copy_piece);
 #pragma unroll
     for (int j = 0; j < 4 * RB; j++)
-      copy16((j % 2 ? odd : even) + j / 2 * 1024, from + j % 2 * 4 * w_stride + j / 2 % 2 * half_step + j / 4 * block_step,
-             row + 4 * j < n_end && k < K);
+      copy16_once((j % 2 ? odd : even) + j / 2 * 1024,
+                  from + j % 2 * 4 * w_stride + j / 2 % 2 * half_step + j / 4 * block_step, row + 4 * j < n_end && k < K);
   };
   auto fetch_x = [&](int slot, int step) {
     const int k = chunk_of(step) + copy_piece * 8;
