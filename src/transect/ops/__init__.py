@@ -20,6 +20,7 @@ Products:
 * ``matmul.py``: many rows, with fused epilogues; ``matmul_kernels.py``: its device code; ``matmul_tiles.py``: how it is
   cut; ``matmul_ladder.py``: in CUDA C++, from naive to tensor cores
 * ``small_matmul.py``: up to 256 rows, bound by the weight's bytes; ``small_matmul_triton.py``: its Triton kernels;
+  ``small_matmul_gluon.py``: small weights on Hopper, asked for before the input is there;
   ``small_matmul_cuda.py``: up to 16 rows, or 32 of a small weight; ``small_matmul_hopper.py``: from 17 rows on Hopper;
   ``stream_products.py``: with the norms between products in them
 * ``gate_up.py``: gate and up projections of an MLP in one product, with the gate

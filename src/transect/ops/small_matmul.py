@@ -48,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda, shapes, small_matmul_hopper
+from . import cuda, shapes, small_matmul_gluon, small_matmul_hopper
 from .jit import TRITON_TARGETS, available
 from .numerics import compute_dtype, sample
 from .registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
@@ -253,6 +253,7 @@ def _kernels() -> Sequence[Kernel]:
             stages=4,
             targets=TRITON_TARGETS,
         ),
+        *small_matmul_gluon.kernels(),
     ]
 
 

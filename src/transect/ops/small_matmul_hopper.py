@@ -51,6 +51,7 @@ from torch import Tensor
 
 from . import cuda
 from .small_matmul_cuda import Plan as RowsPlan
+from .small_matmul_gluon import GluonCut
 from .small_matmul_triton import Cut as TritonCut
 from .tuning import SHIPPED, file_name
 
@@ -231,17 +232,19 @@ def plan_rows(m: int, n: int, k: int) -> Plan:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What runs a product of a size: ``hopper`` with ``plan``, ``cuda`` (``small_matmul.cu``) with ``rows_plan`` or its
-    rule's, ``triton`` with ``cut`` or its rule's, or ``cublas``, which is ``torch.nn.functional.linear``."""
+    rule's, ``triton`` with ``cut`` or its rule's, ``gluon`` with ``early``, or ``cublas``, which is
+    ``torch.nn.functional.linear``."""
 
     by: str
     plan: Plan | None = None
     rows_plan: RowsPlan | None = None
     cut: TritonCut | None = None
+    early: GluonCut | None = None
 
     @property
-    def how(self) -> Plan | RowsPlan | TritonCut | None:
+    def how(self) -> Plan | RowsPlan | TritonCut | GluonCut | None:
         """How the product is cut up; None: as a rule says."""
-        return self.plan or self.rows_plan or self.cut
+        return self.plan or self.rows_plan or self.cut or self.early
 
 
 def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False) -> str:
@@ -270,6 +273,8 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
         return Choice("cuda", rows_plan=RowsPlan(**plan))
     if entry["by"] == "triton":
         return Choice("triton", cut=TritonCut(**plan))
+    if entry["by"] == "gluon":
+        return Choice("gluon", early=GluonCut(**plan))
     return Choice(entry["by"], Plan(**plan))
 
 

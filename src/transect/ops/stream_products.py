@@ -7,8 +7,8 @@ Between two products of a decoder stand a residual add and an RMSNorm,
 and as rms(t) is one number for a row, the second product can divide its sums by it instead of its input. So the first
 product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``Stream``); the
 second multiplies t s, and adds up a row's squares while its weights arrive (``small_matmul.cu`` for few rows,
-``small_matmul_triton.py`` for more). t and t s are rounded to bfloat16, as t and the norm are by ``add_rms_norm.py``;
-squares are added in one order, so every run gives the same bits.
+``small_matmul_triton.py`` and ``small_matmul_gluon.py`` for more). t and t s are rounded to bfloat16, as t and the norm
+are by ``add_rms_norm.py``; squares are added in one order, so every run gives the same bits.
 
 Bound by bytes, as the products are. What is gained is latency: in a decode step of a small model each kernel waits for
 the one before it. A layer of an 8B model takes 110.3 us with one row instead of 113.2; one of Qwen3-0.6B 89.5 instead
@@ -32,6 +32,7 @@ from torch import Tensor
 from . import small_matmul_hopper
 from .registry import Unavailable
 from .small_matmul_cuda import CUDA_ROWS, Beside, CudaRows, Plan
+from .small_matmul_gluon import GluonCut, GluonRows, unavailable
 from .small_matmul_triton import Cut, TritonRows
 
 log = logging.getLogger(__name__)
@@ -59,17 +60,17 @@ class StreamProducts:
 
     Args:
         device: the GPU.
-        choose: (m, n, k, gated) to how it is cut up, by ``small_matmul.cu`` or by ``small_matmul_triton.py``, None for
-            what does not run here; by default what is shipped for the device.
+        choose: (m, n, k, gated) to how it is cut up, by ``small_matmul.cu``, ``small_matmul_triton.py`` or
+            ``small_matmul_gluon.py``, None for what does not run here; by default what is shipped for the device.
 
     The CUDA kernels are made when they are first asked for. Where they cannot be (no nvcc), that is said once, in the
     log, and no product runs on them.
     """
 
     def __init__(
-        self, device: torch.device, choose: Callable[[int, int, int, bool], Plan | Cut | None] | None = None
+        self, device: torch.device, choose: Callable[[int, int, int, bool], Plan | Cut | GluonCut | None] | None = None
     ) -> None:
-        self._triton = TritonRows()
+        self._triton, self._gluon = TritonRows(), GluonRows()
         self._kernel: CudaRows | None = None
         self._unavailable = False
         self._choose = choose or partial(_shipped, device)
@@ -80,7 +81,9 @@ class StreamProducts:
         if x.dtype != torch.bfloat16 or not 0 < rows <= small_matmul_hopper.MOST_ROWS:
             return False
         kinds = {type(self._choose(rows, *size)) for size in sizes}  # they read each other's squares: all of one kind
-        return kinds == {Cut} or (kinds == {Plan} and rows <= CUDA_ROWS and self._made() is not None)
+        if kinds in ({Cut}, {GluonCut}, {Cut, GluonCut}):
+            return GluonCut not in kinds or not unavailable(x.device)
+        return kinds == {Plan} and rows <= CUDA_ROWS and self._made() is not None
 
     def add(self, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         """``x weight^T + residual``, and what the product after the norm (weight ``scale``, ``eps``) needs of it."""
@@ -103,6 +106,8 @@ class StreamProducts:
         plan = self._choose(len(x), n, k, gated)
         if isinstance(plan, Cut):
             return self._triton.beside(x, weight, bias, norm, cut=plan)
+        if isinstance(plan, GluonCut):
+            return self._gluon.beside(x, weight, bias, norm, cut=plan)
         kernel = self._made()
         if plan is None or kernel is None:
             raise ValueError(f"no kernel is chosen for {list(x.shape)} by {list(weight.shape)}: ask takes() first")
@@ -118,6 +123,6 @@ class StreamProducts:
         return self._kernel
 
 
-def _shipped(device: torch.device, m: int, n: int, k: int, gated: bool) -> Plan | Cut | None:
+def _shipped(device: torch.device, m: int, n: int, k: int, gated: bool) -> Plan | Cut | GluonCut | None:
     choice = small_matmul_hopper.chosen(m, n, k, device, gated=gated, stream=True)
-    return None if choice is None else choice.rows_plan or choice.cut
+    return None if choice is None else choice.rows_plan or choice.cut or choice.early

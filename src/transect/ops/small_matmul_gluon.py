@@ -1,0 +1,322 @@
+"""Product of 33 to 256 rows with a small weight on Hopper, whose weights are there before its input is: in Gluon.
+
+    Y = X W^T + b        or, with a gate,        Y = silu(X V^T) * (X U^T), W being V above U
+
+Shapes: x ``[M, K]``, weight ``[N, K]``, bias ``[N]``, result ``[M, N]`` (with a gate ``[M, N / 2]``, no bias), all
+bfloat16; float32 inside.
+A norm may stand on either side, as in ``stream_products.py``.
+
+Bound by bytes, but in a decode step of a small model a launch is over in some 5 us, of which memory works for one or
+two: before, the launch waits for the kernel that makes X, and then for its first weights. So every program asks for
+all the weights of its tile, before it waits for that kernel; what it waits for afterwards is X, which comes from the L2
+cache. Its k are as many as its shared memory holds weights for: a tile's columns, and how many programs share its k,
+are chosen so that they fit. X goes through buffers of its own, of which there should be as many as there is room.
+
+The rest is as in ``small_matmul_triton.py``: a part of the k leaves its sums in memory, and the last to come adds them
+all, in the order of the parts. So the bits are the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .jit import INTERPRETED, next_power_of_2, triton
+from .registry import Kernel
+from .small_matmul_cuda import SHARED, Beside
+from .small_matmul_triton import Counters
+from .tiles import fits_descriptor
+
+gluon: Any
+gl: Any
+mbarrier: Any
+tma: Any
+fence_async_shared: Any
+warpgroup_mma: Any
+warpgroup_mma_wait: Any
+try:
+    from triton.experimental import gluon  # type: ignore[no-redef]
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+except ImportError:
+    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
+
+
+@dataclass(frozen=True, slots=True)
+class GluonCut:
+    """How a product is cut up."""
+
+    bm: int
+    """Rows of X in a tile."""
+    bn: int
+    """Columns of Y in a tile; with a gate as many of the other factor besides."""
+    bk: int
+    """k that a copy brings."""
+    split: int
+    """Programs that share a tile's k."""
+    stages: int
+    """Buffers for X."""
+    warps: int = 4
+    gated: bool = False
+
+    def shared_bytes(self, k: int) -> int:
+        """Shared memory of a program, without its barriers."""
+        columns = self.bn * (2 if self.gated else 1)
+        return 2 * (columns * k // self.split + min(self.stages, k // self.bk // self.split) * self.bm * self.bk)
+
+    def refuses(self, n: int, k: int) -> str:
+        """Why it is none for a result of n columns and a sum over k, or ``""``."""
+        if n % self.bn or k % (self.bk * self.split):
+            return f"{n} columns and {k} k must be whole tiles of {self.bn}, and whole copies of {self.bk} in each part"
+        if self.gated and self.split > 1:
+            return "a gate is for whole sums"
+        if self.stages < 2 or self.bm % (16 * self.warps) or self.warps % 4:
+            return "it takes 2 stages or more, and 16 rows of a tile, or a multiple, for each of 4 or 8 warps"
+        taken = self.shared_bytes(k) + 1024
+        return "" if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
+
+
+def _kernel(function: Any) -> Any:
+    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
+    return function if gluon is None else gluon.jit(function)
+
+
+@_kernel
+def _tell(instruction: gl.constexpr):  # type: ignore[no-untyped-def]
+    """An instruction without a result."""
+    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@_kernel
+def early_weights(  # type: ignore[no-untyped-def]
+    x, weight, bias, out, parts, counters, residual, scale, scaled, left, squares, M, N, K, n_squares, eps,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, SQUARES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """One tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row tiles;
+    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``small_matmul_triton._rows``.
+    """
+    EACH: gl.constexpr = 2 if GATED else 1
+    BYTES: gl.constexpr = (EACH * BN + BM) * BK * 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [WARPS, 1], [1, 0])
+    NORMS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    _tell("griddepcontrol.launch_dependents; // $0")
+    # X's descriptor, the first argument, is then there when X is.
+    _tell("{.reg .b64 a; mov.b64 a, early_weights_param_0; cvta.param.u64 a, a; prefetch.tensormap [a];} // $0")
+    tile_n = gl.program_id(0)
+    tile_m = gl.program_id(1)
+    part = gl.program_id(2)
+    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS * EACH, BN, BK], weight.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
+    k0 = part * (CHUNKS * BK)
+    for i in gl.static_range(CHUNKS):
+        mbarrier.init(barriers.index(i), count=1)
+    fence_async_shared()
+    for i in gl.static_range(CHUNKS):
+        there = barriers.index(i)
+        mbarrier.expect(there, BYTES)  # with those of X
+        tma.async_copy_global_to_shared(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i * EACH))
+        if GATED:
+            tma.async_copy_global_to_shared(weight, [N + tile_n * BN, k0 + i * BK], there, w_tiles.index(i * EACH + 1))
+    _tell("griddepcontrol.wait; // $0")
+    for i in gl.static_range(STAGES):
+        tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + i * BK], barriers.index(i), x_tiles.index(i))
+    rows = tile_m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, ROWS))
+    columns = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
+    at = rows[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    if residual is not None:  # asked for here, there when the product is
+        before = gl.load(residual + at, inside, 0.0)
+        factor = gl.load(scale + columns)
+    if squares is not None:
+        row = tile_m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, NORMS))
+        place = gl.arange(0, SQUARES, layout=gl.SliceLayout(0, NORMS))
+        counts = (row < M)[:, None] & (place < n_squares)[None, :]
+        square = gl.load(squares + row[:, None] * n_squares + place[None, :], counts, 0.0)
+    acc = gl.full([BM, BN], 0.0, gl.float32, layout=SUMS)
+    up = gl.full([BM, BN], 0.0, gl.float32, layout=SUMS)
+    for i in gl.static_range(CHUNKS):
+        mbarrier.wait(barriers.index(i), 0)
+        a = x_tiles.index(i % STAGES)
+        acc = warpgroup_mma(a, w_tiles.index(i * EACH).permute((1, 0)), acc, is_async=True)
+        if GATED:
+            up = warpgroup_mma(a, w_tiles.index(i * EACH + 1).permute((1, 0)), up, is_async=True)
+        if i >= 1 and i - 1 + STAGES < CHUNKS:  # the buffer that all warps have read gets its next tile
+            if GATED:
+                acc, up = warpgroup_mma_wait(2, deps=[acc, up])
+            else:
+                acc = warpgroup_mma_wait(1, deps=[acc])
+            gl.thread_barrier()
+            there = barriers.index(i - 1 + STAGES)
+            tma.async_copy_global_to_shared(
+                x, [tile_m * BM, k0 + (i - 1 + STAGES) * BK], there, x_tiles.index((i - 1) % STAGES)
+            )
+    if GATED:
+        acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    if squares is not None:
+        inverse = gl.convert_layout(gl.rsqrt(gl.sum(square, 1) / K + eps), gl.SliceLayout(1, SUMS))
+        acc = acc * inverse[:, None]
+        if GATED:
+            up = up * inverse[:, None]
+    if GATED:
+        acc = acc / (1.0 + gl.exp2(-1.4426950408889634 * acc)) * up
+    y = gl.convert_layout(acc, ROWS)
+    done = True
+    if SPLIT > 1:
+        tile = tile_m * gl.num_programs(0) + tile_n
+        whole = gl.to_tensor(M).to(gl.int64) * N
+        gl.store(parts + part * whole + at, y, inside)
+        gl.thread_barrier()
+        # Release and acquire, as in ``small_matmul_triton.add_parts``.
+        done = gl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
+        if done:
+            gl.store(counters + tile, 0)  # ready for the next launch
+            y = gl.full([BM, BN], 0.0, gl.float32, layout=ROWS)
+            for i in gl.static_range(SPLIT):
+                y += gl.load(parts + i * whole + at, inside, 0.0, cache_modifier=".cg")
+    if done:
+        if bias is not None:
+            y += gl.load(bias + columns).to(gl.float32)[None, :]
+        if residual is not None:
+            total = (y + before.to(gl.float32)).to(gl.bfloat16)
+            gl.store(out + at, total, inside)
+            y = total.to(gl.float32)
+            gl.store(scaled + at, (y * factor.to(gl.float32)[None, :]).to(gl.bfloat16), inside)
+            gl.store(left + rows * gl.num_programs(0) + tile_n, gl.sum(y * y, 1), rows < M)
+        else:
+            gl.store(out + at, y.to(gl.bfloat16), inside)
+
+
+def _layout(rows: int, columns: int) -> Any:
+    """Of such a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+
+
+def _describe(matrix: Tensor, rows: int, columns: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns))
+
+
+class GluonRows:
+    """Products by the kernel here, with counters of its own (see ``small_matmul_triton.Counters``)."""
+
+    def __init__(self) -> None:
+        self._counters = Counters()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cut: GluonCut) -> Tensor:
+        """As ``small_matmul.reference``; with ``cut.gated`` as ``gate_up.reference``.
+
+        The weight may be read while the kernel before still runs, so that one must not write it.
+
+        Raises:
+            ValueError: what ``refuses`` says.
+        """
+        return self.beside(x, weight, bias, Beside(), cut=cut)[0]
+
+    def beside(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, cut: GluonCut
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As a call, with a norm beside the product; results and errors as of ``TritonRows.beside``."""
+        reason = refuses(x, weight, bias, norm, cut)
+        if reason:
+            raise ValueError(f"small_matmul_gluon: {reason}")
+        (m, k), n = x.shape, weight.shape[0] // (2 if cut.gated else 1)
+        grid = (n // cut.bn, triton.cdiv(m, cut.bm), cut.split)
+        chunks = k // cut.bk // cut.split
+        out = x.new_empty((m, n))
+        scaled = left = parts = held = None
+        if norm.residual is not None:
+            scaled, left = x.new_empty((m, n)), x.new_empty((m, grid[0]), dtype=torch.float32)
+        if cut.split > 1:
+            parts = x.new_empty((cut.split, m, n), dtype=torch.float32)
+            held = self._counters.get(x.device, grid[0] * grid[1])
+        count = 4 if norm.squares is None else norm.squares.shape[1]
+        early_weights[grid](
+            _describe(x, cut.bm, cut.bk), _describe(weight, cut.bn, cut.bk), bias, out, parts, held,
+            norm.residual, norm.scale, scaled, left, norm.squares, m, n, k, count, norm.eps,
+            BM=cut.bm, BN=cut.bn, BK=cut.bk, CHUNKS=chunks, SPLIT=cut.split, STAGES=min(cut.stages, chunks),
+            GATED=cut.gated, SQUARES=max(4, next_power_of_2(count)), WARPS=cut.warps, num_warps=cut.warps,
+            launch_pdl=True,
+        )  # fmt: skip
+        return out, scaled, left
+
+
+def refuses(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, cut: GluonCut) -> str:
+    """Why the kernel does not take these arguments, or ``""``."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.numel():
+        return f"x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K], not empty"
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return f"it computes in bfloat16, not {x.dtype} and {weight.dtype}"
+    if x.stride(1) != 1 or weight.stride(1) != 1 or not fits_descriptor(x, weight):
+        return "x and weight must have rows whose neighbours lie side by side, on multiples of 16 bytes"
+    n = weight.shape[0] // (2 if cut.gated else 1)
+    if cut.gated and (bias is not None or norm.residual is not None):
+        return "a gate is for sums without bias and residual"
+    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+        return f"the bias must be [{n}] and contiguous"
+    return cut.refuses(n, x.shape[1]) or norm.refuses(x, n, sixteens=False) or unavailable(x.device)
+
+
+def unavailable(device: torch.device) -> str:
+    """Why nothing runs here on ``device``, or ``""``."""
+    if gluon is None or INTERPRETED:
+        return "it needs Triton 3.6 with Gluon, and not its interpreter"
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"it runs on an sm_90, and the inputs are on {device}"
+    return ""
+
+
+def kernels() -> Sequence[Kernel]:
+    """For ahead-of-time compilation."""
+    if gluon is None:
+        return []
+    pointers = {"parts": "*fp32", "counters": "*i32", "left": "*fp32", "squares": "*fp32"}
+    pointers |= dict.fromkeys(("bias", "out", "residual", "scale", "scaled"), "*bf16")
+    numbers = {**dict.fromkeys(("M", "N", "K", "n_squares"), "i32"), "eps": "fp32"}
+    made = []
+    for name, k, cut, absent in (
+        ("added to a stream", 2048, GluonCut(64, 16, 128, 2, 8), ("bias", "squares")),
+        ("with a gate", 1024, GluonCut(64, 32, 128, 1, 4, gated=True), ("bias", "residual", "scale", "scaled", "left")),
+    ):
+        chunks = k // cut.bk // cut.split
+        boxes = (("x", cut.bm), ("weight", cut.bn))
+        tiles = {label: f"tensordesc<bf16[{rows}, {cut.bk}],{_layout(rows, cut.bk)!r}>" for label, rows in boxes}
+        sizes: dict[str, Any] = {
+            "BM": cut.bm,
+            "BN": cut.bn,
+            "BK": cut.bk,
+            "CHUNKS": chunks,
+            "SPLIT": cut.split,
+            "WARPS": cut.warps,
+        }
+        sizes |= {"STAGES": min(cut.stages, chunks), "GATED": cut.gated, "SQUARES": 64, **dict.fromkeys(absent)}
+        sizes |= {} if cut.split > 1 else dict.fromkeys(("parts", "counters"))
+        made.append(
+            Kernel(
+                name=f"rows_hopper, {name}",
+                function=early_weights,
+                arguments={**tiles, **pointers, **numbers},
+                constants=sizes,
+                divisible=("N", "K", "n_squares"),
+                warps=cut.warps,
+                targets=("sm_90",),
+                implementation="chosen",
+                options={"launch_pdl": True},
+            )
+        )
+    return made
