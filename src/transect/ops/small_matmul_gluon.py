@@ -250,7 +250,7 @@ class GluonRows:
             _describe(x, cut.bm, cut.bk), _describe(weight, cut.bn, cut.bk), bias, out, parts, held,
             norm.residual, norm.scale, scaled, left, norm.squares, m, n, k, count, norm.eps,
             BM=cut.bm, BN=cut.bn, BK=cut.bk, CHUNKS=chunks, SPLIT=cut.split, STAGES=min(cut.stages, chunks),
-            GATED=cut.gated, SQUARES=max(4, next_power_of_2(count)), WARPS=cut.warps, num_warps=cut.warps,
+            GATED=cut.gated, SQUARES=max(64, next_power_of_2(count)), WARPS=cut.warps, num_warps=cut.warps,
             launch_pdl=True,
         )  # fmt: skip
         return out, scaled, left
