@@ -38,6 +38,7 @@ from graph_time import graph_times
 from transect.ops import gate_up, small_matmul
 from transect.ops import small_matmul_cuda as cuda_rows
 from transect.ops import small_matmul_hopper as hopper
+from transect.ops.small_matmul_gluon import GluonCut
 from transect.ops.small_matmul_hopper import Choice
 from transect.ops.small_matmul_triton import Cut
 from transect.ops.stream_products import StreamProducts
@@ -99,6 +100,23 @@ def triton_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
                 if stages >= 2:
                     found.append(Choice("triton", cut=Cut(bm, bn, bk, split, warps, stages, swap, True, True, gated)))
     return list(dict.fromkeys(found))
+
+
+def gluon_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+    """Cuts of ``small_matmul_gluon.py`` into at most as many tiles as there are multiprocessors, and no less than half
+    as many, with the most buffers that fit."""
+    found = []
+    outputs = n // 2 if gated else n
+    for bm, bn, bk, split, warps in itertools.product((64, 128, 256), (16, 32, 64, 128), (64, 128), (1, 2, 4), (4, 8)):
+        programs = -(-m // bm) * -(-outputs // bn) * split
+        if bm >= 2 * m or not 0.45 * UNITS <= programs <= UNITS or bm * bn > 1024 * warps:
+            continue
+        for stages in range(16, 1, -1):
+            cut = GluonCut(bm, bn, bk, split, stages, warps, gated)
+            if stages <= k // bk // split and not cut.refuses(outputs, k):
+                found.append(Choice("gluon", early=cut))
+                break
+    return found
 
 
 def name_of(choice: Choice) -> str:
@@ -191,8 +209,9 @@ def candidates(m: int, n: int, k: int, gated: bool, streams: bool) -> list[Choic
 
 def fits_stream(name: str, choice: Choice) -> bool:
     """Whether a norm stands beside it."""
-    if choice.cut is not None:
-        return choice.cut.gated == (name == "gate_up")
+    cut = choice.cut or choice.early
+    if cut is not None:
+        return cut.gated == (name == "gate_up")
     return choice.rows_plan is not None and (name != "gate_up" or choice.rows_plan.ranks == 1)
 
 
@@ -202,8 +221,9 @@ def greedy(layers: Layers, streams: bool, seconds: float) -> float:
     for left, name in zip(range(4, 0, -1), ORDER, strict=True):
         n, k = layers.sizes[name]
         kept = layers.choice[name]
-        if streams and layers.rows > cuda_rows.CUDA_ROWS:  # near what is best without
-            tried = [c for c in layers.best[name] if c != kept and fits_stream(name, c)]
+        if streams and layers.rows > cuda_rows.CUDA_ROWS:  # what is best without, and what is there only with
+            near = [c for c in layers.best[name] if c != kept and fits_stream(name, c)]
+            tried = near + gluon_cuts(layers.rows, n, k, name == "gate_up")
         else:
             tried = [c for c in candidates(layers.rows, n, k, name == "gate_up", streams) if c != kept]
         random.Random(name_of(kept)).shuffle(tried)  # another search begins elsewhere
@@ -235,7 +255,9 @@ def streams_possible(layers: Layers, rows: int) -> bool:
     for name, (n, k) in layers.sizes.items():
         few = rows <= cuda_rows.CUDA_ROWS
         listed = rows_plans(rows, n, k, name == "gate_up") if few else layers.best[name]
-        fitting = [c for c in (layers.choice[name], *listed) if fits_stream(name, c) and (c.cut is None) == few]
+        fitting = [
+            c for c in (layers.choice[name], *listed) if fits_stream(name, c) and (c.rows_plan is not None) == few
+        ]
         if not fitting:
             return False
         layers.choice[name] = fitting[0]
