@@ -4,7 +4,7 @@
 // * A unit is the 16 positions of a cache block for one key head: D x 16 keys and as many values, two contiguous pieces. An item
 //   is a row with a key head. The units of all items stand in one line, item after item.
 // * Even cut (ranks = 0): every block takes an equal stretch of that line, every warp of it an equal stretch of the block's. Where
-//   the cuts fall follows from the lengths, which only the device knows: each block sums them up for itself.
+//   the cuts fall follows from the lengths, which only the device knows: each block, or warp, sums them up for itself.
 //   By clusters (ranks > 0): the blocks of a cluster share one item, whose units are dealt out to all their warps in turn.
 // * A warp streams its own units through its own ring of S buffers in shared memory, so nobody waits for anybody until the end.
 //   Products have the keys (then the dimensions of a head) as the tall side, so that up to 8 NT query heads fill the short one.
@@ -16,8 +16,6 @@
 #include "few_rows.cuh"
 #include "hopper.cuh"
 
-#include <type_traits>
-
 using namespace few_rows;
 using namespace hopper;
 
@@ -26,8 +24,10 @@ namespace {
 constexpr int kUnit = 16;       // positions of a unit: a block of the cache
 constexpr int kMostWarps = 12;
 constexpr int kMostRows = 1024;
+constexpr int kAlone = 32;      // rows whose lengths each warp adds up for itself, and waits for no other
 constexpr int kHeads = 16;      // query heads of a key head at the most
 constexpr int kSlice = 128;     // numbers of an item that a warp puts together
+constexpr int kAtOnce = 4;      // blocks whose parts of an item it asks for before it adds them up
 
 // What a warp knows of a unit: bits of Unit::what.
 constexpr int kHigh = 31, kLowShift = 5, kFirst = 1 << 9, kLast = 1 << 10, kItemShift = 11;
@@ -36,16 +36,6 @@ __device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from)
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(from));
-}
-
-// As ``copy16``, or ONCE: by ``policy``. (A policy that asks for what goes without saying, evict_normal, is not like none.)
-template <bool ONCE>
-__device__ __forceinline__ void copy16_once(uint32_t to, const void* from, bool inside, uint64_t policy) {
-  if (ONCE)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(inside ? 16 : 0), "l"(policy)
-                 : "memory");
-  else copy16(to, from, inside);
 }
 
 // Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that the reader
@@ -57,13 +47,16 @@ __device__ __forceinline__ void leave(float* to, float4 v) {
                : "memory");
 }
 
-__device__ __forceinline__ float4 take(const float* from) {
-  uint4 v;
-  do {
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from)
-                 : "memory");
-  } while (v.x == kNothing || v.y == kNothing || v.z == kNothing || v.w == kNothing);
-  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+__device__ __forceinline__ float4 look(const float* from) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ bool is_there(float4 v) {
+  return __float_as_uint(v.x) != kNothing && __float_as_uint(v.y) != kNothing && __float_as_uint(v.z) != kNothing &&
+         __float_as_uint(v.w) != kNothing;
 }
 
 __device__ __forceinline__ float smaller_first(float m) { return m == -INFINITY ? 0 : m; }
@@ -106,8 +99,7 @@ struct Batch {
 template <int D, int NT, int S>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
     paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch, __nv_bfloat16* out,
-                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early,
-                 int drop_first) {
+                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early) {
 #ifdef TRANSECT_HOPPER
   constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -118,7 +110,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   float* first_parts = (float*)(memory + warps * S * UNIT);  // [warps][G D], what a warp finishes before its last item
   Unit(*units)[64] = (Unit(*)[64])(first_parts + warps * numbers);
   float2(*part_ml)[kHeads] = (float2(*)[kHeads])(units + warps);  // [2 warps] m and l of the parts
-  int* prefix = (int*)(part_ml + 2 * warps);                      // [rows + 1] units before a row; even cut only
+  const bool alone = batch.rows <= kAlone;
+  // [rows + 1] units before a row, and [rows] lengths; even cut only. Of few rows each warp has its own.
+  int* prefix = (int*)(part_ml + 2 * warps) + (alone ? warp * (2 * batch.rows + 1) : 0);
   int* row_lengths = prefix + batch.rows + 1;
   const uint32_t ring = shared_address(memory) + warp * S * UNIT;
 
@@ -142,12 +136,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     own_length = batch.length(own / K);
     end = batch.units(own_length);
   } else {
-    const int each = (batch.rows + blockDim.x - 1) / blockDim.x, from = threadIdx.x * each;
+    const int member = alone ? lane : threadIdx.x;
+    const int each = batch.rows <= blockDim.x ? 1 : (batch.rows + blockDim.x - 1) / blockDim.x, from = member * each;
     int mine = 0;
     for (int row = from; row < min(batch.rows, from + each); row++) {
       const int length = batch.length(row);
       row_lengths[row] = length;
-      prefix[row] = mine;
       mine += batch.units(length);
     }
     int upto = mine;
@@ -156,19 +150,36 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       const int other = __shfl_up_sync(~0u, upto, far);
       if (lane >= far) upto += other;
     }
-    if (lane == 31) sums[warp] = upto;
-    __syncthreads();
     int before = upto - mine;
-    for (int w = 0; w < warp; w++) before += sums[w];
-    for (int row = from; row < min(batch.rows, from + each); row++) prefix[row] += before;
-    if (threadIdx.x == blockDim.x - 1) prefix[batch.rows] = before + mine;
-    __syncthreads();
-    total = prefix[batch.rows] * K;
-    takers = min((int)gridDim.x, total) * warps;  // every block that takes part has a unit
+    if (alone) {
+      total = __shfl_sync(~0u, upto, 31);
+    } else {
+      if (lane == 31) sums[warp] = upto;
+      __syncthreads();
+      const int sum = lane < warps ? sums[lane] : 0;
+      total = __reduce_add_sync(~0u, sum);
+      before += __reduce_add_sync(~0u, lane < warp ? sum : 0);
+    }
+    for (int row = from; row < min(batch.rows, from + each); row++) {
+      prefix[row] = before;
+      before += batch.units(row_lengths[row]);
+    }
+    if (member == 0) prefix[batch.rows] = total;
+    if (alone) __syncwarp();
+    else __syncthreads();
+    total *= K;
+    // Up to a 32nd of the blocks stay out where every warp then has as many units as every other. Where rows are of one length
+    // cuts then mostly fall between items, and nobody waits for parts.
+    const bool even = lane * 32 <= gridDim.x && total % ((gridDim.x - lane) * warps) == 0;
+    const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0);
+    takers = min((int)gridDim.x - fewer, total) * warps;  // every block that takes part has a unit
     const int taker = blockIdx.x * warps + warp;
     begin = end = 0;
-    if (taker < takers)
-      begin = (int)((long long)total * taker / takers), end = (int)((long long)total * (taker + 1) / takers);
+    if (taker < takers) {  // the cut before taker n is at total * n / takers
+      const unsigned share = (unsigned)total / takers, rest = (unsigned)total % takers;
+      begin = share * taker + rest * taker / takers;
+      end = share * (taker + 1) + rest * (taker + 1) / takers;
+    }
   }
   const int count = begin < end ? (end - begin + step - 1) / step : 0;
 
@@ -199,23 +210,17 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     return unit;
   };
   Unit ahead = ranks && !batch.window ? look_up(lane, own_block) : look_up(lane, -1);
-  auto publish = [&](int part) {
-    units[warp][(part & 1) * 32 + lane] = ahead;
-    __syncwarp();
-    ahead = look_up(part * 32 + 32 + lane, -1);
-  };
-  publish(0);
-
   // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank is met
   // twice.
   constexpr int PER_ROW = D / 8, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
   const uint32_t copy_to = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
   auto fetch = [&](int i) {
     if (i < count) {
-      if (i % 32 == 0 && i) publish(i / 32);
+      if (i % 32 == 0) {
+        units[warp][i % 64 + lane] = ahead;
+        __syncwarp();
+      }
       const Unit unit = units[warp][i % 64];
       if (!waited && (unit.what & kLast)) {
         wait_for_previous();
@@ -224,22 +229,18 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       const uint32_t to = ring + i % S * UNIT;
       const int high = unit.what & kHigh, low = unit.what >> kLowShift & 15;
       const size_t from = (size_t)unit.piece * (kUnit * D) + lane * 8;
-      auto copy = [&](auto once) {
 #pragma unroll
-        for (int j = 0; j < kUnit / ROWS; j++) {
-          const int row = copy_row + j * ROWS;
-          copy16_once<once.value>((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256,
-                                  row >= low && row < high, policy);
-        }
+      for (int j = 0; j < kUnit / ROWS; j++) {
+        const int row = copy_row + j * ROWS;
+        copy16_once((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256, row >= low && row < high);
+      }
 #pragma unroll
-        for (int j = 0; j < kUnit / ROWS; j++) {
-          const int row = copy_row + j * ROWS;
-          copy16_once<once.value>((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
-                                  row >= low && row < high, policy);
-        }
-      };
-      if (drop_first) copy(std::true_type());
-      else copy(std::false_type());
+      for (int j = 0; j < kUnit / ROWS; j++) {
+        const int row = copy_row + j * ROWS;
+        copy16_once((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
+                    row >= low && row < high);
+      }
+      if (i % 32 == 0) ahead = look_up(i + 32 + lane, -1);
     }
     end_group();
   };
@@ -446,15 +447,25 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       const int start = prefix[row] * K + head * (prefix[row + 1] - prefix[row]);
       const int taker = (int)(((start + 1) * (long long)takers - 1) / total);  // whose unit ``start`` is
       Sum whole;
-      for (int block = taker / warps; block < blockIdx.x; block++) {
-        float* o = parts + (size_t)block * numbers + e;
-        float* ml = all_ml + (block * G + e / D) * 4;
-        float4 its_o = nothing, its_ml = nothing;
-        if (inside) its_ml = take(ml), its_o = take(o);
-        __syncwarp();
-        if (inside) leave(o, nothing);
-        if (inside && e % D == 0) leave(ml, nothing);
-        if (inside) whole.add(its_ml.x, its_ml.y, its_o);
+      for (int from = taker / warps; from < blockIdx.x; from += kAtOnce) {
+        float4 its_o[kAtOnce], its_ml[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++)
+          if (inside && from + j < blockIdx.x) {
+            its_ml[j] = look(all_ml + ((from + j) * G + e / D) * 4);
+            its_o[j] = look(parts + (size_t)(from + j) * numbers + e);
+          }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) {
+          if (from + j >= blockIdx.x) break;
+          float* o = parts + (size_t)(from + j) * numbers + e;
+          float* ml = all_ml + ((from + j) * G + e / D) * 4;
+          while (inside && !(is_there(its_ml[j]) && is_there(its_o[j]))) its_ml[j] = look(ml), its_o[j] = look(o);
+          __syncwarp();
+          if (inside) leave(o, nothing);
+          if (inside && e % D == 0) leave(ml, nothing);
+          if (inside) whole.add(its_ml[j].x, its_ml[j].y, its_o[j]);
+        }
       }
       if (inside) whole.add(sum.m, sum.l, sum.o);
       sum = whole;
@@ -475,12 +486,13 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 
 #define TRANSECT_PAGED(DIM, TILES, STAGES)                                                                                   \
   if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                            \
-    const int shared = warps * (STAGES * DIM * 64 + G * DIM * 4 + 768) + (ranks ? 0 : (2 * rows + 1) * 4);                   \
+    const int counts = ranks ? 0 : (rows > kAlone ? 1 : warps) * (2 * rows + 1) * 4;                                         \
+    const int shared = warps * (STAGES * DIM * 64 + G * DIM * 4 + 768) + counts;                                             \
     if (shared > kMostShared - 2048) return -1;                                                                              \
     return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,              \
                        ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys,        \
                        (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,      \
-                       pieces, ranks, (int)(dependent > 1), drop_first);                                                     \
+                       pieces, ranks, (int)(dependent > 1));                                                                 \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b ``pieces``
@@ -488,13 +500,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 // left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads, all bits set, and again
 // afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages (one of those compiled), ranks: see
 // above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
-// kernel before has ended. drop_first: keys and values are the first that the L2 cache drops. Returns a cudaError_t, or -1 for
-// what it does not take.
+// kernel before has ended. Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_paged_decode(const void* q, const void* keys, const void* values, const void* tables,
                                      const void* starts, const void* lengths, void* out, void* parts, int rows, int columns,
                                      int table_stride, int window, int K, int G, int d, long long q_t, int q_h, int pieces,
-                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, int drop_first,
-                                     void* stream) {
+                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8) return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
   TRANSECT_PAGED(128, 1, 2)

@@ -6,10 +6,13 @@ to do is to keep memory busy until the last byte.
 
 * The unit of work is a block of the cache for one key head, two contiguous pieces of memory. The units of all rows and
   heads stand in one line that is cut evenly, whatever the rows' lengths: every warp of the GPU streams as many as every
-  other, give or take one. Where the cuts fall follows from the lengths on the device, which each block of threads adds
-  up for itself, while the kernel before this one still runs.
+  other, give or take one; a few multiprocessors stay out where that makes it exact, because cuts then mostly fall
+  between rows of one length, which need no putting together. Where the cuts fall follows from the lengths on the
+  device, which each block of threads adds up for itself, while the kernel before this one still runs.
 * At few rows the blocks of a cluster share a row and a key head: they put their parts together over each other's shared
   memory, sooner than through memory.
+* Keys and values are read once, so the L2 cache drops them before all else: that is quicker than no policy, and than
+  the one which asks for the usual (evict_normal).
 * Parts are added in a fixed order, so the bits do not change from run to run. They do change with the batch, because
   the cuts do.
 
@@ -41,7 +44,7 @@ PARTS = 1 << 20
 """Numbers that blocks of threads may leave for each other: those of one item for each."""
 NOTHING = -1
 """The bits of a number that nobody has left."""
-SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiii" + "p"
+SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiii" + "p"
 """Of the launcher's arguments, see ``cuda.bind``."""
 
 
@@ -63,7 +66,7 @@ STAGES = {(128, 1): (2, 3), (128, 2): (2,), (64, 1): (3,), (64, 2): (3,)}
 """By head dimension and eights of query heads to a key head."""
 SHARED = 225 * 1024
 """Bytes of shared memory of a block."""
-MOST_WARPS = {128: 10, 64: 12}
+MOST_WARPS = {128: 8, 64: 12}
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
 """By blocks of a cluster: how many clusters an H200 runs at once, a block to each multiprocessor."""
 SHORT, LONG = 1024, 4096
@@ -92,7 +95,7 @@ def choose(items: int, longest: int, d: int, group: int) -> Plan:
     stages = STAGES[d, -(-group // 8)]
     for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
         if items <= AT_ONCE[ranks]:
-            return replace(fitting(stages[-1], d, group, 8), ranks=ranks)
+            return replace(fitting(stages[-1 if ranks > 2 else 0], d, group, 8), ranks=ranks)
     return fitting(stages[0], d, group, MOST_WARPS[d])
 
 
@@ -131,17 +134,14 @@ def takes_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) ->
 class PagedDecode:
     """``paged_attention`` of rows with one query by ``paged_decode_hopper.cu``, on one device.
 
-    Launches share the memory for parts of sums, so those of one instance must be on one stream. ``drop_first``: keys
-    and values are the first that the L2 cache drops, so that what else lies there (weights) stays; may be set at any
-    time.
+    Launches share the memory for parts of sums, so those of one instance must be on one stream.
 
     Raises:
         Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
         RuntimeError: made inside a CUDA graph capture.
     """
 
-    def __init__(self, device: torch.device | None = None, *, drop_first: bool = False) -> None:
-        self.drop_first = drop_first
+    def __init__(self, device: torch.device | None = None) -> None:
         self._launch = cuda.bind_on_hopper("paged_decode_hopper", "transect_paged_decode", SIGNATURE, device)
         self._parts = torch.full((PARTS,), NOTHING, dtype=torch.int32, device=device or "cuda")
 
@@ -190,8 +190,7 @@ class PagedDecode:
             self._parts.data_ptr(), rows, tables.shape[1], tables.stride(0), window or 0, kv_heads, group, d,
             q.stride(0), q.stride(1),
             k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, cut.blocks * units, cut.warps, cut.stages,
-            cut.ranks, 2 if pdl and not batch.fresh else 1, self.drop_first,
-            torch.cuda.current_stream(q.device).cuda_stream,
+            cut.ranks, 2 if pdl and not batch.fresh else 1, torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"paged_decode_hopper.cu: the launch of {cut} for {rows} rows returned {code}")
