@@ -4,16 +4,23 @@ Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
 fill a stage of their ring again.
 
-python benchmarks/sanitize_cuda.py [OUT.json]  memcheck and racecheck; exit 1 where one finds something
-python benchmarks/sanitize_cuda.py --inside    the program that is watched
+What racecheck makes of a ring that bulk copies fill again and again, as those of the kernels for 4-bit weights, is
+shown by three small kernels (``sanitizer_control.cu``): one of CUDA's library alone, one of our helpers, and that one
+with a true race.
+
+python benchmarks/sanitize_cuda.py [OUT.json]      memcheck and racecheck; exit 1 where one finds something
+python benchmarks/sanitize_cuda.py --inside        the program that is watched
+python benchmarks/sanitize_cuda.py --control KIND  one of the small kernels
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +29,7 @@ from typing import Any
 import torch
 
 import record
-from transect.ops import int4_hopper, int4_rows, small_matmul_cuda, small_matmul_hopper
+from transect.ops import cuda_build, int4_hopper, int4_rows, small_matmul_cuda, small_matmul_hopper
 from transect.ops.int4_packing import arrange, pack
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
@@ -33,6 +40,8 @@ EXTRA = {
 }
 """Further shapes, for kernels that take few of the examples."""
 TOOLS = ("memcheck", "racecheck")
+CONTROLS = ("library", "instructions", "race")
+"""As the launcher of ``sanitizer_control.cu`` counts them."""
 
 
 def examples(op: Op) -> list[dict[str, Any]]:
@@ -134,35 +143,57 @@ def int4_plans() -> None:
     print(f"int4_matmul plans: {taken} runs", flush=True)
 
 
+def control(kind: str) -> int:
+    """Run one of the kernels of ``sanitizer_control.cu``; 1 if what it read is not what lay there."""
+    rounds = 32
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "control.so"
+        cuda_build.compile_library(Path(__file__).with_name("sanitizer_control.cu"), "sm_90", built)
+        library = ctypes.CDLL(str(built))
+    numbers = torch.arange(rounds * 256, dtype=torch.int32, device="cuda")
+    found = torch.zeros_like(numbers)
+    pointers = [ctypes.c_void_p(each) for each in (numbers.data_ptr(), found.data_ptr())]
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    if library.transect_ring_control(*pointers, rounds, CONTROLS.index(kind), stream):
+        raise RuntimeError("the kernel could not be launched")
+    torch.cuda.synchronize()
+    return 0 if kind == CONTROLS[-1] or torch.equal(numbers, found) else 1
+
+
+def watch(sanitizer: str, tool: str, *arguments: str) -> subprocess.Popen[str]:
+    """This file with such arguments under a tool of the sanitizer."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def findings(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
+    """What a tool said when it is done: to be kept, and in full."""
+    text, _ = process.communicate()
+    lines = text.splitlines()
+    races = Counter(re.findall(r"Race reported between \w+ access at (?:void )?([^(]+<[^>]*>|\w+)", text))
+    summary = next((line.strip("= ") for line in lines if "SUMMARY" in line), "")
+    return {"exit": process.returncode, "summary": summary, "races": races}, text
+
+
 def main() -> int:
     if "--inside" in sys.argv:
         int4_plans()
         return 1 if inside() + plans() else 0
+    if "--control" in sys.argv:
+        return control(sys.argv[-1])
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         print("compute-sanitizer is not on the PATH: install the CUDA toolkit", file=sys.stderr)
         return 2
-    watched = [sys.executable, __file__, "--inside"]
-    running = {
-        tool: subprocess.Popen(
-            [sanitizer, "--tool", tool, "--error-exitcode", "9", *watched],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for tool in TOOLS
-    }
+    running = {tool: watch(sanitizer, tool, "--inside") for tool in TOOLS}
+    controls = {kind: findings(watch(sanitizer, "racecheck", "--control", kind))[0] for kind in CONTROLS}
+    for kind, said in controls.items():
+        print(f"control, {kind}: exit {said['exit']}, {said['summary']}", flush=True)
     found = {}
     for tool, process in running.items():
-        text, _ = process.communicate()
+        found[tool], text = findings(process)
+        found[tool]["runs"] = [line for line in text.splitlines() if line.endswith(" runs")]
         print(f"{tool}: exit {process.returncode}\n{text[-3000:]}", flush=True)
-        lines = text.splitlines()
-        found[tool] = {
-            "exit": process.returncode,
-            "summary": next((line.strip("= ") for line in lines if "SUMMARY" in line), ""),
-            "runs": [line for line in lines if line.endswith(" runs")],
-            "races": Counter(re.findall(r"Race reported between \w+ access at (?:void )?([^(]+<[^>]*>|\w+)", text)),
-        }
     if sys.argv[1:]:
         result = {
             "command": "python benchmarks/sanitize_cuda.py",
@@ -170,6 +201,7 @@ def main() -> int:
             "environment": record.environment(("torch",)),
             "device": torch.cuda.get_device_name(),
             "tools": found,
+            "controls": controls,
         }
         record.write(Path(sys.argv[1]), result)
     return 1 if any(process.returncode for process in running.values()) else 0
