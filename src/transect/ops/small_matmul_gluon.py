@@ -106,9 +106,9 @@ def early_weights(  # type: ignore[no-untyped-def]
     """One tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row tiles;
     axis 2: parts of K. x and weight are tensor descriptors; the others as of ``small_matmul_triton._rows``.
     """
-    EACH: gl.constexpr = 2 if GATED else 1
-    BYTES: gl.constexpr = (EACH * BN + BM) * BK * 2
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    WIDTH: gl.constexpr = 2 * BN if GATED else BN
+    BYTES: gl.constexpr = (WIDTH + BM) * BK * 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [WARPS, 1], [1, 0])
     NORMS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     _tell("griddepcontrol.launch_dependents; // $0")
@@ -117,21 +117,25 @@ def early_weights(  # type: ignore[no-untyped-def]
     tile_n = gl.program_id(0)
     tile_m = gl.program_id(1)
     part = gl.program_id(2)
-    w_tiles = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS * EACH, BN, BK], weight.layout)
+    if GATED:
+        w_tiles = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, 2, BN, BK], weight.layout)
+    else:
+        w_tiles = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, BN, BK], weight.layout)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], x.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
     k0 = part * (CHUNKS * BK)
-    for i in gl.static_range(CHUNKS):
+    for i in range(CHUNKS):
         mbarrier.init(barriers.index(i), count=1)
     fence_async_shared()
-    for i in gl.static_range(CHUNKS):
+    for i in range(CHUNKS):
         there = barriers.index(i)
         mbarrier.expect(there, BYTES)  # with those of X
-        tma.async_copy_global_to_shared(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i * EACH))
         if GATED:
-            tma.async_copy_global_to_shared(weight, [N + tile_n * BN, k0 + i * BK], there, w_tiles.index(i * EACH + 1))
+            tma.async_copy_global_to_shared(weight, [0, tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
+        else:
+            tma.async_copy_global_to_shared(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
     _tell("griddepcontrol.wait; // $0")
-    for i in gl.static_range(STAGES):
+    for i in range(STAGES):
         tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + i * BK], barriers.index(i), x_tiles.index(i))
     rows = tile_m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, ROWS))
     columns = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
@@ -145,35 +149,26 @@ def early_weights(  # type: ignore[no-untyped-def]
         place = gl.arange(0, SQUARES, layout=gl.SliceLayout(0, NORMS))
         counts = (row < M)[:, None] & (place < n_squares)[None, :]
         square = gl.load(squares + row[:, None] * n_squares + place[None, :], counts, 0.0)
-    acc = gl.full([BM, BN], 0.0, gl.float32, layout=SUMS)
-    up = gl.full([BM, BN], 0.0, gl.float32, layout=SUMS)
-    for i in gl.static_range(CHUNKS):
+    acc = gl.full([BM, WIDTH], 0.0, gl.float32, layout=SUMS)
+    for i in range(CHUNKS):
         mbarrier.wait(barriers.index(i), 0)
-        a = x_tiles.index(i % STAGES)
-        acc = warpgroup_mma(a, w_tiles.index(i * EACH).permute((1, 0)), acc, is_async=True)
+        w_tile = w_tiles.index(i)
         if GATED:
-            up = warpgroup_mma(a, w_tiles.index(i * EACH + 1).permute((1, 0)), up, is_async=True)
-        if i >= 1 and i - 1 + STAGES < CHUNKS:  # the buffer that all warps have read gets its next tile
-            if GATED:
-                acc, up = warpgroup_mma_wait(2, deps=[acc, up])
-            else:
-                acc = warpgroup_mma_wait(1, deps=[acc])
+            w_tile = w_tile.reshape([WIDTH, BK])
+        acc = warpgroup_mma(x_tiles.index(i % STAGES), w_tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        after = i - 1 + STAGES
+        if (i >= 1) & (after < CHUNKS):  # the buffer that all warps have read gets its next tile
             gl.thread_barrier()
-            there = barriers.index(i - 1 + STAGES)
-            tma.async_copy_global_to_shared(
-                x, [tile_m * BM, k0 + (i - 1 + STAGES) * BK], there, x_tiles.index((i - 1) % STAGES)
-            )
-    if GATED:
-        acc, up = warpgroup_mma_wait(0, deps=[acc, up])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
+            x_tile = x_tiles.index(after % STAGES)
+            tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + after * BK], barriers.index(after), x_tile)
+    acc = warpgroup_mma_wait(0, deps=[acc])
     if squares is not None:
         inverse = gl.convert_layout(gl.rsqrt(gl.sum(square, 1) / K + eps), gl.SliceLayout(1, SUMS))
         acc = acc * inverse[:, None]
-        if GATED:
-            up = up * inverse[:, None]
     if GATED:
-        acc = acc / (1.0 + gl.exp2(-1.4426950408889634 * acc)) * up
+        gate, up = acc.reshape([BM, 2, BN]).permute((0, 2, 1)).split()
+        acc = gate / (1.0 + gl.exp2(-1.4426950408889634 * gate)) * up
     y = gl.convert_layout(acc, ROWS)
     done = True
     if SPLIT > 1:
@@ -186,8 +181,8 @@ def early_weights(  # type: ignore[no-untyped-def]
         if done:
             gl.store(counters + tile, 0)  # ready for the next launch
             y = gl.full([BM, BN], 0.0, gl.float32, layout=ROWS)
-            for i in gl.static_range(SPLIT):
-                y += gl.load(parts + i * whole + at, inside, 0.0, cache_modifier=".cg")
+            for other in gl.static_range(SPLIT):
+                y += gl.load(parts + other * whole + at, inside, 0.0, cache_modifier=".cg")
     if done:
         if bias is not None:
             y += gl.load(bias + columns).to(gl.float32)[None, :]
@@ -201,15 +196,15 @@ def early_weights(  # type: ignore[no-untyped-def]
             gl.store(out + at, y.to(gl.bfloat16), inside)
 
 
-def _layout(rows: int, columns: int) -> Any:
+def _layout(*tile: int) -> Any:
     """Of such a tile in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16)
 
 
-def _describe(matrix: Tensor, rows: int, columns: int) -> Any:
+def _describe(matrix: Tensor, *tile: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns))
+    return TensorDescriptor.from_tensor(matrix, list(tile), _layout(*tile))
 
 
 class GluonRows:
@@ -246,8 +241,11 @@ class GluonRows:
             parts = x.new_empty((cut.split, m, n), dtype=torch.float32)
             held = self._counters.get(x.device, grid[0] * grid[1])
         count = 4 if norm.squares is None else norm.squares.shape[1]
+        w = _describe(weight, cut.bn, cut.bk)
+        if cut.gated:
+            w = _describe(weight.unflatten(0, (2, n)), 2, cut.bn, cut.bk)
         early_weights[grid](
-            _describe(x, cut.bm, cut.bk), _describe(weight, cut.bn, cut.bk), bias, out, parts, held,
+            _describe(x, cut.bm, cut.bk), w, bias, out, parts, held,
             norm.residual, norm.scale, scaled, left, norm.squares, m, n, k, count, norm.eps,
             BM=cut.bm, BN=cut.bn, BK=cut.bk, CHUNKS=chunks, SPLIT=cut.split, STAGES=min(cut.stages, chunks),
             GATED=cut.gated, SQUARES=max(64, next_power_of_2(count)), WARPS=cut.warps, num_warps=cut.warps,
@@ -294,8 +292,8 @@ def kernels() -> Sequence[Kernel]:
         ("with a gate", 1024, GluonCut(64, 32, 128, 1, 4, gated=True), ("bias", "residual", "scale", "scaled", "left")),
     ):
         chunks = k // cut.bk // cut.split
-        boxes = (("x", cut.bm), ("weight", cut.bn))
-        tiles = {label: f"tensordesc<bf16[{rows}, {cut.bk}],{_layout(rows, cut.bk)!r}>" for label, rows in boxes}
+        boxes = {"x": (cut.bm, cut.bk), "weight": (*([2] if cut.gated else []), cut.bn, cut.bk)}
+        tiles = {label: f"tensordesc<bf16{list(box)},{_layout(*box)!r}>" for label, box in boxes.items()}
         sizes: dict[str, Any] = {
             "BM": cut.bm,
             "BN": cut.bn,
