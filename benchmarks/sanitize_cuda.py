@@ -4,9 +4,9 @@ Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
 fill a stage of their ring again.
 
-What racecheck makes of a ring that bulk copies fill again and again, as those of the kernels for 4-bit weights, is
-shown by three small kernels (``sanitizer_control.cu``): one of CUDA's library alone, one of our helpers, and that one
-with a true race.
+What racecheck makes of a ring that is filled again and again, as those of the kernels for 4-bit weights, is shown by
+small kernels that do nothing else (``sanitizer_control.cu``): of CUDA's library alone, of our helpers, and with a true
+race.
 
 python benchmarks/sanitize_cuda.py [OUT.json]      memcheck and racecheck; exit 1 where one finds something
 python benchmarks/sanitize_cuda.py --inside        the program that is watched
@@ -40,8 +40,15 @@ EXTRA = {
 }
 """Further shapes, for kernels that take few of the examples."""
 TOOLS = ("memcheck", "racecheck")
-CONTROLS = ("library", "instructions", "race")
-"""As the launcher of ``sanitizer_control.cu`` counts them."""
+CONTROLS = {
+    "bulk copies, by CUDA's library": (1, 1, 0),
+    "copies of 16 bytes, by CUDA's library": (1, 0, 0),
+    "bulk copies": (0, 1, 0),
+    "copies of 16 bytes": (0, 0, 0),
+    "bulk copies, with a race": (0, 1, 1),
+    "copies of 16 bytes, with a race": (0, 0, 1),
+}
+"""Arguments of the launcher of ``sanitizer_control.cu``."""
 
 
 def examples(op: Op) -> list[dict[str, Any]]:
@@ -150,14 +157,14 @@ def control(kind: str) -> int:
         built = Path(folder) / "control.so"
         cuda_build.compile_library(Path(__file__).with_name("sanitizer_control.cu"), "sm_90", built)
         library = ctypes.CDLL(str(built))
-    numbers = torch.arange(rounds * 256, dtype=torch.int32, device="cuda")
+    numbers = torch.arange(rounds * 128, dtype=torch.int32, device="cuda")
     found = torch.zeros_like(numbers)
     pointers = [ctypes.c_void_p(each) for each in (numbers.data_ptr(), found.data_ptr())]
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    if library.transect_ring_control(*pointers, rounds, CONTROLS.index(kind), stream):
+    if library.transect_ring_control(*pointers, rounds, *CONTROLS[kind], stream):
         raise RuntimeError("the kernel could not be launched")
     torch.cuda.synchronize()
-    return 0 if kind == CONTROLS[-1] or torch.equal(numbers, found) else 1
+    return 0 if CONTROLS[kind][-1] or torch.equal(numbers, found) else 1
 
 
 def watch(sanitizer: str, tool: str, *arguments: str) -> subprocess.Popen[str]:
@@ -186,7 +193,8 @@ def main() -> int:
         print("compute-sanitizer is not on the PATH: install the CUDA toolkit", file=sys.stderr)
         return 2
     running = {tool: watch(sanitizer, tool, "--inside") for tool in TOOLS}
-    controls = {kind: findings(watch(sanitizer, "racecheck", "--control", kind))[0] for kind in CONTROLS}
+    started = {kind: watch(sanitizer, "racecheck", "--control", kind) for kind in CONTROLS}
+    controls = {kind: findings(process)[0] for kind, process in started.items()}
     for kind, said in controls.items():
         print(f"control, {kind}: exit {said['exit']}, {said['summary']}", flush=True)
     found = {}
