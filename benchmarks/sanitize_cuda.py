@@ -41,12 +41,14 @@ EXTRA = {
 """Further shapes, for kernels that take few of the examples."""
 TOOLS = ("memcheck", "racecheck")
 CONTROLS = {
-    "bulk copies, by CUDA's library": (1, 1, 0),
-    "copies of 16 bytes, by CUDA's library": (1, 0, 0),
-    "bulk copies": (0, 1, 0),
-    "copies of 16 bytes": (0, 0, 0),
-    "bulk copies, with a race": (0, 1, 1),
-    "copies of 16 bytes, with a race": (0, 0, 1),
+    "bulk copies, by CUDA's library": (1, 1, 0, 0),
+    "copies of 16 bytes, by CUDA's library": (1, 0, 0, 0),
+    "bulk copies, by CUDA's library, one lane for its warp": (1, 1, 1, 0),
+    "bulk copies": (0, 1, 0, 0),
+    "copies of 16 bytes": (0, 0, 0, 0),
+    "bulk copies, one lane for its warp": (0, 1, 1, 0),
+    "bulk copies, with a race": (0, 1, 0, 1),
+    "copies of 16 bytes, with a race": (0, 0, 0, 1),
 }
 """Arguments of the launcher of ``sanitizer_control.cu``."""
 

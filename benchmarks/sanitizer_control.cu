@@ -1,6 +1,7 @@
 // What racecheck says of rings that are right by construction: a warp fills two slots again and again, another reads each as
 // soon as it is there. By bulk copies or by copies of 16 bytes, by CUDA's own library or by the helpers of our kernels. With
-// ``early`` a slot is given back before it is read, which is a true race.
+// ``early`` a slot is given back before it is read, which is a true race. With ``one`` a single lane gives it back for its warp,
+// after __syncwarp, as our kernels do.
 
 #include <cuda/barrier>
 
@@ -12,14 +13,14 @@ namespace {
 constexpr int kSlots = 2, kNumbers = 128;  // 16 bytes for each lane
 
 template <bool BULK>
-__global__ void ring_of_the_library(const int* in, int* out, int rounds) {
+__global__ void ring_of_the_library(const int* in, int* out, int rounds, int one) {
   using Barrier = cuda::barrier<cuda::thread_scope_block>;
   __shared__ alignas(128) int slots[kSlots][kNumbers];
 #pragma nv_diag_suppress static_var_with_dynamic_init
   __shared__ Barrier full[kSlots], empty[kSlots];
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kSlots; slot++) init(&full[slot], BULK ? 1 : 32), init(&empty[slot], 32);
+    for (int slot = 0; slot < kSlots; slot++) init(&full[slot], BULK ? 1 : 32), init(&empty[slot], one ? 1 : 32);
     cuda::device::experimental::fence_proxy_async_shared_cta();
   }
   __syncthreads();
@@ -38,20 +39,24 @@ __global__ void ring_of_the_library(const int* in, int* out, int rounds) {
     } else {
       full[slot].wait_parity(turn % 2);
       for (int i = lane; i < kNumbers; i += 32) out[round * kNumbers + i] = slots[slot][i];
-      (void)empty[slot].arrive();
+      __syncwarp();
+      if (!one || lane == 0) (void)empty[slot].arrive();
     }
   }
 }
 
 template <bool BULK>
-__global__ void ring_of_instructions(const int* in, int* out, int rounds, int early) {
+__global__ void ring_of_instructions(const int* in, int* out, int rounds, int one, int early) {
   using namespace hopper;
   __shared__ alignas(128) int slots[kSlots][kNumbers];
   __shared__ alignas(8) uint64_t barriers[2 * kSlots];
   const uint32_t full = few_rows::shared_address(barriers), empty = full + 8 * kSlots;
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kSlots; slot++) barrier_init(full + slot * 8, BULK ? 1 : 32), barrier_init(empty + slot * 8, 32);
+    for (int slot = 0; slot < kSlots; slot++) {
+      barrier_init(full + slot * 8, BULK ? 1 : 32);
+      barrier_init(empty + slot * 8, one ? 1 : 32);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -70,9 +75,10 @@ __global__ void ring_of_instructions(const int* in, int* out, int rounds, int ea
       }
     } else {
       barrier_wait(full + slot * 8, turn % 2);
-      if (early) barrier_arrive(empty + slot * 8);
+      if (early && (!one || lane == 0)) barrier_arrive(empty + slot * 8);
       for (int i = lane; i < kNumbers; i += 32) out[round * kNumbers + i] = slots[slot][i];
-      if (!early) barrier_arrive(empty + slot * 8);
+      __syncwarp();
+      if (!early && (!one || lane == 0)) barrier_arrive(empty + slot * 8);
     }
   }
 }
@@ -80,13 +86,14 @@ __global__ void ring_of_instructions(const int* in, int* out, int rounds, int ea
 }  // namespace
 
 // in, out: [rounds, 128] int32. Returns a cudaError_t.
-extern "C" int transect_ring_control(const void* in, void* out, int rounds, int library, int bulk, int early, void* stream) {
+extern "C" int transect_ring_control(const void* in, void* out, int rounds, int library, int bulk, int one, int early,
+                                     void* stream) {
   const int* from = (const int*)in;
   int* to = (int*)out;
   cudaStream_t on = (cudaStream_t)stream;
-  if (library && bulk) ring_of_the_library<true><<<1, 64, 0, on>>>(from, to, rounds);
-  else if (library) ring_of_the_library<false><<<1, 64, 0, on>>>(from, to, rounds);
-  else if (bulk) ring_of_instructions<true><<<1, 64, 0, on>>>(from, to, rounds, early);
-  else ring_of_instructions<false><<<1, 64, 0, on>>>(from, to, rounds, early);
+  if (library && bulk) ring_of_the_library<true><<<1, 64, 0, on>>>(from, to, rounds, one);
+  else if (library) ring_of_the_library<false><<<1, 64, 0, on>>>(from, to, rounds, one);
+  else if (bulk) ring_of_instructions<true><<<1, 64, 0, on>>>(from, to, rounds, one, early);
+  else ring_of_instructions<false><<<1, 64, 0, on>>>(from, to, rounds, one, early);
   return (int)cudaGetLastError();
 }
