@@ -22,7 +22,8 @@ Three kernels. ``small_matmul.cu`` (``small_matmul_cuda.py``), bfloat16, for 1 t
 of W dealt out evenly, the k of a block among its warps; with ``pdl`` the next launch fetches its weights while this one
 ends, which is worth 0.5 to 1.5 us a launch. ``small_matmul_hopper.py``'s, bfloat16, for 17 rows and more on Hopper. The
 Triton kernels of ``small_matmul_triton.py`` for other dtypes and GPUs, and on Hopper for small weights and 64 rows or
-more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap. A file of
+more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap. (With norms
+beside the products, see ``stream_products.py``, there is a fourth, in ``small_matmul_gluon.py``.) A file of
 choices, measured for each device, says which of them runs a weight, and how, or that cuBLAS does (``best_launcher``).
 With Triton, at 32 rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than
 memory's 4.3, and more bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
