@@ -39,19 +39,21 @@ def test_every_choice_fits_or_is_refused() -> None:
     kept = 0
     for values in itertools.product(*int4_rows.CHOICES.values()):
         config = dict(zip(int4_rows.CHOICES, values, strict=True))
-        plan = int4_rows.plan_of(config, 16, 4096, 14336, 128, CLUSTERS)
-        if plan is not None:
-            _fits(plan, 16, 4096, 14336, 128)
-            assert int4_rows.shared_bytes(plan, 16, 128) <= int4_rows.BESIDE
-            kept += 1
-    assert kept > 5
+        for m in (8, 16):
+            plan = int4_rows.plan_of(config, m, 4096, 14336, 128, CLUSTERS)
+            if plan is not None:
+                _fits(plan, m, 4096, 14336, 128)
+                assert int4_rows.shared_bytes(plan, m, 128) <= int4_rows.BESIDE
+                assert plan.whole == config["whole"] <= (m == 8)
+                kept += 1
+    assert kept > 10
 
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "plan"),
     [(1, 28672, 4096, Plan(8, 7, 1, 7, 14, 1, 10)), (8, 28672, 4096, Plan(8, 7, 1, 6, 14, 1, 9)),
-     (16, 28672, 4096, Plan(16, 7, 1, 5, 14, 2, 5)), (1, 4096, 14336, Plan(8, 9, 1, 5, 18, 8, 7)),
-     (8, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 6)), (16, 4096, 14336, Plan(16, 9, 1, 3, 18, 8, 3)),
+     (16, 28672, 4096, Plan(16, 7, 1, 5, 14, 2, 5)), (1, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 6, True)),
+     (8, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 6, True)), (16, 4096, 14336, Plan(16, 9, 1, 3, 18, 8, 3)),
      (32, 4096, 14336, Plan(32, 9, 1, 6, 18, 8, 6))],
 )  # fmt: skip
 def test_the_rule_gives_what_was_quickest_on_an_h200(m: int, n: int, k: int, plan: Plan) -> None:
@@ -80,6 +82,35 @@ def test_error_is_that_of_torch_and_every_run_gives_the_same(
     kernel: int4_rows.CudaCodes, m: int, n: int, k: int, group: int, pdl: bool
 ) -> None:
     check_int4_product(kernel, m, n, k, group, pdl=pdl, repeats=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 37, 256), (5, 520, 4096), (8, 4096, 1024)])
+def test_rows_as_whole_numbers_lose_nothing_that_shows(
+    kernel: int4_rows.CudaCodes, m: int, n: int, k: int, group: int
+) -> None:
+    weight = int4_weight(n, k, group, "cuda")
+    x, *_ = product_inputs(m, n, k)
+    x = x * torch.where(torch.arange(k, device="cuda") % 100 == 7, 300, 1)  # activations have such columns
+    x[:, 128:256] = 0
+    want = int4_matmul.reference(x.double(), weight, n)
+    of_torch = (F.linear(x, int4_matmul.dense(weight, n, x.dtype)).double() - want).norm()
+    got = kernel(x, weight, n, config=dict(int4_rows.rule((m, n, k))) | {"whole": True})
+    assert (got.double() - want).norm() <= 1.5 * of_torch
+
+
+@pytest.mark.gpu
+def test_an_infinity_or_nan_stays_in_its_row(kernel: int4_rows.CudaCodes) -> None:
+    weight = int4_weight(64, 512, 128, "cuda")
+    x, *_ = product_inputs(8, 64, 512)
+    config = dict(int4_rows.rule((8, 64, 512))) | {"whole": True}
+    finite = kernel(x, weight, 64, config=config)
+    x[2, 300], x[5, 17] = torch.inf, torch.nan
+    got = kernel(x, weight, 64, config=config)
+    of_rows = got.isfinite().all(1)
+    assert of_rows.tolist() == [row not in (2, 5) for row in range(8)]
+    assert torch.equal(got[of_rows], finite[of_rows])
 
 
 @pytest.mark.gpu

@@ -55,5 +55,5 @@ Before and after the layers, and for training:
 
 ``cpu/`` has the C++ kernels for the processor, ``*.cu`` the CUDA C++ versions beside the Triton files; what those of a
 decode step share is in ``few_rows.cuh``, those for Hopper in ``hopper.cuh``, those for 4-bit weights in
-``int4_codes.cuh``, and how a source is compiled in parts in ``parts.cuh``.
+``int4_codes.cuh`` and ``int4_whole.cuh``, and how a source is compiled in parts in ``parts.cuh``.
 """

@@ -6,6 +6,8 @@
 //   memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16 bytes a copy.
 // * One warp asks for W and X, one adds X up over every group of k (a product with ones), the others multiply. A stage has
 //   three barriers: it has landed, its sums are there, all have read it.
+// * With ``whole`` the warp that adds up also makes X whole numbers, in its place, and codes are multiplied as bytes
+//   (int4_whole.cuh): fewer instructions of those that multiply. For 8 rows of X at a time: of 16 it was slower.
 // * A warp has rows of W of its own and goes along the k of its team, so its sums stay in registers to the end. Teams of
 //   warps, and the blocks of a cluster, share K; their sums are added at the end in an order that is always the same. A stage
 //   is always of the same team: who waits for its next filling has seen the one before, so a bit tells them apart.
@@ -21,6 +23,7 @@
 #include "few_rows.cuh"
 #include "hopper.cuh"
 #include "int4_codes.cuh"
+#include "int4_whole.cuh"
 
 using namespace few_rows;
 using namespace hopper;
@@ -55,13 +58,14 @@ __device__ __forceinline__ void add16(float (&v)[4], uint32_t from) {
   v[0] += a, v[1] += b, v[2] += c, v[3] += d;
 }
 
-template <int GROUP, int THREADS, int NT>
+template <int GROUP, int THREADS, int NT, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
               int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
               int stages, int ahead, int late) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
+  static_assert(!WHOLE || NT == 1);
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x % 32, self = threadIdx.x / 32, takers = warps * teams;
   const int shift = __ffs(ranks) - 1, rank = blockIdx.x & (ranks - 1), tile_of = blockIdx.x >> shift;
@@ -70,8 +74,9 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const int sixteens = (N + 15) / 16, first = share * per, count = min(per, sixteens - first);
   const int chunks = K / kChunk, chunk_first = chunks * rank >> shift, steps = (chunks * (rank + 1) >> shift) - chunk_first;
   const int total = passes * steps;
-  // A stage: the tiles of W, X, and the sums of X over each group.
-  const int x_place = wide * TILE, sums_at = x_place + min(ROWS, M) * kXPitch, stage_bytes = sums_at + GROUPS * ROWS * 4;
+  // A stage: the tiles of W, X, and what is known of X in each group: the sum, of whole numbers the unit too.
+  const int x_place = wide * TILE, sums_at = x_place + (WHOLE ? ROWS : min(ROWS, M)) * kXPitch;
+  const int stage_bytes = sums_at + GROUPS * ROWS * (WHOLE ? 8 : 4);
   const int own = (wide + ranks - 1) >> shift;  // tiles that a rank adds up, at most
   const uint32_t full = shared_address(memory), empty = full + stages * 8, summed = full + stages * 16, added = full + stages * 24;
   const uint32_t parts = full + (stages * 24 + 8 + 127) / 128 * 128;  // [own tiles][ranks][NT][32 lanes][4]
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     // The weights of the first stages are asked for before anything else.
     for (int s = lane; s < stages; s += 32) {
       barrier_init(full + s * 8, 33);
-      barrier_init(summed + s * 8, 4);
+      barrier_init(summed + s * 8, WHOLE ? 1 : 4);
       barrier_init(empty + s * 8, warps + 1);
     }
     if (lane == 0) barrier_init(added, 1);
@@ -148,26 +153,32 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     x_at[tile] = x_place + min(tile * 8 + lane % 8, rows - 1) * kXPitch + lane / 8 * 16;
   const uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
   if (self == takers + 1) {
-    // The sum of X over every group of k, as a product with ones.
+    // X as whole numbers; or its sum over every group of k, as a product with ones.
     for (int i = 0, slot = 0, parity = 0; i < total; i++) {
       barrier_wait(full + slot * 8, parity);
       const uint32_t from = ring + slot * stage_bytes;
-      for (int g = 0; g < GROUPS; g++)
+      if constexpr (WHOLE) {
+        make_whole<GROUP>(from + x_place, from + sums_at, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(summed + slot * 8);
+      } else {
+        for (int g = 0; g < GROUPS; g++)
 #pragma unroll
-        for (int tile = 0; tile < NT; tile++) {
-          float sum[2][4] = {};
+          for (int tile = 0; tile < NT; tile++) {
+            float sum[2][4] = {};
 #pragma unroll
-          for (int h = 0; h < GROUP / 32; h++) {
-            uint32_t b[4];
-            read_matrices(b, from + x_at[tile] + g * GROUP * 2 + h * 64);
-            multiply(sum[0], ones, b[0], b[1]);
-            multiply(sum[1], ones, b[2], b[3]);
+            for (int h = 0; h < GROUP / 32; h++) {
+              uint32_t b[4];
+              read_matrices(b, from + x_at[tile] + g * GROUP * 2 + h * 64);
+              multiply(sum[0], ones, b[0], b[1]);
+              multiply(sum[1], ones, b[2], b[3]);
+            }
+            if (lane < 4)
+              asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(from + sums_at + (g * ROWS + tile * 8 + lane * 2) * 4),
+                           "f"(sum[0][0] + sum[1][0]), "f"(sum[0][1] + sum[1][1]) : "memory");
           }
-          if (lane < 4)
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(from + sums_at + (g * ROWS + tile * 8 + lane * 2) * 4),
-                         "f"(sum[0][0] + sum[1][0]), "f"(sum[0][1] + sum[1][1]) : "memory");
-        }
-      if (lane < 4) barrier_arrive(summed + slot * 8);  // those that wrote
+        if (lane < 4) barrier_arrive(summed + slot * 8);  // those that wrote
+      }
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + slot * 8);
       if (++slot == stages) slot = 0, parity ^= 1;
@@ -193,51 +204,92 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     for (int step = team; step < steps; step += teams) {
       barrier_wait(full + slot * 8, parity);
       const uint32_t from = ring + slot * stage_bytes, w_at = from + my_tile * TILE;
-      float dot[RB][NT][4] = {};
-#pragma unroll
-      for (int half = 0; half < 2; half++) {  // 64 k
-        uint4 w[RB];
-#pragma unroll
-        for (int r = 0; r < RB; r++) w[r] = read16(w_at + r * TILE + half * 512 + lane * 16);
-        uint32_t b[NT][2][4];
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-          for (int tile = 0; tile < NT; tile++) read_matrices(b[tile][h], from + x_at[tile] + half * 128 + h * 64);
-#pragma unroll
-        for (int q = 0; q < 4; q++) {
+      if constexpr (WHOLE) {
+        int high[RB][4] = {}, low[RB][4] = {};
+        auto end_group = [&](int g) {
+          const uint4 about = read16(from + sums_at + g * 64 + lane % 4 * 16);  // unit and sum of two rows of X
 #pragma unroll
           for (int r = 0; r < RB; r++) {
-            const uint32_t word = q == 0 ? w[r].x : q == 1 ? w[r].y : q == 2 ? w[r].z : w[r].w;
-            const uint32_t a[4] = {as_pair(word), as_pair(word >> 4), as_pair(word >> 8), as_pair(word >> 12)};
+            const uint2 both = read8(w_at + r * TILE + 1024 + g * 64 + lane / 4 * 8);
 #pragma unroll
-            for (int tile = 0; tile < NT; tile++)
-              multiply(dot[r][tile], a, b[tile][q / 2][q % 2 * 2], b[tile][q / 2][q % 2 * 2 + 1]);
-          }
-          const int done = half * 64 + q * 16 + 16, g = done / GROUP - 1;
-          if (done % GROUP == 0) {
-            if (g == 0) barrier_wait(summed + slot * 8, parity);
-            float2 sum[NT];
-#pragma unroll
-            for (int tile = 0; tile < NT; tile++) {
-              const uint2 v = read8(from + sums_at + (g * ROWS + tile * 8 + lane % 4 * 2) * 4);
-              sum[tile] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+            for (int c = 0; c < 4; c++) {
+              const uint32_t word = c < 2 ? both.x : both.y;  // zero, scale: bfloat16 is the upper half of float32
+              const float unit = __uint_as_float(c % 2 ? about.z : about.x), sum = __uint_as_float(c % 2 ? about.w : about.y);
+              const float dot = (float)(high[r][c] * 256 + low[r][c]);
+              const float rest = fmaf(__uint_as_float(word & 0xffff0000u), sum, y[r][0][c]);
+              y[r][0][c] = fmaf(__uint_as_float(word << 16) * unit, dot, rest);
+              high[r][c] = low[r][c] = 0;
             }
+          }
+        };
+#pragma unroll
+        for (int half = 0; half < 2; half++) {  // 64 k
+          uint4 w[RB];
+#pragma unroll
+          for (int r = 0; r < RB; r++) w[r] = read16(w_at + r * TILE + half * 512 + lane * 16);
+          if (half == 0) barrier_wait(summed + slot * 8, parity);
+          const uint32_t x_here = from + x_place + half * 512 + lane * 16;
+          const uint4 above = read16(x_here), below = read16(x_here + 1024);  // high bytes of X, low ones
+#pragma unroll
+          for (int q = 0; q < 2; q++) {  // 32 k
 #pragma unroll
             for (int r = 0; r < RB; r++) {
-              // Scale and zero of this lane's rows, lane / 4 and 8 below: bfloat16 is the upper half of float32.
-              const uint2 both = read8(w_at + r * TILE + 1024 + g * 64 + lane / 4 * 8);
-              const float s0 = __uint_as_float(both.x << 16), s1 = __uint_as_float(both.y << 16);
-              const float z0 = fmaf(-128.f, s0, __uint_as_float(both.x & 0xffff0000u));
-              const float z1 = fmaf(-128.f, s1, __uint_as_float(both.y & 0xffff0000u));
+              const uint32_t w0 = q ? w[r].z : w[r].x, w1 = q ? w[r].w : w[r].y;
+              const uint32_t a[4] = {w0 & 0x0f0f0f0fu, w0 >> 4 & 0x0f0f0f0fu, w1 & 0x0f0f0f0fu, w1 >> 4 & 0x0f0f0f0fu};
+              multiply_bytes<true>(high[r], a, q ? above.z : above.x, q ? above.w : above.y);
+              multiply_bytes<false>(low[r], a, q ? below.z : below.x, q ? below.w : below.y);
+            }
+            const int done = half * 64 + q * 32 + 32;
+            if (done % GROUP == 0) end_group(done / GROUP - 1);
+          }
+        }
+      } else {
+        float dot[RB][NT][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {  // 64 k
+          uint4 w[RB];
+#pragma unroll
+          for (int r = 0; r < RB; r++) w[r] = read16(w_at + r * TILE + half * 512 + lane * 16);
+          uint32_t b[NT][2][4];
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int tile = 0; tile < NT; tile++) read_matrices(b[tile][h], from + x_at[tile] + half * 128 + h * 64);
+#pragma unroll
+          for (int q = 0; q < 4; q++) {
+#pragma unroll
+            for (int r = 0; r < RB; r++) {
+              const uint32_t word = q == 0 ? w[r].x : q == 1 ? w[r].y : q == 2 ? w[r].z : w[r].w;
+              const uint32_t a[4] = {as_pair(word), as_pair(word >> 4), as_pair(word >> 8), as_pair(word >> 12)};
 #pragma unroll
               for (int tile = 0; tile < NT; tile++)
+                multiply(dot[r][tile], a, b[tile][q / 2][q % 2 * 2], b[tile][q / 2][q % 2 * 2 + 1]);
+            }
+            const int done = half * 64 + q * 16 + 16, g = done / GROUP - 1;
+            if (done % GROUP == 0) {
+              if (g == 0) barrier_wait(summed + slot * 8, parity);
+              float2 sum[NT];
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
-                  const float rest = fmaf(c < 2 ? z0 : z1, c % 2 ? sum[tile].y : sum[tile].x, y[r][tile][c]);
-                  y[r][tile][c] = fmaf(c < 2 ? s0 : s1, dot[r][tile][c], rest);
-                  dot[r][tile][c] = 0;
-                }
+              for (int tile = 0; tile < NT; tile++) {
+                const uint2 v = read8(from + sums_at + (g * ROWS + tile * 8 + lane % 4 * 2) * 4);
+                sum[tile] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+              }
+#pragma unroll
+              for (int r = 0; r < RB; r++) {
+                // Scale and zero of this lane's rows, lane / 4 and 8 below: bfloat16 is the upper half of float32.
+                const uint2 both = read8(w_at + r * TILE + 1024 + g * 64 + lane / 4 * 8);
+                const float s0 = __uint_as_float(both.x << 16), s1 = __uint_as_float(both.y << 16);
+                const float z0 = fmaf(-128.f, s0, __uint_as_float(both.x & 0xffff0000u));
+                const float z1 = fmaf(-128.f, s1, __uint_as_float(both.y & 0xffff0000u));
+#pragma unroll
+                for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+                  for (int c = 0; c < 4; c++) {
+                    const float rest = fmaf(c < 2 ? z0 : z1, c % 2 ? sum[tile].y : sum[tile].x, y[r][tile][c]);
+                    y[r][tile][c] = fmaf(c < 2 ? s0 : s1, dot[r][tile][c], rest);
+                    dot[r][tile][c] = 0;
+                  }
+              }
             }
           }
         }
@@ -309,50 +361,52 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 #endif
 }
 
-template <int GROUP, int THREADS, int NT>
+template <int GROUP, int THREADS, int NT, bool WHOLE>
 static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
                  int warps, int teams, int stages, int per, int ranks, int late, int dependent, void* stream) {
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
-  const int stage_bytes = wide * kTile<GROUP> + (M < ROWS ? M : ROWS) * kXPitch + kChunk / GROUP * ROWS * 4;
+  const int held = M < ROWS && !WHOLE ? M : ROWS;
+  const int stage_bytes = wide * kTile<GROUP> + held * kXPitch + kChunk / GROUP * ROWS * (WHOLE ? 8 : 4);
   const int parts = ranks > 1 ? (wide + ranks - 1) / ranks * ranks * NT * 512 : 0;
   const int ring = stages * stage_bytes, left = (teams - 1) * warps * RB * NT * 512;
   const int shared = (stages * 24 + 8 + 127) / 128 * 128 + parts + (left > ring ? left : ring);
   if (shared > kMostShared || (ranks * teams > 1 && passes > 1) || (warps * teams + 2) * 32 > THREADS ||
       stages % teams || wide < RB)
     return -1;
-  return (int)launch(int4_rows<GROUP, THREADS, NT>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared, ranks,
+  return (int)launch(int4_rows<GROUP, THREADS, NT, WHOLE>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared, ranks,
                      dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
                      (int)(dependent > 1), late);
 }
 
 // How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
-extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_rows<128, 320, 1>, size, 320); }
+extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_rows<128, 320, 1, false>, size, 320); }
 
 // x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of ``group`` (32, 64
 // or 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16 or 32); ``warps`` of a
 // team, ``teams`` that share K (12 warps in all, 6 with narrower groups); ``stages`` of the ring, a multiple of ``teams``;
 // ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
-// launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``dependent``: 0 an ordinary launch,
-// 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns a
-// cudaError_t, or -1 for what it does not take.
+// launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``whole``: 1 for X as whole
+// numbers, with 8 ``rows``. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel
+// before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
-                                    int ranks, int late, int dependent, void* stream) {
+                                    int ranks, int late, int whole, int dependent, void* stream) {
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
   const int threads = group < 128 ? 256 : warps * teams <= 8 ? 320 : 448;
-#define TRANSECT_INT4(GROUP, THREADS, NT)                                                                            \
-  if (group == GROUP && threads == THREADS && rows == NT * 8)                                                        \
-    return start<GROUP, THREADS, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, late, \
-                                     dependent, stream);
-#define TRANSECT_WARPS(GROUP, THREADS) \
-  TRANSECT_INT4(GROUP, THREADS, 1)     \
-  TRANSECT_INT4(GROUP, THREADS, 2)     \
-  TRANSECT_INT4(GROUP, THREADS, 4)
+#define TRANSECT_INT4(GROUP, THREADS, NT, WHOLE)                                                                      \
+  if (group == GROUP && threads == THREADS && rows == NT * 8 && (whole != 0) == WHOLE)                                \
+    return start<GROUP, THREADS, NT, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, \
+                                            late, dependent, stream);
+#define TRANSECT_WARPS(GROUP, THREADS)    \
+  TRANSECT_INT4(GROUP, THREADS, 1, true)  \
+  TRANSECT_INT4(GROUP, THREADS, 1, false) \
+  TRANSECT_INT4(GROUP, THREADS, 2, false) \
+  TRANSECT_INT4(GROUP, THREADS, 4, false)
   TRANSECT_WARPS(128, 320)
   TRANSECT_WARPS(128, 448)
   TRANSECT_WARPS(64, 256)

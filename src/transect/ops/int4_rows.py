@@ -37,9 +37,11 @@ CHOICES = {
     "ranks": (1, 2, 4, 8),
     "blocks": (1, 2),
     "late": (1, 2, 4, 5, 6, 7, 8),
+    "whole": (False, True),
 }
 """What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``Plan``; how many blocks share a
-multiprocessor; and how many quarters of a ring of stages before its end a block lets the next launch begin."""
+multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; and ``whole``
+of ``Plan``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,13 @@ class Plan:
     """Blocks of a cluster that share K."""
     late: int
     """The next launch may begin when so many stages or fewer remain to be asked for."""
+    whole: bool = False
+    """X as whole numbers of 16 bits; for 8 rows at a time."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """What the launcher is told."""
-        return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late)
+        return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, int(self.whole))
 
 
 def most_warps(group: int) -> int:
@@ -82,7 +86,8 @@ def shared_bytes(plan: Plan, m: int, group: int) -> int:
     """Shared memory of a block: barriers, what the cluster's blocks send to be added, and the ring. In the place of the
     ring the teams leave their sums at the end."""
     wide = tiles_at_once(plan)
-    stage = wide * (1024 + CHUNK // group * 64) + min(m, plan.rows) * 272 + CHUNK // group * plan.rows * 4
+    held, known = (plan.rows, 8) if plan.whole else (min(m, plan.rows), 4)
+    stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * plan.rows * known
     sent = -(-wide // plan.ranks) * plan.ranks * plan.rows * 64 if plan.ranks > 1 else 0
     left = (plan.teams - 1) * plan.warps * COLUMNS * plan.rows * 64
     return -(-(plan.stages * 24 + 8) // 128) * 128 + sent + max(plan.stages * stage, left)
@@ -97,13 +102,13 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
     ranks, teams, chunks = config["ranks"], config["teams"], k // CHUNK
     if config["warps"] * teams > most_warps(group) or ranks * teams > chunks or not clusters.get(ranks):
         return None
-    if config["blocks"] > 1 and rows > BESIDE_ROWS:
+    if (config["blocks"] > 1 and rows > BESIDE_ROWS) or (config["whole"] and rows > ROWS[0]):
         return None
     per = max(COLUMNS, -(-n // (16 * clusters[ranks] * config["blocks"])))
     wide = tiles_at_once(Plan(rows, config["warps"], teams, teams, per, ranks, 0))
     if ranks * teams > 1 and wide < per:
         return None
-    plan = Plan(rows, -(-wide // COLUMNS), teams, teams, per, ranks, 0)
+    plan = Plan(rows, -(-wide // COLUMNS), teams, teams, per, ranks, 0, config["whole"])
     most = BESIDE if rows <= BESIDE_ROWS else SHARED
     wanted = max(teams, min(-(-per // wide) * -(-chunks // ranks), MOST_STAGES))
     fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(plan, stages=s), m, group) <= most]
@@ -116,7 +121,7 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
     m, n, k = size
-    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4}
+    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4, "whole": m <= 8 and n < 16384 and k >= 8192}
     if n >= 16384:
         return shared | {"warps": 8} | ({"ranks": 2, "blocks": 2} if 8 < m <= BESIDE_ROWS else {"ranks": 1})
     return shared | ({"warps": 12, "ranks": 8} if k >= 8192 else {"warps": 8, "ranks": 4})
@@ -198,7 +203,7 @@ class CudaCodes(Codes):
     """By ``int4_matmul.cu``; raises as ``Codes`` does."""
 
     def __init__(self) -> None:
-        super().__init__("int4_matmul", "transect_int4_matmul", 7)
+        super().__init__("int4_matmul", "transect_int4_matmul", 8)
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
