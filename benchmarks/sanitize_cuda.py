@@ -145,7 +145,9 @@ def int4_plans() -> None:
             for teams in (1, 2):
                 config = {"ranks": ranks, "teams": teams, "blocks": 1}
                 for _ in range(2):
-                    rows_kernel(x, weight, n, pdl=True, config=config | {"warps": 12 // teams, "late": 4})
+                    for whole in (False, True)[: 1 + (m <= 8)]:
+                        told = config | {"warps": 12 // teams, "late": 4, "whole": whole}
+                        rows_kernel(x, weight, n, pdl=True, config=told)
                     kernel(x, weight, n, pdl=True, config=config | {"warps": 4, "columns": 2, "beside": True})
                 torch.cuda.synchronize()
                 taken += 2
