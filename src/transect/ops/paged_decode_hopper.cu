@@ -508,7 +508,6 @@ extern "C" int transect_paged_decode(const void* q, const void* keys, const void
   if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8) return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
   TRANSECT_PAGED(128, 1, 2)
-  TRANSECT_PAGED(128, 1, 3)
   TRANSECT_PAGED(128, 2, 2)
   TRANSECT_PAGED(64, 1, 3)
   TRANSECT_PAGED(64, 2, 3)

@@ -24,7 +24,7 @@ Bound by: bytes, each key and value of every row once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -55,48 +55,34 @@ class Plan:
     warps: int
     """Of a block of threads."""
     stages: int
-    """Buffers of a warp, a unit each; ``STAGES`` are compiled."""
+    """Buffers of a warp, a unit each: those of ``STAGES`` are compiled."""
     ranks: int = 0
     """Blocks of a cluster that share a row and a key head; 0: an even cut."""
     blocks: int = 1
     """For each multiprocessor, of an even cut."""
 
 
-STAGES = {(128, 1): (2, 3), (128, 2): (2,), (64, 1): (3,), (64, 2): (3,)}
-"""By head dimension and eights of query heads to a key head."""
-SHARED = 225 * 1024
-"""Bytes of shared memory of a block."""
-MOST_WARPS = {128: 8, 64: 12}
+STAGES = {128: 2, 64: 3}
+"""By head dimension."""
+WARPS = 8
+"""Of a block: more are no quicker, and share rows of a power of two less evenly."""
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
 """By blocks of a cluster: how many clusters an H200 runs at once, a block to each multiprocessor."""
 SHORT, LONG = 1024, 4096
 """Positions up to which rows are kept whole by a block, or go to a cluster."""
 
 
-def shared_bytes(warps: int, stages: int, d: int, group: int) -> int:
-    """Shared memory of a block: buffers, parts of sums and notes of its warps, lengths of the rows."""
-    return warps * (stages * BLOCK_SIZE * 4 * d + group * d * 4 + 768) + 4 * (2 * MOST_ROWS + 1)
-
-
-def fitting(stages: int, d: int, group: int, warps: int) -> Plan:
-    """An even cut with as many warps as fit, up to ``warps``."""
-    while shared_bytes(warps, stages, d, group) > SHARED:
-        warps -= 1
-    return Plan(warps, stages)
-
-
 @cache
-def choose(items: int, longest: int, d: int, group: int) -> Plan:
+def choose(items: int, longest: int, d: int) -> Plan:
     """A plan for ``items`` rows times key heads of up to ``longest`` positions, by times on an H200.
 
     A cluster takes an item where all of them run at once: a second round would take as long again. Clusters do not help
     each other, so long rows are better cut evenly over the whole GPU.
     """
-    stages = STAGES[d, -(-group // 8)]
     for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
         if items <= AT_ONCE[ranks]:
-            return replace(fitting(stages[-1 if ranks > 2 else 0], d, group, 8), ranks=ranks)
-    return fitting(stages[0], d, group, MOST_WARPS[d])
+            return Plan(WARPS, STAGES[d], ranks)
+    return Plan(WARPS, STAGES[d])
 
 
 def refuses(
@@ -182,7 +168,7 @@ class PagedDecode:
         if not rows:
             return out
         units = multiprocessors(q.device)
-        cut = plan or choose(rows * kv_heads, batch.max_seq_len, d, group)
+        cut = plan or choose(rows * kv_heads, batch.max_seq_len, d)
         tables = batch.block_tables
         code = self._launch(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
