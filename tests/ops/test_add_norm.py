@@ -10,7 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from transect.ops import layer_norm
 from transect.ops.add_layer_norm import add_layer_norm, triton_add_layer_norm
+from transect.ops.add_layer_norm import triton_backward as add_layer_norm_backward
 from transect.ops.add_rms_norm import add_rms_norm, triton_add_rms_norm
 from transect.ops.numerics import sample
 from transect.ops.registry import get
@@ -71,3 +73,22 @@ def test_compiles_without_a_break(name: str, launch: Callable[..., Any], operato
         found.append([a.grad for a in free[:-1]])
     for ours, expected in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("eps", [1e-5, 0.0])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradients_of_tiles_of_rows(rows: int, residual: bool, eps: float) -> None:
+    """The last tile is not full, and what it lacks adds nothing, even where a variance of 0 has no inverse."""
+    grad, x, up = (sample(9, WIDTH, seed=seed).to(DEVICE) for seed in (0, 1, 2))
+    weight = sample(WIDTH, seed=3).to(DEVICE)
+    config = {"warps": 2, "waves": 1, "stages": 3, "rows": rows}
+    expected = layer_norm.reference_backward(grad, x, weight, eps)
+    if residual:
+        made = add_layer_norm_backward(grad, up, x, weight, eps, config=config)
+        expected = (expected[0] + up, *expected[1:])
+    else:
+        made = layer_norm.triton_backward(grad, x, weight, eps, config=config)
+    for ours, theirs in zip(made, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

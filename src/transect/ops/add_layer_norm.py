@@ -64,7 +64,9 @@ def triton_backward(
     """(dL/dx, dL/dw, dL/db) from dL/dy, dL/ds and the sum s."""
     function = layer_norm.backward_kernel
     name = "add_layer_norm.backward"
-    dx, dw, db = launch_backward(name, function, grad, total, grad_sum, weight, eps, vectors=2, config=config)
+    dx, dw, db = launch_backward(
+        name, function, grad, total, grad_sum, weight, eps, vectors=2, tiles=True, config=config
+    )
     return dx, dw, db
 
 
@@ -161,7 +163,9 @@ register(
         differentiable=("x", "residual", "weight", "bias"),
         gradient_cost=_gradient_cost,
         cases=partial(norms.cases, vectors=2, add=True),
-        kernels=partial(norms.kernels, layer_norm.forward_kernel, layer_norm.backward_kernel, vectors=2, add=True),
-        knobs=norms.knobs("add_layer_norm", triton_add_layer_norm, triton_backward),
+        kernels=partial(
+            norms.kernels, layer_norm.forward_kernel, layer_norm.backward_kernel, vectors=2, add=True, tiles=True
+        ),
+        knobs=norms.knobs("add_layer_norm", triton_add_layer_norm, triton_backward, tiles=True),
     )
 )

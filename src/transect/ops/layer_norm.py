@@ -71,34 +71,37 @@ def forward_kernel(
 def backward_kernel(
     g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, dx_stride,
     eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw and dL/db in registers.
+    """Of tiles of ROWS rows program p takes p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw and dL/db
+    in registers.
 
-    The loads of the next STAGES - 1 rows are on their way to shared memory while a row is worked on. The sums of a row
-    are taken in two rounds: those of x and g, then those of the centred x. With ADD, up is added to dL/dx.
+    The loads of the next STAGES - 1 tiles are on their way to shared memory while a tile is worked on. The sums of a
+    row are taken in two rounds: those of x and g, then those of the centred x. With ADD, up is added to dL/dx.
     """
     wait_for_previous(EARLY)
-    col = tl.arange(0, BLOCK)
+    col = tl.arange(0, BLOCK)[None, :]
     used = col < n_cols
     w = tl.load(w_ptr + col, mask=used, other=0.0)
-    dw = tl.zeros([BLOCK], tl.float32)
-    db = tl.zeros([BLOCK], tl.float32)
-    for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0), num_stages=STAGES):
-        x = tl.load(x_ptr + row * x_stride + col, mask=used, other=0.0).to(tl.float32)
-        g = tl.load(g_ptr + row * g_stride + col, mask=used, other=0.0).to(tl.float32)
+    dw = tl.zeros([1, BLOCK], tl.float32)
+    db = tl.zeros([1, BLOCK], tl.float32)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (row < n_rows) & used
+        x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + row * g_stride + col, mask=inside, other=0.0).to(tl.float32)
         gw = g * w.to(tl.float32)
-        mean, mean_gw = tl.sum(x, 0) / n_cols, tl.sum(gw, 0) / n_cols
-        x = tl.where(used, x - mean, 0.0)
-        square, dot = tl.sum(x * x, 0), tl.sum(gw * x, 0)
+        mean, mean_gw = tl.sum(x, 1, keep_dims=True) / n_cols, tl.sum(gw, 1, keep_dims=True) / n_cols
+        x = tl.where(inside, x - mean, 0.0)
+        square, dot = tl.sum(x * x, 1, keep_dims=True), tl.sum(gw * x, 1, keep_dims=True)
         r = 1.0 / tl.sqrt_rn(square / n_cols + eps)
-        x = x * r
-        dw += g * x
-        db += g
+        x = tl.where(inside, x * r, 0.0)  # past the last row r may be infinite
+        dw += tl.sum(g * x, 0, keep_dims=True)
+        db += tl.sum(g, 0, keep_dims=True)
         dx = r * (gw - mean_gw - x * (r * dot / n_cols))
         if ADD:
-            dx += tl.load(up_ptr + row * up_stride + col, mask=used, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
+            dx += tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     let_next_begin(EARLY)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)
     tl.store(db_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, db, mask=used)
@@ -120,7 +123,7 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dL/dx, dL/dw, dL/db) in Triton."""
     dx, dw, db = launch_backward(
-        "layer_norm.backward", backward_kernel, grad, x, None, weight, eps, vectors=2, config=config
+        "layer_norm.backward", backward_kernel, grad, x, None, weight, eps, vectors=2, tiles=True, config=config
     )
     return dx, dw, db
 
@@ -228,7 +231,7 @@ register(
         differentiable=("x", "weight", "bias"),
         gradient_cost=_gradient_cost,
         cases=partial(norms.cases, vectors=2, add=False),
-        kernels=partial(norms.kernels, forward_kernel, backward_kernel, vectors=2, add=False),
-        knobs=norms.knobs("layer_norm", triton_layer_norm, triton_backward),
+        kernels=partial(norms.kernels, forward_kernel, backward_kernel, vectors=2, add=False, tiles=True),
+        knobs=norms.knobs("layer_norm", triton_layer_norm, triton_backward, tiles=True),
     )
 )

@@ -119,6 +119,11 @@ def backward_rule(width: int) -> Config:
     return {"warps": warps, "waves": max(1, 16 // warps), "stages": 3}
 
 
+def tile_rule(width: int) -> Config:
+    """As ``backward_rule``, for kernels on tiles of rows: one row each."""
+    return {**backward_rule(width), "rows": 1}
+
+
 def launch_backward(
     name: str,
     function: Any,
@@ -129,11 +134,12 @@ def launch_backward(
     eps: float,
     *,
     vectors: int,
+    tiles: bool = False,
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, ...]:
-    """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx. ``out``: where
-    dL/dx goes, like a matrix x; its rows may be apart.
+    """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx. ``tiles``: the
+    kernel takes ROWS rows at a time. ``out``: where dL/dx goes, like a matrix x; its rows may be apart.
 
     A fixed number of programs, as many as take equally many rows, each keep their share of dL/dw in registers; a second
     launch adds the shares in order. Where the device can, both are launched while the kernel before them ends.
@@ -150,34 +156,40 @@ def launch_backward(
         return dx, *(torch.zeros_like(weight) for _ in range(vectors))
     made = [torch.empty(weight.shape, device=x.device, dtype=weight.dtype) for _ in range(vectors)]
     up = g if grad_sum is None else rows_of(grad_sum)
-    knobs = config or choose(name, width, x.device, backward_rule)
+    knobs = config or choose(name, width, x.device, tile_rule if tiles else backward_rule)
     block = next_power_of_2(width)
-    staged = block * x.element_size() * (2 if grad_sum is None else 3)
-    rounds = -(-rows // (multiprocessors(x.device) * knobs["waves"]))
-    programs = -(-rows // rounds)
+    at_once = knobs.get("rows", 1) if tiles else 1
+    staged = at_once * block * x.element_size() * (2 if grad_sum is None else 3)
+    pieces = -(-rows // at_once)
+    rounds = -(-pieces // (multiprocessors(x.device) * knobs["waves"]))
+    programs = -(-pieces // rounds)
     early = dependent_launch(x.device)
     options: dict[str, Any] = {"EARLY": early} | ({"launch_pdl": True} if early else {})
+    buffers = STAGED_BYTES // staged  # of one alone a program waits for each tile
+    stages = min(knobs["stages"], 1 + buffers) if buffers > 1 else 1
     shares = torch.empty(vectors, programs, width, device=x.device, dtype=torch.float32)
     function[(programs,)](
         g, flat, up, weight.contiguous(), dx, *shares, rows, width, g.stride(0), flat.stride(0), up.stride(0),
         _row_stride(dx), eps,
-        ADD=grad_sum is not None, BLOCK=block, STAGES=max(1, min(knobs["stages"], STAGED_BYTES // staged)),
-        num_warps=knobs["warps"], **options,
+        ADD=grad_sum is not None, BLOCK=block, STAGES=stages, num_warps=knobs["warps"], **options,
+        **({"ROWS": at_once} if tiles else {}),
     )  # fmt: skip
     grid = (-(-width // 32), vectors)
-    _add_shares_kernel[grid](shares, made[0], made[-1], programs, width, SHARES=32, COLS=32, num_warps=4, **options)
+    _add_shares_kernel[grid](shares, made[0], made[-1], programs, width, SHARES=256, COLS=32, num_warps=8, **options)
     return dx, *made
 
 
 FORWARD_CHOICES = {"rows": (1, 2, 4), "warps": (1, 2, 4, 8, 16)}
 BACKWARD_CHOICES = {"warps": (1, 2, 4, 8, 16), "waves": (1, 2, 3, 4, 6, 8, 16), "stages": (1, 2, 3, 4)}
+TILE_CHOICES = {"rows": (1, 2, 4)}
 
 
-def knobs(name: str, forward: Any, backward: Any) -> Sequence[Knobs]:
-    """What can be tuned in the two launchers of the norm ``name``."""
+def knobs(name: str, forward: Any, backward: Any, *, tiles: bool = False) -> Sequence[Knobs]:
+    """What can be tuned in the two launchers of the norm ``name``; ``tiles`` as for ``launch_backward``."""
+    choices, rule = (BACKWARD_CHOICES | TILE_CHOICES, tile_rule) if tiles else (BACKWARD_CHOICES, backward_rule)
     return [
         Knobs(name, FORWARD_CHOICES, row_rule, forward, dict, _width),
-        Knobs(f"{name}.backward", BACKWARD_CHOICES, backward_rule, backward, _with_upstream, _width),
+        Knobs(f"{name}.backward", choices, rule, backward, _with_upstream, _width),
     ]
 
 
@@ -227,8 +239,9 @@ def cases(*, vectors: int, add: bool) -> Sequence[Case]:
     return listed
 
 
-def kernels(forward: Any, backward: Any, *, vectors: int, add: bool) -> Sequence[Kernel]:
-    """The two kernels of a norm at 4096 elements a row, and what adds the shares up."""
+def kernels(forward: Any, backward: Any, *, vectors: int, add: bool, tiles: bool = False) -> Sequence[Kernel]:
+    """The two kernels of a norm at 4096 elements a row, and what adds the shares up; ``tiles`` as for
+    ``launch_backward``."""
     parameters = ("w_ptr", "b_ptr")[:vectors]
     tensors = ("x_ptr", "residual_ptr", *parameters, "y_ptr", "sum_ptr")
     ahead = {
@@ -241,10 +254,10 @@ def kernels(forward: Any, backward: Any, *, vectors: int, add: bool) -> Sequence
     sizes = ("n_cols", "x_stride", "r_stride", "y_stride", "g_stride", "up_stride", "dx_stride")
     shares = {"shares_ptr": "*fp32", "first_ptr": "*bf16", "second_ptr": "*bf16", "n_shares": "i32", "n_cols": "i32"}
     one_row = {"ADD": add, "ROWS": 1, "BLOCK": 4096, "EARLY": False}
-    staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3, "EARLY": False}
-    added = {"SHARES": 32, "COLS": 32, "EARLY": False}
+    staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3, "EARLY": False} | ({"ROWS": 2} if tiles else {})
+    added = {"SHARES": 256, "COLS": 32, "EARLY": False}
     return [
         Kernel("forward", forward, {**ahead, "eps": "fp32"}, one_row, sizes, warps=8),
         Kernel("backward", backward, {**back, "eps": "fp32"}, staged, sizes, warps=8),
-        Kernel("shares of the weights' gradients", _add_shares_kernel, shares, added, ("n_cols",)),
+        Kernel("shares of the weights' gradients", _add_shares_kernel, shares, added, ("n_cols",), warps=8),
     ]
