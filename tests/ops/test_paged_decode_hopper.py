@@ -193,7 +193,6 @@ def test_chosen_plans_fit(d: int, group: int) -> None:
     for items in (1, 8, 15, 16, 30, 31, 32, 64, 67, 100, 132, 133, 512, 2048):
         for longest in (64, 1024, 1025, 4096, 4097, 131072):
             plan = choose(items, longest, d)
-            assert plan.warps >= 6
             assert plan.stages == module.STAGES[d]
             assert plan.ranks == 0 or items <= module.AT_ONCE[plan.ranks]
             assert plan.ranks == 0 or longest <= module.LONG
