@@ -47,8 +47,9 @@ def test_choices_are_of_known_cuts_and_fit() -> None:
         gated, stream = "gated" in size.split(), "stream" in size.split()
         choice = read_choice(entry)
         assert (choice.by == "hopper") == (choice.plan is not None), size
-        assert choice.by in ("hopper", "cuda", "triton", "cublas"), size
-        assert not stream or ((choice.rows_plan or choice.cut) and n % 16 == k % 64 == 0), size
+        assert choice.by in ("hopper", "cuda", "triton", "gluon", "cublas"), size
+        assert (choice.by == "gluon") == (choice.early is not None) and (stream or choice.early is None), size
+        assert not stream or ((choice.rows_plan or choice.cut or choice.early) and n % 16 == k % 64 == 0), size
         if choice.rows_plan is not None:
             assert choice.rows_plan.refuses(m, gated) == "", size
         if choice.cut is not None:
@@ -56,6 +57,9 @@ def test_choices_are_of_known_cuts_and_fit() -> None:
             assert choice.cut.gated == gated and cut.early and cut.bulk, size
             assert not stream or n % cut.bn == 0, size  # squares of whole tiles
             assert cut.stages * (cut.bm + width) * cut.bk * 2 <= 225 * 1024, size
+        if choice.early is not None:
+            assert choice.early.gated == gated and choice.early.bm < 2 * max(m, 33), size
+            assert choice.early.refuses(n // 2 if gated else n, k) == "", size
         if choice.plan is not None:
             assert choice.plan.cut in CUTS, size
             assert choice.plan.gated == gated, size
