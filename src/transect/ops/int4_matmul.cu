@@ -397,7 +397,7 @@ extern "C" int transect_int4_matmul(const void* x, const void* weight, const voi
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
-  const int threads = group < 128 ? 256 : warps * teams <= 8 ? 320 : 448;
+  const int takers = warps * teams, threads = group < 128 ? 256 : takers <= 8 ? 320 : whole && takers <= 10 ? 384 : 448;
 #define TRANSECT_INT4(GROUP, THREADS, NT, WHOLE)                                                                      \
   if (group == GROUP && threads == THREADS && rows == NT * 8 && (whole != 0) == WHOLE)                                \
     return start<GROUP, THREADS, NT, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, \
@@ -409,6 +409,7 @@ extern "C" int transect_int4_matmul(const void* x, const void* weight, const voi
   TRANSECT_INT4(GROUP, THREADS, 4, false)
   TRANSECT_WARPS(128, 320)
   TRANSECT_WARPS(128, 448)
+  TRANSECT_INT4(128, 384, 1, true)  // with 448 it would spill a register
   TRANSECT_WARPS(64, 256)
   TRANSECT_WARPS(32, 256)
   return -1;

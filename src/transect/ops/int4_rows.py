@@ -121,7 +121,8 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
     m, n, k = size
-    shared = {"teams": 1, "blocks": 1, "late": 6 if m <= 8 else 4, "whole": m <= 8 and n < 16384 and k >= 8192}
+    whole = m <= 8 and n < 16384 and k >= 8192
+    shared = {"teams": 1, "blocks": 1, "late": 5 if whole else 6 if m <= 8 else 4, "whole": whole}
     if n >= 16384:
         return shared | {"warps": 8} | ({"ranks": 2, "blocks": 2} if 8 < m <= BESIDE_ROWS else {"ranks": 1})
     return shared | ({"warps": 12, "ranks": 8} if k >= 8192 else {"warps": 8, "ranks": 4})
