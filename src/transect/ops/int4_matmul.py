@@ -20,9 +20,9 @@ All ways read the same order of the weight, so one copy of it is all that is hel
 quicker on an H200 in a chain of launches, as ``benchmarks/ops_int4.py`` times them:
 
 * ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows, and up to 64 of narrow weights. Below some 30 MB the
-  microseconds that begin and end a launch show. Up to 8 rows of X may be whole
-  numbers of 16 bits, in units of at most 2^-14 of the largest of 128 k (``int4_whole.cuh``): products of bytes are
-  exact, and what X loses is far below what the result's bfloat16 rounds off.
+  microseconds that begin and end a launch show. There X may be whole numbers of 16 bits, up to 8 rows of it, in units
+  of at most 2^-14 of the largest of 128 k (``int4_whole.cuh``): products of bytes are exact, and what X loses is far
+  below what the result's bfloat16 rounds off.
 * ``int4_matmul_hopper.cu`` (``int4_hopper.py``), heads, and 17 to 64 rows of wide weights, where instructions and
   products bound it.
 * from 65 rows of a half type on W is rebuilt and multiplied by cuBLAS.
