@@ -303,7 +303,7 @@ register(
         kernels=lambda: [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels()],
         knobs=(Knobs("paged_attention", DECODE_CHOICES, decode_rule, _launch, dict, _size, _valid, _decodes),),
         error_ratio=3.0,
-        error_note="float32 scores are multiplied by log2(e) for an approximate power of two, which rounds once more than "
-        "torch does; half types stay within 2",
+        error_note="float32 scores are multiplied by log2(e) for an approximate power of two, which rounds once more "
+        "than torch does; half types stay within 2",
     )
 )
