@@ -118,7 +118,25 @@ def page() -> str:
         f"{table(rows)}\n\n`{made['command']}` on one {made['device']}, {versions}, {at}: "
         f"{compared} results and gradients compared, the worst of each in the table.\n\n"
         f"`{sanitizer['command']}`, {runs} runs of the CUDA C++ kernels under compute-sanitizer at commit "
-        f"{sanitizer['environment']['commit']}: {found}.\n"
+        f"{sanitizer['environment']['commit']}: {found}.{controls(sanitizer)}\n"
+    )
+
+
+def controls(sanitizer: dict[str, Any]) -> str:
+    """What racecheck says of rings that are right by construction, beside those in which it found something."""
+    raced = ", ".join(f"`{name}`" for name in sanitizer["tools"]["racecheck"]["races"])
+    if not raced or not sanitizer.get("controls"):
+        return ""
+    rows = "\n".join(
+        f"| {kind} | {said['summary'].removeprefix('RACECHECK SUMMARY: ')} |"
+        for kind, said in sanitizer["controls"].items()
+    )
+    return (
+        f" What racecheck shows is in {raced}, whose rings are filled again and again: a warp's reads against the copy "
+        "that fills the slot anew, though all its lanes have passed `__syncwarp` before one of them gives the slot "
+        "back. It shows the same in a ring of CUDA's own library that does so, and nothing where every lane gives it "
+        "back:\n\n"
+        f"| a ring of two slots (`benchmarks/sanitizer_control.cu`) | racecheck |\n|---|---|\n{rows}\n"
     )
 
 

@@ -11,8 +11,8 @@ second multiplies t s, and adds up a row's squares while its weights arrive (``s
 are by ``add_rms_norm.py``; squares are added in one order, so every run gives the same bits.
 
 Bound by bytes, as the products are. What is gained is latency: in a decode step of a small model each kernel waits for
-the one before it. A layer of an 8B model takes 110.3 us with one row instead of 113.2; one of Qwen3-0.6B 89.5 instead
-of 91.1 with 64 rows, 278.2 instead of 279.7 with 256 (H200, 1024 tokens of context, ``decoder_layer.json``). With 8
+the one before it. A layer of an 8B model takes 110.7 us with one row instead of 113.1; one of Qwen3-0.6B 85.6 instead
+of 89.8 with 64 rows, 281.5 instead of 281.7 with 256 (H200, 1024 tokens of context, ``decoder_layer.json``). With 8
 rows of the small one it loses 1%; in ``small_matmul_hopper.cu`` it lost 2% and more, and is gone. So it runs for the
 sizes where it was measured to be quicker: in ``ops/tuned/small_matmul`` the choices whose names end in ``stream``.
 
