@@ -11,7 +11,7 @@ import record
 
 PROMPT = 512
 PARTS = {
-    "products with weights": r"small_rows|many_rows|early_weights|^_rows|^_vector|^_persistent|gemm|nvjet|splitK|matmul",
+    "products with weights": r"(small|many)_rows|early_weights|^_rows|^_vector|^_persistent|gemm|nvjet|splitK|matmul",
     "attention": r"paged_decode|prefill|^_decode|^_paged|^_combine",
     "norms": r"^forward_kernel",
     "rotation, write to the cache": r"^_kernel$",
