@@ -1,0 +1,58 @@
+"""``benchmarks/gpu_tests.py``: what it keeps of a file of tests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def kept(file: Path, limit: float) -> dict:
+    program = f"import json, gpu_tests; print(json.dumps(gpu_tests.run({str(file)!r}, {limit})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "test_some.py"
+    path.write_text(
+        dedent("""
+        import time
+        import pytest
+
+        @pytest.fixture
+        def broken():
+            raise OSError
+
+        @pytest.mark.gpu
+        def test_right(): pass
+
+        @pytest.mark.gpu
+        def test_wrong(): assert False
+
+        @pytest.mark.gpu
+        def test_without_its_fixture(broken): pass
+
+        @pytest.mark.gpu
+        def test_skipped(): pytest.skip("for a reason")
+
+        def test_for_a_processor(): assert False
+        """)
+    )
+    return path
+
+
+def test_results_are_counted_and_failures_named(file: Path):
+    found = kept(file, 120)
+    assert found.pop("seconds") > 0
+    assert found == {"passed": 1, "skipped": 1, "failed": ["test_wrong", "test_without_its_fixture"]}
+
+
+def test_a_file_that_takes_too_long_says_so(file: Path):
+    file.write_text("import time\ntime.sleep(60)\n")
+    assert kept(file, 1) == {"cut_off_after_s": 1}
