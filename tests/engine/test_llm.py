@@ -274,9 +274,25 @@ def test_settings_that_cannot_be_name_what_to_change(tiny):
         ({"num_kv_blocks": 4, "max_model_len": 100}, "the KV cache holds 64 tokens"),
         ({"dtype": "int8"}, "dtype must be"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
+        ({"max_mixed_tokens": 2}, r"max_mixed_tokens \(2\) must be at least max_num_seqs"),
+        ({"max_mixed_tokens": 8, "max_num_seqs": None}, r"max_mixed_tokens \(8\) must be at least max_num_seqs \(64\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             make(tiny, **settings)
+
+
+def test_the_longest_are_begun_first_unless_asked_otherwise(tiny):
+    prompts, params = [[5, 6, 7], [8, 9], [3, 4, 5, 6]], [greedy(2), greedy(9), greedy(5)]
+    texts, ends = [], []
+    for settings in ({}, {"longest_first": False}):
+        llm = make(tiny, max_num_seqs=1, **settings)
+        texts.append([tokens_of([result]) for result in llm.generate(prompts, params)])
+        names = [llm.submit(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        ends.append([])
+        while llm.has_work:
+            ends[-1] += [names.index(output.request_id) for output in llm.step() if output.finish_reason]
+    assert texts[0] == texts[1]
+    assert ends == [[1, 2, 0], [0, 1, 2]]
 
 
 def test_start_up_line_says_what_runs(tiny, capsys):

@@ -83,6 +83,7 @@ class TestRefusals:
         [
             ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
             ({"max_num_batched_tokens": 3}, "max_num_batched_tokens (3) must be at least max_num_seqs (4)"),
+            ({"max_mixed_tokens": 3}, "max_mixed_tokens (3) must be at least max_num_seqs (4)"),
             ({"max_queue": 0}, "max_queue must be at least 1, or None"),
             ({"max_model_len": 1}, "room for a prompt and an output token, got 1"),
             ({"watermark": 1.0}, "watermark must be in [0, 1), got 1.0"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_engine import TINY
 
 pytest.importorskip("triton")
 
@@ -9,7 +10,6 @@ from transect.engine.batch import Draw, ScheduledBatch, ScheduledRow
 from transect.engine.gpu_runner import GPURunner
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.step_ring import RING, StepRing, whole_lines
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.ops.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
@@ -19,17 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 RESULTS = whole_lines(100)
-TINY = ModelConfig(
-    architecture="llama",
-    vocab_size=61,
-    dim=16,
-    n_layers=1,
-    n_heads=2,
-    n_kv_heads=1,
-    head_dim=8,
-    ffn_dim=32,
-    max_position=32,
-)
 
 
 @pytest.mark.parametrize("kernels", [False, True])

@@ -121,27 +121,28 @@ class EngineConfig:
             raise ValueError(f"the size of the KV cache is given twice ({', '.join(given)}): give one of them")
         if self.policy not in ("continuous", "static"):
             raise ValueError(f"policy must be continuous or static, not {self.policy!r}")
-        if None not in (self.max_num_seqs, self.max_num_batched_tokens) and (
-            self.max_num_batched_tokens < self.max_num_seqs  # type: ignore[operator]
-        ):
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs})"
-            )
-        if None not in (self.max_num_seqs, self.max_mixed_tokens) and (
-            self.max_mixed_tokens < self.max_num_seqs  # type: ignore[operator]
-        ):
-            raise ValueError(
-                f"max_mixed_tokens ({self.max_mixed_tokens}) must be at least max_num_seqs ({self.max_num_seqs})"
-            )
+        if self.max_num_seqs is not None:
+            self._check_steps(self.max_num_seqs)
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
 
+    def _check_steps(self, seqs: int) -> None:
+        """Every sequence that runs needs a token of each step."""
+        for name in ("max_num_batched_tokens", "max_mixed_tokens"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens < seqs:
+                raise ValueError(f"{name} ({tokens}) must be at least max_num_seqs ({seqs}): raise it or lower that")
+
     def limits(self, device: str) -> tuple[int, int]:
-        """max_num_seqs and max_num_batched_tokens with the defaults of a device type (``cpu``, ``cuda``)."""
+        """max_num_seqs and max_num_batched_tokens with the defaults of a device type (``cpu``, ``cuda``).
+
+        Raises:
+            ValueError: max_mixed_tokens is below the default of max_num_seqs.
+        """
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if seqs is None:
             seqs = min(DEFAULT_NUM_SEQS[device], tokens or DEFAULT_NUM_SEQS[device])
+            self._check_steps(seqs)
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
     def cpu_threads(self) -> int:

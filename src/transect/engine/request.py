@@ -12,6 +12,9 @@ from .sampling_params import SamplingParams
 
 _MASK64 = 2**64 - 1
 
+Rank = tuple[int, int, int, int]
+"""Priority, less the tokens that the request may draw (0 unless ``longest_first``), order of arrival, choice."""
+
 
 class Request(msgspec.Struct, frozen=True):
     """One prompt to continue, ``params.n`` times.
@@ -20,8 +23,9 @@ class Request(msgspec.Struct, frozen=True):
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token; any sequence of non-negative ints is taken and kept as a tuple.
         params: how to draw and when to stop. Stop *strings* are the business of whoever turns tokens into text.
-        priority: whole number, lower runs earlier (as in vLLM); equal ones run first come, first served. It is strict:
-            while more urgent requests keep the engine full, less urgent ones wait.
+        priority: whole number, lower runs earlier (as in vLLM); equal ones run first come, first served, unless
+            ``longest_first`` asks for another order. It is strict: while more urgent requests keep the engine full,
+            less urgent ones wait.
         arrival_time: seconds on the engine's clock; None for the moment of ``Scheduler.add``. For metrics only, the
             order is the order of ``add``.
         eos_token_ids: the model's end-of-sequence tokens.
@@ -97,14 +101,14 @@ class Sequence:
         "stop_ids",
     )
 
-    def __init__(self, request: RequestState, seq_id: int, index: int, rank: tuple[int, ...], seed: int) -> None:
+    def __init__(self, request: RequestState, seq_id: int, index: int, rank: Rank, seed: int) -> None:
         spec = request.spec
         params = spec.params
         self.request = request
         self.seq_id = seq_id
         self.index = index
         self.rank = rank
-        """(priority, order in it, order of arrival, choice): the smallest is served first and preempted last."""
+        """The smallest is served first and preempted last."""
         self.status = Status.UNBORN
         self.finish_reason: str | None = None
         self.output_token_ids: list[int] = []

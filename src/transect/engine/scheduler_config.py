@@ -67,16 +67,13 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_model_len must leave room for a prompt and an output token, got {self.max_model_len}"
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running sequence needs a token of each step"
-            )
-        if self.max_mixed_tokens is not None and self.max_mixed_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_mixed_tokens ({self.max_mixed_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), or "
-                "None for max_num_batched_tokens: every running sequence needs a token of each step"
-            )
+        for name in ("max_num_batched_tokens", "max_mixed_tokens"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens < self.max_num_seqs:
+                raise ValueError(
+                    f"{name} ({tokens}) must be at least max_num_seqs ({self.max_num_seqs}): every running sequence "
+                    "needs a token of each step"
+                )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.policy not in ("continuous", "static"):

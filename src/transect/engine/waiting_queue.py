@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from .request import Sequence, Status
+from .request import Rank, Sequence, Status
 
 _SMOOTHING = 0.2
 _MIN_RETRY, _MAX_RETRY = 1.0, 60.0
@@ -32,7 +32,7 @@ class WaitingQueue:
         self.max_new = max_new
         self.num_new = 0
         self.num_preempted = 0
-        self._heap: list[tuple[tuple[int, ...], Sequence]] = []
+        self._heap: list[tuple[Rank, Sequence]] = []
         self._last_admission: float | None = None
         self._interval: float | None = None
 
