@@ -134,8 +134,8 @@ def controls(sanitizer: dict[str, Any]) -> str:
     return (
         f" What racecheck shows is in {raced}, whose rings are filled again and again: a warp's reads against the copy "
         "that fills the slot anew, though all its lanes have passed `__syncwarp` before one of them gives the slot "
-        "back. It shows the same in a ring of CUDA's own library that does so, and nothing where every lane gives it "
-        "back:\n\n"
+        "back. What it says of rings that do nothing else, of CUDA's own library and of our helpers, right and with a "
+        "race:\n\n"
         f"| a ring of two slots (`benchmarks/sanitizer_control.cu`) | racecheck |\n|---|---|\n{rows}\n"
     )
 
