@@ -22,7 +22,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "test_some.py"
     path.write_text(
         dedent("""
-        import time
         import pytest
 
         @pytest.fixture

@@ -44,7 +44,7 @@ def test_an_engine_that_is_gone_does_not_end_a_capture():
             return x + 1
 
         graphs = GraphCache(stream)
-        result = graphs.run("warm", work)
+        graphs.run("warm", work)
         thresholds = gc.get_threshold()
         Cycle((gone, torch.empty(1 << 26, device="cuda")))
         del gone
