@@ -123,16 +123,21 @@ def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
     lengths = [(len(each.prompt), each.output_tokens) for each in work]
     floor = sum(part.seconds for part in batch_floor(PRESETS[model], lengths, RATES))
     rate = out / found["median"]
+    scheduler = llm._core.scheduler
+    filled, scheduler.fill_tokens = scheduler.fill_tokens, None
+    unfilled = None if filled is None else out / run_all(llm, work)[0]
+    scheduler.fill_tokens = filled
     energy = energies[len(energies) // 2] if energies else None
     joules = "" if energy is None else f", {energy['joules_per_output_token']:.3f} J a token, {energy['watts']:.0f} W"
     print(
         f"  throughput {model}: {rate:.0f} tok/s, floor {out / floor:.0f}, {floor / found['median']:.1%}, {steps} "
-        f"steps{joules}"
+        f"steps{joules}" + ("" if unfilled is None else f"; steps not filled up {unfilled:.0f}")
     )
     return {
         "seconds": found,
         "output_tokens": out,
         "tokens_per_s": rate,
+        "unfilled_tokens_per_s": unfilled,
         "floor_tokens_per_s": out / floor,
         "of_floor": floor / found["median"],
         "steps": steps,

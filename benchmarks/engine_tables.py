@@ -101,6 +101,9 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
             cells = (f"{row['floor_tokens_per_s']:,.0f} tok/s", f"{row['tokens_per_s']:,.0f} tok/s")
             spread = _spread(low, high, row["seconds"]["runs"], ",.0f")
             rows.append((model, "throughput", *cells, spread, f"{row['of_floor']:.0%}"))
+            if plain := row.get("unfilled_tokens_per_s"):
+                share = f"{plain / row['floor_tokens_per_s']:.0%}"
+                rows.append((model, "the same, steps not filled up", cells[0], f"{plain:,.0f} tok/s", "one run", share))
     head = ("model", "work", "floor", "median", "runs from - to", "of floor")
     return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput"))
 

@@ -12,6 +12,7 @@ import torch
 
 from transect.engine import gpu_build
 from transect.engine.config import EngineConfig
+from transect.models.cost import Storage
 from transect.models.presets import PRESETS
 from transect.ops import opset
 from transect.ops.opset import OpSet, resolve_ops
@@ -77,3 +78,23 @@ def test_torch_has_no_graphs_nor_padding_and_that_is_said(
     tricks = [gpu_build.runner_tricks(config, model, torch.bfloat16, device, o) for o in (ops, kernels)]
     assert [each["pad_tokens"] for each in tricks] == [1, None]
     assert [each["copy_kernels"] for each in tricks] == [False, True]
+
+
+def test_steps_of_large_models_are_filled_up_where_that_is_asked_for() -> None:
+    half = Storage(linear=16, embed=16, head=16, norm=16, activation=16, kv=16)
+
+    def tokens(model: str, **settings: Any) -> int | None:
+        return gpu_build.fill_tokens(EngineConfig(model=model, **settings), PRESETS[model], half)
+
+    assert tokens("llama-3.1-8b", fill_steps=True) == tokens("qwen3-8b", fill_steps=True) == 256
+    assert tokens("llama-3.1-8b", fill_steps=True, max_num_seqs=300) == 512
+    assert tokens("llama-3.1-8b", fill_steps=True, max_num_seqs=16) == 256
+    assert tokens("qwen3-0.6b", fill_steps=True) is None
+    for settings in (
+        {},
+        {"fill_steps": False},
+        {"fill_steps": True, "max_mixed_tokens": 1024},
+        {"fill_steps": True, "policy": "static"},
+        {"fill_steps": True, "max_num_seqs": 64, "max_num_batched_tokens": 256},
+    ):
+        assert tokens("llama-3.1-8b", **settings) is None

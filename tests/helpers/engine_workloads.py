@@ -109,6 +109,7 @@ def workloads(draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: b
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 16)),
         max_mixed_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
+        fill_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
         policy=policy,  # type: ignore[arg-type]

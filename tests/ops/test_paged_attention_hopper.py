@@ -11,6 +11,8 @@ from transect.ops import paged_attention_hopper as module
 from transect.ops.kv_cache_write import example_batch
 from transect.ops.paged_attention import PagedTriton, reference
 from transect.ops.paged_batch import PagedBatch
+from transect.ops.paged_decode_hopper import PagedDecode
+from transect.ops.rotary_kv_write import triton_rotary_kv_write
 
 hopper = pytest.mark.skipif(module.unavailable() is not None, reason=str(module.unavailable()))
 MIXED = ((40, 40), (1, 7), (33, 130), (2, 2), (1, 900))
@@ -64,6 +66,67 @@ def test_as_the_portable_kernel(rows: tuple, heads: int, kv_heads: int, d: int, 
     assert float((out.double() - exact).norm()) <= allowed
     for _ in range(3):
         assert torch.equal(PagedTriton(bulk=True)(*arguments), out)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("chunk_rows", [2, 16])
+def test_each_kernel_has_its_own_rows(chunk_rows: int) -> None:
+    """Prompts first, decodes behind them, in a step that is one graph, launch after launch."""
+    rows = ((100, 700), (31, 31), *((0, 0),) * (chunk_rows - 2), *((1, 40 + 23 * n) for n in range(90)))
+    q, k_cache, v_cache, plain, scale = poisoned(rows, 32, 8, 128, 16, torch.bfloat16)
+    apart = PagedBatch(plain.block_tables, plain.query_starts, plain.seq_lens, 16, chunk_rows=chunk_rows)
+    attend = PagedTriton(bulk=True, decode=PagedDecode())
+    expected = PagedTriton()(q, k_cache, v_cache, plain, scale)
+    graph = torch.cuda.CUDAGraph()
+    attend(q, k_cache, v_cache, apart, scale, pdl=True)
+    with torch.cuda.graph(graph):
+        found = [attend(q, k_cache, v_cache, apart, scale, pdl=True) for _ in range(4)]
+    for _ in range(3):
+        for out in found:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out in found:
+            torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
+            assert torch.equal(out, found[0])
+
+
+@pytest.mark.gpu
+@hopper
+def test_prompts_beside_decodes_see_what_the_kernel_before_wrote() -> None:
+    """Their kernel waits for nothing itself: it begins when the decode kernel has seen the end of the one before."""
+    rows = ((120, 120), (30, 900), *((0, 0),) * 14, *((1, 300 + 7 * n) for n in range(100)))
+    _, k_cache, v_cache, plain, scale = poisoned(rows, 32, 8, 128, 16, torch.bfloat16)
+    batch = PagedBatch(plain.block_tables, plain.query_starts, plain.seq_lens, 16, chunk_rows=16)
+    attend = PagedTriton(bulk=True, decode=PagedDecode())
+    layers = [(k_cache.clone(), v_cache.clone()) for _ in range(4)]
+    generator = torch.Generator("cuda").manual_seed(2)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    joined = torch.zeros(250, 48, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = joined.split([32, 8, 8], dim=1)
+    cos, sin = torch.randn(2, 250, 64, device="cuda", generator=generator).cos(), torch.zeros(250, 64, device="cuda")
+
+    def step(pdl: bool = True) -> list[torch.Tensor]:
+        found = []
+        for keys, values in layers:
+            turned = triton_rotary_kv_write(q, k, v, cos[0], sin, keys, values, batch, pdl=pdl)
+            found.append(attend(turned, keys, values, batch, scale, pdl=pdl))
+        return found
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(20):
+        joined.copy_(torch.randn(joined.shape, **options))
+        for keys, values in layers:  # other caches in every layer, and nothing of this step in them
+            keys.copy_(torch.where(k_cache.isnan(), k_cache, torch.randn(keys.shape, **options)))
+            values.copy_(torch.where(v_cache.isnan(), v_cache, torch.randn(values.shape, **options)))
+        graph.replay()
+        for (keys, values), out in zip(layers, found, strict=True):
+            turned = triton_rotary_kv_write(q, k, v, cos[0], sin, keys, values, batch)
+            expected = PagedTriton()(turned, keys, values, plain, scale)
+            torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -65,6 +65,22 @@ def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, p
     assert not larger.arrivals(1).any()  # every counter is back at 0, ready for the next layer
 
 
+@pytest.mark.parametrize("chunk_rows", [3, 5])
+@pytest.mark.parametrize("window", [None, 30])
+def test_rows_of_several_queries_may_stand_first(chunk_rows: int, window: int | None) -> None:
+    """Each kernel then looks at its own rows alone; rows between the two kinds may be left over."""
+    rows = ((20, 33), (2, 2), (5, 90), *((0, 0),) * (chunk_rows - 3), (1, 100), (1, 7), (1, 16), (1, 64))
+    plain = example_batch(rows, 16, 64).to(DEVICE)
+    apart = PagedBatch(plain.block_tables, plain.query_starts, plain.seq_lens, 16, chunk_rows=chunk_rows)
+    q = 2 * sample(31, 6, 16).to(DEVICE)
+    expected = reference(q, *caches(), plain, SCALE, window)
+    torch.testing.assert_close(PagedTriton()(q, *caches(), apart, SCALE, window), expected, rtol=0, atol=2e-5)
+    chunks, singles = apart.parts
+    assert (chunks.num_rows, singles.num_rows) == (chunk_rows, 4)
+    assert not singles.decodes_only(4) and not chunks.decodes_only(chunk_rows)
+    assert apart.to("cpu").chunk_rows == chunk_rows and plain.parts == (plain, plain)
+
+
 @pytest.mark.parametrize(
     "rows", [((1, 700), (1, 5)), ((1, 700),), ((1, 16),) * 3 + ((1, 160),) + ((1, 48),) * 4], ids=str
 )

@@ -16,6 +16,7 @@ from .engine_options import (
     Device,
     DeviceSampling,
     Dtype,
+    FillSteps,
     FusedOperators,
     GpuMemory,
     LoadFormat,
@@ -66,6 +67,7 @@ def command(
     longest_first: Annotated[
         bool, typer.Option(help="Begin with the sequences that have the most tokens to draw; else in their order.")
     ] = True,
+    fill_steps: FillSteps = True,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
@@ -102,6 +104,7 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_mixed_tokens=max_mixed_tokens,
         longest_first=longest_first,
+        fill_steps=fill_steps,
         max_model_len=2 * longest,
         kv_cache_tokens=kv_cache_tokens,
         seed=0,

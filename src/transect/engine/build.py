@@ -61,9 +61,11 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
+    fill_tokens: int | None = None
     if device.type == "cuda":
         parts = build_gpu(config, source, device, compilers, began)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
+        fill_tokens = parts.fill_tokens
     else:
         executor, size, why = _build_cpu(config, source)
         if config.device == "auto" and torch.cuda.is_available():
@@ -75,6 +77,7 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_tokens=config.max_mixed_tokens,
+            fill_tokens=fill_tokens,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,

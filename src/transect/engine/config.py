@@ -46,6 +46,11 @@ class EngineConfig:
             max_num_seqs if larger.
         max_mixed_tokens: tokens of one step in which sequences decode; None: max_num_batched_tokens. With fewer the
             tokens of those that decode come more evenly while prompts are computed, and fewer come in all.
+        fill_steps: while sequences decode, fill steps up to the tokens that cost little more than theirs alone, not to
+            max_num_batched_tokens, as long as nothing ends later for it: prompts ride along with weights that are read
+            anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
+            models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
+            a server.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
@@ -84,6 +89,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_mixed_tokens: int | None = None
+    fill_steps: bool | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None

@@ -41,7 +41,7 @@ from .sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
 from .step_inputs import Fields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant
 from .step_ring import StepRing, whole_lines
-from .step_sizes import FEWEST_ROWS, SMALLEST_WIDTH, row_bucket, token_bucket, width_bucket
+from .step_sizes import FEWEST_ROWS, SMALLEST_WIDTH, filled_rows, row_bucket, token_bucket, width_bucket
 
 LOGPROB_ROWS = 32
 """Rows of logits held at a time for prompt logprobs."""
@@ -205,9 +205,10 @@ class GPURunner:
         return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, *more)
 
     @torch.inference_mode()
-    def warm(self, rows: Sequence[int], widths: int) -> None:
+    def warm(self, rows: Sequence[int], widths: int, filled: int | None = None) -> None:
         """Run decode steps of these numbers of rows once, on padding alone, for the ``widths`` narrowest block tables:
-        kernels are compiled, and graphs captured. Where steps full of prompt tokens are captured, those too."""
+        kernels are compiled, and graphs captured. Where steps full of prompt tokens are captured, those too; and those
+        that are filled up to ``filled`` tokens."""
         for number in range(widths):
             width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
             for count in rows:
@@ -217,6 +218,10 @@ class GPURunner:
                     layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
                     for _ in range(2):
                         self._run_padding(layout, decode=False, graph=True, prune=self._prune_last_layer)
+            if filled is not None:
+                for count in filled_rows(filled):
+                    for _ in range(2):
+                        self._run_chunks(filled, count, width, graph=True)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -231,6 +236,24 @@ class GPURunner:
             self._run_padding(layout, decode=tokens_each == 1, variant=variant or Variant(), eager=True)
         if self._stream is not None:
             self._stream.synchronize()
+
+    @torch.inference_mode()
+    def compile_chunks(self, tokens: int, rows: int) -> None:
+        """As ``compile``, for a step of ``tokens`` with prompts beside sequences that decode."""
+        width = width_bucket(1, self._block_size, self._max_blocks)
+        self._run_chunks(tokens, rows, width, eager=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _run_chunks(self, tokens: int, rows: int, width: int, **how: bool) -> None:
+        """A step of padding with a prompt in the first of the rows for them, and all others decoding."""
+        decodes = min(rows - FEWEST_ROWS, tokens - 2)
+        chunk = min(tokens - decodes, width * self._block_size)
+        ends = chunk + np.minimum(np.arange(rows + 1 - FEWEST_ROWS), decodes)
+        starts = [0, *[chunk] * (FEWEST_ROWS - 1), *ends.tolist()]
+        layout = StepLayout(tokens, rows, min(rows, self._max_draws), width)
+        prune = self._prune_last_layer
+        self._run_padding(layout, starts, decode=False, prune=prune, chunk_rows=FEWEST_ROWS, **how)
 
     @torch.inference_mode()
     def compile_whole(self, rows: int, prompts: int, tokens_each: int) -> None:
@@ -277,7 +300,7 @@ class GPURunner:
             elif plan.decode:
                 hidden, sampled = self.graphs.run(key, work)
             else:
-                hidden, sampled = self.graphs.run_rare((*key, plan.prune), work)
+                hidden, sampled = self.graphs.run_rare((*key, plan.prune, plan.chunk_rows), work)
             return self._ring.ended(), hidden, sampled
         except BaseException:  # no memory for a graph, say: the step itself has run then
             self._ring.failed()
@@ -303,6 +326,7 @@ class GPURunner:
             self._model.ops,
             max_query_len=1 if plan.decode else plan.layout.tokens,
             whole=plan.whole,
+            chunk_rows=plan.chunk_rows,
             wanted=self._wanted(fields) if plan.prune else None,
         )
         hidden_TD = self._model(self._arena.view(torch.int64), fields.position, context, fields.source)

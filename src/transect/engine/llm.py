@@ -42,8 +42,8 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
-        if self.config.longest_first is None:
-            self.config = dataclasses.replace(self.config, longest_first=True)
+        first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
+        self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)
         began = time.perf_counter()
         with compiling(self.config) as compilers:
             from .build import build_engine  # imports torch, which takes seconds
@@ -78,7 +78,7 @@ class LLM:
         priority: int = 0,
     ) -> list[RequestOutput]:
         """Continue prompts; all of them run together, begun with those that may draw the most tokens
-        (``longest_first``).
+        (``longest_first``), in steps that are good for all of them together (``fill_steps``).
 
         Args:
             prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.

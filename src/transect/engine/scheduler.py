@@ -1,12 +1,13 @@
 """Continuous batching: who runs in the next step, and what the step's tokens change.
 
-Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode, which wait for all of the
-step (``max_mixed_tokens``). Sequences that hold KV blocks are served in the order of their ranks (priority, then
-arrival; with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for
-sure; what is left over goes, again by rank, to those with more to compute, the prompts, which are so cut into chunks
-(Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
-head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
-everybody's turn comes (with ``longest_first``: once nothing longer comes).
+Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode: they wait for all of the
+step (``max_mixed_tokens``), and a few prompt tokens ride along with them for little (``fill_tokens``). Sequences that
+hold KV blocks are served in the order of their ranks (priority, then arrival; with ``longest_first`` those with the
+most tokens to draw come first). Each gets one token of the budget for sure; what is left over goes, again by rank, to
+those with more to compute, the prompts, which are so cut into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes
+never wait behind prompts, and prompts always move. Then the queue's head is admitted as long as there are places,
+budget and KV blocks for all its tokens. Nobody overtakes the head, so everybody's turn comes (with ``longest_first``:
+once nothing longer comes).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives its blocks
 back, keeps its output tokens, and computes prompt and output anew when its turn comes again. Draws depend on positions,
@@ -32,6 +33,7 @@ from operator import attrgetter
 
 from . import limits
 from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
+from .filling import nothing_ends_later
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request, RequestState, Sequence, Status
@@ -73,6 +75,8 @@ class Scheduler:
         self.waiting = WaitingQueue(config.max_queue)
         self.running: list[Sequence] = []
         """Sequences with blocks, best rank first."""
+        self.fill_tokens = config.fill_tokens
+        """May be changed between steps."""
         self._static = config.policy == "static"
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
@@ -149,7 +153,7 @@ class Scheduler:
         step, rows, sequences = plan.step, plan.rows, plan.sequences
         again = True  # as long as all rows are of the kind that most are
         decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
-        spare = (self._mixed if decoding else self.config.max_num_batched_tokens) - len(running)
+        spare = (self._budget_beside_decodes() if decoding else self.config.max_num_batched_tokens) - len(running)
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
             length = seq.length
@@ -197,6 +201,18 @@ class Scheduler:
         self._last = sequences
         self._in_flight.append((batch, sequences))
         return batch
+
+    def _budget_beside_decodes(self) -> int:
+        """Tokens of a step in which sequences decode."""
+        tokens = self.fill_tokens
+        if (
+            tokens is not None
+            and tokens < self._mixed
+            and len(self.waiting) + len(self.running) <= self.config.max_num_seqs
+            and nothing_ends_later(tokens, self.running, self.waiting.in_order())
+        ):
+            return tokens
+        return self._mixed
 
     def _plan_row(self, seq: Sequence, end: int, plan: _Plan) -> None:
         """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""

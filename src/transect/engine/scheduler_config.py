@@ -20,6 +20,8 @@ class SchedulerConfig:
             running sequence gets at least one token in every step.
         max_mixed_tokens: tokens per step in which sequences decode: their next tokens wait for all of it. At least
             ``max_num_seqs``; None: ``max_num_batched_tokens``, which steps take in which nobody decodes.
+        fill_tokens: as long as nothing ends later for it, steps in which sequences decode are only filled up to so many
+            tokens (``filling.py``), at least ``max_num_seqs``; None: never.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
         policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
@@ -46,6 +48,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_mixed_tokens: int | None = None
+    fill_tokens: int | None = None
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
@@ -67,7 +70,7 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_model_len must leave room for a prompt and an output token, got {self.max_model_len}"
             )
-        for name in ("max_num_batched_tokens", "max_mixed_tokens"):
+        for name in ("max_num_batched_tokens", "max_mixed_tokens", "fill_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and tokens < self.max_num_seqs:
                 raise ValueError(

@@ -19,7 +19,7 @@ from .adjust_state import AdjustState
 from .batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
 from .sequence_table import SequenceTable
 from .step_inputs import Fields, StepLayout, StepMemory
-from .step_sizes import FEWEST_ROWS, row_bucket, token_bucket, width_bucket
+from .step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, token_bucket, width_bucket
 
 
 class Variant(NamedTuple):
@@ -49,6 +49,8 @@ class StepPlan(NamedTuple):
     """Of a kind that comes again, though not one that only decodes."""
     prune: bool = False
     """The last layer computes only what the draws need."""
+    chunk_rows: int | None = None
+    """Rows of the layout for prompts, before those of one token; None: they stand anywhere."""
 
 
 class _RaggedShape(NamedTuple):
@@ -68,6 +70,7 @@ class _RaggedShape(NamedTuple):
     of it is finite. (A tile of values that reaches past the end of a prompt is multiplied with zeros, and 0 * NaN is
     NaN.)"""
     graph: bool = False
+    chunk_rows: int | None = None
 
 
 def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
@@ -252,13 +255,13 @@ class StepPlanner:
         whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
         prune = self._prune_last_layer and all(row.prompt_logprobs is None for row in rows)
         plan = StepPlan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
-        return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph)
+        return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
 
     def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
         """Where the rows of a step with prefill chunks come to lie, and the rows in that order.
 
-        Prompts that stand in the step from their first token on come last, if they are worth a kernel of their own. As
-        many rows as tokens would look like a step that only decodes.
+        Prompts that stand in the step from their first token on come last, if they are worth a kernel of their own;
+        else all prompts come first.
         """
         pad = self._pad_tokens
         rows: Sequence[ScheduledRow] = batch.rows
@@ -288,11 +291,16 @@ class StepPlanner:
                 count = place + filled + (FEWEST_ROWS if place + filled == tokens else 0)
                 places = [*range(len(others)), *range(place, place + len(whole))]
                 return _RaggedShape(tokens, count, places, len(others), place, start, padding), [*others, *whole]
-        count = max(FEWEST_ROWS, row_bucket(len(rows)))
         tokens = token_bucket(batch.num_tokens) if graph else -(-batch.num_tokens // pad) * pad
-        if count == tokens:
-            count *= 2
-        return _RaggedShape(tokens, count, list(range(len(rows))), len(rows), 0, 0, [], graph), rows
+        chunks = [row for row in rows if row.num_tokens > 1]
+        singles = [row for row in rows if row.num_tokens == 1]
+        first = None
+        places = list(range(len(rows)))
+        if chunks and singles:
+            first = max(FEWEST_ROWS, row_bucket(len(chunks)))
+            places[len(chunks) :] = range(first, first + len(singles))
+        count = ragged_rows(tokens, places[-1] + 1)
+        return _RaggedShape(tokens, count, places, len(rows), 0, 0, [], graph, first), [*chunks, *singles]
 
     def _draws(
         self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FEWEST_ROWS = 16
-"""Rows that a step with prefill chunks is filled up to."""
+"""Rows that a step with prefill chunks is filled up to, and that its prompts have."""
 SMALLEST_WIDTH = 1024
 """Positions that the narrowest block table of a graph covers."""
 
@@ -39,3 +39,14 @@ def width_bucket(blocks: int, block_size: int, most: int) -> int:
     while width < blocks:
         width *= 2
     return min(width, most)
+
+
+def filled_rows(tokens: int) -> list[int]:
+    """Every number of rows that a step filled up to ``tokens`` has, with up to ``FEWEST_ROWS`` prompts in it."""
+    return sorted({ragged_rows(tokens, FEWEST_ROWS + decodes) for decodes in range(1, tokens)})
+
+
+def ragged_rows(tokens: int, rows: int) -> int:
+    """Rows of the graph of a step with prefill chunks. As many as tokens would look like a step that only decodes."""
+    count = max(FEWEST_ROWS, row_bucket(rows))
+    return count + FEWEST_ROWS * (count == tokens)

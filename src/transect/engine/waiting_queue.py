@@ -54,6 +54,13 @@ class WaitingQueue:
         self._count(seq, 1)
         heapq.heappush(self._heap, (seq.rank, seq))
 
+    def __len__(self) -> int:
+        return self.num_new + self.num_preempted
+
+    def in_order(self) -> list[Sequence]:
+        """All that wait, in the order of their turns."""
+        return [seq for _, seq in sorted(self._heap) if seq.status is Status.WAITING]
+
     def head(self) -> Sequence | None:
         """The sequence whose turn is next."""
         while self._heap and self._heap[0][1].status is not Status.WAITING:

@@ -28,9 +28,12 @@ from ..ops.opset import OpSet
 from .compilers import Compilers, hint, sources_digest
 from .gpu_runner import GPURunner
 from .step_plan import Variant
-from .step_sizes import FEWEST_ROWS, row_buckets
+from .step_sizes import FEWEST_ROWS, ragged_rows, row_buckets
 
 log = logging.getLogger(__name__)
+
+BESIDE = 256
+"""Tokens of a step in which some rows decode: fewer have the same kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,9 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
     for task in tasks(work):
         if stacks:  # steps with prompts have their norms apart: their last layer is for some tokens only
             model.stack = stacks[task.tokens_each > 1]
-        if task.prompts:
+        if task.beside:
+            plain.compile_chunks(task.beside, task.rows)
+        elif task.prompts:
             plain.compile_whole(task.rows, task.prompts, task.tokens_each)
         elif task.draws:
             drawing.compile(task.rows, task.tokens_each, task.rows)
@@ -134,6 +139,8 @@ class Task(NamedTuple):
     """With the kernels that draw, which are the same for every number of rows; without, only layers and head."""
     prompts: int = 0
     """Whole prompts, of ``tokens_each``, behind ``rows`` that decode."""
+    beside: int = 0
+    """Tokens of all ``rows``, of which some are for prompts and the others decode; ``tokens_each`` is not looked at."""
 
 
 def tasks(work: Work) -> list[Task]:
@@ -154,4 +161,6 @@ def tasks(work: Work) -> list[Task]:
         for each in sorted({max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16, *few}, reverse=True):
             if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
                 found.append(Task(rows, each, False))
+    beside = {ragged_rows(BESIDE, FEWEST_ROWS + decodes) for decodes in (1, min(work.max_num_seqs, BESIDE - 2))}
+    found += [Task(rows, 2, False, beside=BESIDE) for rows in beside if 2 * rows <= work.max_num_batched_tokens]
     return found

@@ -97,6 +97,7 @@ class PagedContext:
     ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
 
     ``whole``: rows whose keys and values are all in this step attend to those, not to the cache. ``wanted``: see there.
+    ``chunk_rows``: as in ``PagedBatch``.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class PagedContext:
         max_query_len: int | None = None,
         whole: WholePrompts | None = None,
         wanted: Wanted | None = None,
+        chunk_rows: int | None = None,
     ) -> None:
         if k_cache.ndim != 5 or k_cache.shape != v_cache.shape:
             raise ValueError(
@@ -120,7 +122,12 @@ class PagedContext:
         self.k_cache = k_cache
         self.v_cache = v_cache
         self.batch = PagedBatch(
-            block_tables_BN, query_starts_B1, seq_lens_B, k_cache.shape[3], max_query_len=max_query_len
+            block_tables_BN,
+            query_starts_B1,
+            seq_lens_B,
+            k_cache.shape[3],
+            max_query_len=max_query_len,
+            chunk_rows=chunk_rows,
         )
         self.ops = ops or resolve_ops(k_cache.device)
         self.whole = whole

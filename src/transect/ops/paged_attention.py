@@ -44,7 +44,7 @@ from .paged_attention_torch import tiled, tiled_uniform
 from .paged_batch import PagedBatch
 from .paged_decode import DECODE_CHOICES, Cut, decode_rule
 from .paged_decode_hopper import PagedDecode
-from .paged_prefill import PREFILL_TILES, Tiles
+from .paged_prefill import BESIDE_TILES, PREFILL_TILES, Tiles
 from .registry import Case, Cost, Implementation, Knobs, Op, register
 
 
@@ -71,6 +71,12 @@ def reference(
         values = values.masked_fill(hidden.all(0)[:, None, None], 0)
         out[start:end] = torch.einsum("hts,shd->thd", p, values).to(q.dtype)
     return out
+
+
+FEW_TOKENS = 512
+"""Of a step in which sequences decode: up to so many, prompts attend while the decode kernel runs, in small tiles on
+the same multiprocessors. That kernel is bound by memory and leaves them half of the time. More queries are for the
+kernel of ``paged_attention_hopper.py``, which needs a multiprocessor to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +126,25 @@ class PagedTriton:
             return out
         early = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] >= 9
         decode_only = batch.decodes_only(tokens)
-        inputs = (q, k_cache, v_cache, batch, scale, window)
-        if self.bulk and not self.whole and not hopper.refuses(*inputs):
+        chunks, singles = (batch, batch) if self.whole else batch.parts
+        some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
+        streams = self.decode is not None and not paged_decode_hopper.takes_not(q, k_cache, v_cache, singles)
+        if self.decode is not None and streams and chunks is not singles and tokens <= FEW_TOKENS:
+            self.decode(*ones, out=out, pdl=pdl, beside=True)
+            paged_prefill.prefill(*some, out, tiles=BESIDE_TILES, singles=False, early=True, beside=True)
+            return out
+        if self.bulk and not self.whole and not hopper.refuses(*some):
             hopper.prefill(
-                q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, batch.max_seq_len, scale,
-                out,
+                q, k_cache, v_cache, chunks.block_tables, chunks.query_starts, chunks.seq_lens, chunks.max_seq_len,
+                scale, out,
             )  # fmt: skip
         elif self.whole or not decode_only:
-            paged_prefill.prefill(*inputs, out, tiles=self.tiles, singles=self.whole, early=early)
-        if self.decode is not None and not paged_decode_hopper.takes_not(q, k_cache, v_cache, batch):
-            self.decode(*inputs, out=out, pdl=pdl)
+            paged_prefill.prefill(*some, out, tiles=self.tiles, singles=self.whole, early=early)
+        if self.decode is not None and streams:
+            self.decode(*ones, out=out, pdl=pdl)
         elif not self.whole:
-            cut = self.cut or paged_decode.tuned(batch.num_rows * kv_heads, batch.max_seq_len, d, q.device)
-            paged_decode.decode(*inputs, out, cut=cut, mixed=not decode_only, early=early)
+            cut = self.cut or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
+            paged_decode.decode(*ones, out, cut=cut, mixed=not decode_only, early=early)
         return out
 
 

@@ -409,7 +409,9 @@ def prefill(
     group = heads // kv_heads
     tiles = tokens * group // (PARTS * ROWS) + len(lengths)
     work = tiles * kv_heads
-    programs = min(work, multiprocessors(q.device))
+    # Little work needs no counter, which would have to be cleared by a launch of its own.
+    units = multiprocessors(q.device)
+    programs = work if work <= 2 * units else units
     shared_out = work > programs
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared_out else lengths  # else not looked at
     # Key heads are worked on so many at a time: keys and values of 16 MB together leave most of the L2 cache free.

@@ -47,6 +47,7 @@ class PagedBatch:
         max_query_len: no row has more tokens in this step. 1 says that token t is row t's, decode only; None: decode
             only if there are as many tokens as rows.
         fresh: of rows with one query more keys than the last may have been written in this step, by the kernel before.
+        chunk_rows: rows of several queries are among the first so many, those of one query behind them; None: anywhere.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PagedBatch:
         max_seq_len: int | None = None,
         max_query_len: int | None = None,
         fresh: bool = False,
+        chunk_rows: int | None = None,
     ) -> None:
         self.block_tables = block_tables_BN
         self.query_starts = query_starts_B1
@@ -66,6 +68,7 @@ class PagedBatch:
         self.block_size = block_size
         self.max_query_len = max_query_len
         self.fresh = fresh
+        self.chunk_rows = chunk_rows
         widest = block_tables_BN.shape[-1] * block_size
         self.max_seq_len = widest if max_seq_len is None else min(max_seq_len, widest)
         self._arrivals: Tensor | None = None
@@ -94,7 +97,30 @@ class PagedBatch:
             max_seq_len=self.max_seq_len,
             max_query_len=self.max_query_len,
             fresh=self.fresh,
+            chunk_rows=self.chunk_rows,
         )
+
+    @cached_property
+    def parts(self) -> tuple[PagedBatch, PagedBatch]:
+        """The rows that may have several queries, and those that may have one, as views; both are all rows where
+        ``chunk_rows`` does not tell. Tokens are counted as in the whole batch."""
+        first = self.chunk_rows
+        if first is None:
+            return self, self
+        chunks, singles = (
+            PagedBatch(
+                self.block_tables[begin:end],
+                self.query_starts[begin : None if end is None else end + 1],
+                self.seq_lens[begin:end],
+                self.block_size,
+                max_seq_len=self.max_seq_len,
+                # Token t is not row t's in either, however many there are.
+                max_query_len=2 if self.max_query_len is None else max(2, self.max_query_len),
+                fresh=self.fresh,
+            )
+            for begin, end in ((0, first), (first, None))
+        )
+        return chunks, singles
 
     @property
     def num_rows(self) -> int:

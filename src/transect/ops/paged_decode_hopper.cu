@@ -11,7 +11,8 @@
 // * What a warp has of an item it does not hold whole (m, l, o) it leaves in shared memory. Then a warp for each 128 numbers of
 //   each item puts them together; what still is not the whole item goes through memory to the block that holds the item's end,
 //   or through the cluster's shared memory. Always in the same order, so the bits are the same in every run.
-// * Units without a row's last position are asked for before the kernel that writes it has ended (``early``).
+// * Units without a row's last position are asked for before the kernel that writes it has ended (``early``). The next kernel
+//   may begin at once, or (``late``) when the one before has ended: then it need not wait for this one to use what that one left.
 
 #include "few_rows.cuh"
 #include "hopper.cuh"
@@ -99,7 +100,7 @@ struct Batch {
 template <int D, int NT, int S>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
     paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch, __nv_bfloat16* out,
-                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early) {
+                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early, int late) {
 #ifdef TRANSECT_HOPPER
   constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   int* row_lengths = prefix + batch.rows + 1;
   const uint32_t ring = shared_address(memory) + warp * S * UNIT;
 
-  let_next_begin();
+  if (!late) let_next_begin();
   bool waited = false;
   if (!early) {
     wait_for_previous();
@@ -247,6 +248,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   for (int s = 0; s < S - 1; s++) fetch(s);
   if (!waited) wait_for_previous();
   waited = true;
+  if (late) let_next_begin();
 
   // Of lane l = 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16, the same
   // heads.
@@ -492,7 +494,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,              \
                        ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys,        \
                        (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,      \
-                       pieces, ranks, (int)(dependent > 1));                                                                 \
+                       pieces, ranks, (int)(dependent > 1), late);                                                               \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b ``pieces``
@@ -500,11 +502,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 // left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads, all bits set, and again
 // afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages (one of those compiled), ranks: see
 // above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
-// kernel before has ended. Returns a cudaError_t, or -1 for what it does not take.
+// kernel before has ended. ``late``: see above. Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_paged_decode(const void* q, const void* keys, const void* values, const void* tables,
                                      const void* starts, const void* lengths, void* out, void* parts, int rows, int columns,
                                      int table_stride, int window, int K, int G, int d, long long q_t, int q_h, int pieces,
-                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, void* stream) {
+                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, int late,
+                                     void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8) return -1;
   const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
   TRANSECT_PAGED(128, 1, 2)

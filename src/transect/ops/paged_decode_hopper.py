@@ -44,7 +44,7 @@ PARTS = 1 << 20
 """Numbers that blocks of threads may leave for each other: those of one item for each."""
 NOTHING = -1
 """The bits of a number that nobody has left."""
-SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiii" + "p"
+SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiii" + "p"
 """Of the launcher's arguments, see ``cuda.bind``."""
 
 
@@ -142,6 +142,7 @@ class PagedDecode:
         *,
         out: Tensor | None = None,
         pdl: bool = False,
+        beside: bool = False,
         plan: Plan | None = None,
     ) -> Tensor:
         """As ``paged_attention.reference``; reads no length on the host.
@@ -149,6 +150,7 @@ class PagedDecode:
         ``out`` ``[T, H, d]``: there the results go, and where the batch holds rows of several queries those are left
         alone. ``pdl``: the batch, and what the cache holds of positions before each row's last, may be read before the
         kernel before this one on the stream has ended, so that one must not write them (unless ``batch.fresh``).
+        ``beside``: a dependent launch after this one begins when the kernel before this one has ended, not sooner.
 
         Raises:
             ValueError: see ``refuses``; or rows of several queries without ``out``.
@@ -176,7 +178,8 @@ class PagedDecode:
             self._parts.data_ptr(), rows, tables.shape[1], tables.stride(0), window or 0, kv_heads, group, d,
             q.stride(0), q.stride(1),
             k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, cut.blocks * units, cut.warps, cut.stages,
-            cut.ranks, 2 if pdl and not batch.fresh else 1, torch.cuda.current_stream(q.device).cuda_stream,
+            cut.ranks, 2 if pdl and not batch.fresh else 1, int(beside),
+            torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"paged_decode_hopper.cu: the launch of {cut} for {rows} rows returned {code}")

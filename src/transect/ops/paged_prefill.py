@@ -19,7 +19,14 @@ from .jit import INTERPRETED, kernel, next_power_of_2, tl
 from .paged_batch import PagedBatch
 from .paged_tile import walk
 from .registry import Kernel
-from .tiles import after_previous
+from .tiles import let_next_begin, wait_for_previous
+
+
+@kernel
+def _wait_in_one():  # type: ignore[no-untyped-def]
+    """The launch then ends after the one before."""
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.extra.cuda.gdc_wait()
 
 
 @kernel
@@ -27,12 +34,15 @@ def _prefill(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, tables, starts, lengths, out, B, scale2, window, q_t, q_h, cache_b, cache_k, table_b,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SINGLES: tl.constexpr, EARLY: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: tiles of queries, as ``find_tile`` numbers them; axis 1: key heads. SINGLES: rows of one query too."""
-    after_previous(EARLY)
+    """Axis 0: key heads; axis 1: tiles of queries, as ``find_tile`` numbers them. SINGLES: rows of one query too.
+    EARLY: the kernel before may still run; BESIDE: it need not end for this, which then ends after it."""
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY and not BESIDE)
     QUERIES: tl.constexpr = BM // GP
-    kv_head = tl.program_id(1)
-    row, tile = find_tile(tl.num_programs(0) - 1 - tl.program_id(0), starts, B, QUERIES)
+    kv_head = tl.program_id(0)
+    row, tile = find_tile(tl.num_programs(1) - 1 - tl.program_id(1), starts, B, QUERIES)
     first_token = tl.load(starts + row)
     count = tl.load(starts + row + 1) - first_token
     length = tl.load(lengths + row)
@@ -52,7 +62,9 @@ def _prefill(  # type: ignore[no-untyped-def]
         d = tl.arange(0, DP)
         token = (first_token + query).to(tl.int64)
         inside = ((r % GP < G) & (query < count))[:, None] & (d < D)[None, :]
-        queries = tl.load(q + token[:, None] * q_t + head[:, None] * q_h + d[None, :], inside, 0.0)
+        queries = tl.load(
+            q + token[:, None] * q_t + head[:, None] * q_h + d[None, :], inside, 0.0, cache_modifier=".cg"
+        )
         acc = tl.zeros((BM, DP), tl.float32)
         l = tl.zeros((BM,), tl.float32)
         m = tl.full((BM,), -float("inf"), tl.float32)
@@ -73,6 +85,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
         # A row without a position (what is left over in a graph's buffers) gives zeros.
         tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+    if BESIDE:
+        _wait_in_one()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +100,17 @@ class Tiles:
 
 
 PREFILL_TILES = Tiles()
+BESIDE_TILES = Tiles(bm=64, bn=32, warps=4)
+"""Of a few queries beside decodes: a program and a block of the decode kernel fit on one multiprocessor."""
 
 
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
-    tiles: Tiles, singles: bool, early: bool,
+    tiles: Tiles, singles: bool, early: bool, beside: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``; of those with one
-    as well if ``singles``. ``early``: begin while the kernel before still runs (dependent launch, Hopper)."""
+    as well if ``singles``. ``early``: begin while the kernel before still runs (dependent launch, Hopper), and wait for
+    it. ``beside``: do not wait, but end after it; it is ``PagedDecode``'s with ``beside`` too."""
     tokens, heads, d = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
@@ -103,11 +120,12 @@ def prefill(
     bm = max(tiles.bm, padded_group)
     stages = min(tiles.stages, 2) if torch.version.hip else tiles.stages  # 64 KB of shared memory
     launch: dict[str, Any] = {"launch_pdl": True} if early else {}
-    _prefill[(tokens // (bm // padded_group) + batch.num_rows, kv_heads)](
+    _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, batch.num_rows,
         scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0),
         H=heads, G=group, GP=padded_group, D=d, DP=padded(d), BLOCK=block_size, BM=bm, BN=tiles.bn,
-        WINDOW=window is not None, SINGLES=singles, EARLY=early, num_warps=tiles.warps, num_stages=stages, **launch,
+        WINDOW=window is not None, SINGLES=singles, EARLY=early, BESIDE=beside,
+        num_warps=tiles.warps, num_stages=stages, **launch,
     )  # fmt: skip
 
 
@@ -123,13 +141,18 @@ def kernels() -> Sequence[Kernel]:
             function=_prefill,
             arguments={**tensors, **indices, "scale2": "fp32", **ints},
             constants={
-                "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": 128, "BN": 64, "WINDOW": False,
-                "SINGLES": False, "EARLY": False,
+                "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": tiles.bm, "BN": tiles.bn,
+                "WINDOW": False, "SINGLES": False, "EARLY": beside, "BESIDE": beside,
             },
             divisible=strides,
-            warps=8,
-            stages=stages,
+            warps=tiles.warps,
+            stages=tiles.stages,
             targets=targets,
+            options={"launch_pdl": True} if beside else {},
         )
-        for name, stages, targets in (("prefill", 3, ("sm_80", "sm_90")), ("prefill_amd", 2, ("gfx942",)))
+        for name, tiles, beside, targets in (
+            ("prefill", PREFILL_TILES, False, ("sm_80", "sm_90")),
+            ("prefill beside decodes", BESIDE_TILES, True, ("sm_90",)),
+            ("prefill_amd", replace(PREFILL_TILES, stages=2), False, ("gfx942",)),
+        )
     ]  # fmt: skip

@@ -1,0 +1,50 @@
+"""Whether prompts may be computed little by little, beside sequences that decode.
+
+A step reads all weights, however few tokens it has: with the few tokens of the sequences that decode, a large model
+spends most of the step on that, and tokens of a prompt beside them cost less than in a step of their own. But a prompt
+whose turn comes later also ends later. So that pays as long as it ends no later than the longest sequence does anyway:
+
+    left + outputs(n) <= longest        of every prompt n that is left, where ``left`` are the steps until it has had
+                                        its turn: all prompts up to it, at ``tokens`` less those that decode
+
+with ``longest`` the steps that the longest sequence still takes. (Sarathi-Serve, Agrawal et al. 2024, bounds the tokens
+of a step for the sake of those that decode; here it is for the sake of all.) Where stop tokens end sequences sooner
+than ``max_tokens``, this is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+
+from .request import Sequence
+
+ROOM = 0.92
+"""Share of the tokens of all steps to come that may be spoken for: sequences do not end as evenly as assumed."""
+
+
+def nothing_ends_later(tokens: int, running: Listed[Sequence], waiting: Listed[Sequence]) -> bool:
+    """Whether steps of ``tokens`` are enough to be done when the longest sequence is.
+
+    Args:
+        tokens: of a step, those that decode included.
+        running: sequences that hold KV blocks, in the order of their turns.
+        waiting: those whose turns come after them, in their order.
+    """
+    prompts, outputs, longest = [], 0, 0
+    for group in (running, waiting):
+        for seq in group:
+            left = seq.max_length - seq.length
+            state = seq.request
+            outputs += left if state.prompt_done else left * state.spec.params.n
+            longest = max(longest, left)
+            if seq.length - seq.scheduled > 1:
+                prompts.append((seq.length - seq.scheduled, left))
+    if not prompts or outputs + sum(count for count, _ in prompts) > ROOM * tokens * longest:
+        return False
+    each_step = tokens - outputs / longest
+    done = 0
+    for count, left in prompts:
+        done += count
+        if done / each_step + left > longest:
+            return False
+    return True
