@@ -16,8 +16,9 @@ Source: Kwon et al. 2023, arXiv:2309.06180 (paging); Dao et al. 2022, arXiv:2205
 
 On a GPU (``PagedTriton``) a program holds one tile of queries of one key head: the heads that share it lie together,
 so K and V are read once for all of them. Rows of several queries (``paged_prefill.py``) and rows of one
-(``paged_decode.py``, on Hopper ``paged_decode_hopper.py``) are two launches. The host needs shapes and two bounds, no
-lengths, so a step can be captured in a CUDA graph and replayed with other lengths (see ``PagedBatch``).
+(``paged_decode.py``, on Hopper ``paged_decode_hopper.py``) are two launches; on Hopper a few prompt tokens attend while
+the decode kernel runs (``FEW_TOKENS``). The host needs shapes and two bounds, no lengths, so a step can be captured in
+a CUDA graph and replayed with other lengths (see ``PagedBatch``).
 
 Bound by bytes in decode: 4 H d FLOPs for each 2 K d cached elements: H / K FLOPs per byte in bfloat16 (3 for SmolLM2).
 A prefill chunk of c queries reads them once for all c: c H / K, bound by arithmetic from a few hundred on.
@@ -75,8 +76,10 @@ def reference(
 
 FEW_TOKENS = 512
 """Of a step in which sequences decode: up to so many, prompts attend while the decode kernel runs, in small tiles on
-the same multiprocessors. That kernel is bound by memory and leaves them half of the time. More queries are for the
-kernel of ``paged_attention_hopper.py``, which needs a multiprocessor to itself."""
+the same multiprocessors, which that kernel, bound by memory, leaves half of the time: on an H200 150 decodes of 200 to
+1200 positions take 103 us alone, 103 to 105 with 106 tokens of prompts beside them, and 118 to 129 where the prompts
+attend first. More queries are for the kernel of ``paged_attention_hopper.py``, which needs a multiprocessor to itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,14 @@ MOST_CASE_BYTES = 5e9
 
 
 def _cases() -> Sequence[Case]:
-    def case(model: shapes.ModelShape, lengths: Sequence[int], new: int, name: str, only: tuple[str, ...] = ()) -> Case:
+    def case(
+        model: shapes.ModelShape,
+        lengths: Sequence[int],
+        news: Sequence[int],
+        name: str,
+        only: tuple[str, ...] = (),
+        chunk_rows: int | None = None,
+    ) -> Case:
         rows, widest = len(lengths), -(-max(lengths) // BLOCK_SIZE)
 
         def make(device: torch.device, seed: int) -> Mapping[str, Any]:
@@ -218,16 +228,20 @@ def _cases() -> Sequence[Case]:
             options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
             blocks = rows * widest
             tables = torch.randperm(blocks, device=device, generator=generator).to(torch.int32).view(rows, -1)
-            starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * new
+            starts = torch.tensor([0, *news], device=device).cumsum(0, dtype=torch.int32)
             k_cache, v_cache = (
                 torch.randn(blocks, model.n_kv_heads, BLOCK_SIZE, model.head_dim, **options) for _ in range(2)
             )
             return {
-                "q": torch.randn(rows * new, model.n_heads, model.head_dim, **options),
+                "q": torch.randn(sum(news), model.n_heads, model.head_dim, **options),
                 "k_cache": k_cache,
                 "v_cache": v_cache,
                 "batch": PagedBatch(
-                    tables, starts, torch.tensor(lengths, dtype=torch.int32, device=device), BLOCK_SIZE
+                    tables,
+                    starts,
+                    torch.tensor(lengths, dtype=torch.int32, device=device),
+                    BLOCK_SIZE,
+                    chunk_rows=chunk_rows,
                 ),
                 "scale": model.head_dim**-0.5,
             }
@@ -236,14 +250,28 @@ def _cases() -> Sequence[Case]:
 
     def uniform(model: shapes.ModelShape, rows: int, context: int, new: int = 1) -> Case:
         step = "decode" if new == 1 else f"prefill of {new}"
-        return case(model, (context,) * rows, new, f"{step}, {rows} rows at {context}")
+        return case(model, (context,) * rows, (new,) * rows, f"{step}, {rows} rows at {context}")
 
-    def ragged(rows: int, shortest: int, longest: int) -> Case:
+    # The peer is for rows of one length.
+    ours = ("hopper", "triton", "cuda_hopper", "triton_uniform")
+
+    def between(rows: int, shortest: int, longest: int) -> list[int]:
         lengths = [shortest + (longest - shortest) * row // (rows - 1) for row in range(rows)]
         random.Random(rows).shuffle(lengths)
-        # The peer is for rows of one length.
-        only = ("hopper", "triton", "cuda_hopper", "triton_uniform")
-        return case(shapes.LLAMA_8B, lengths, 1, f"decode, {rows} rows of {shortest} to {longest}", only)
+        return lengths
+
+    def ragged(rows: int, shortest: int, longest: int) -> Case:
+        name = f"decode, {rows} rows of {shortest} to {longest}"
+        return case(shapes.LLAMA_8B, between(rows, shortest, longest), (1,) * rows, name, ours)
+
+    def filled(prompts: Sequence[tuple[int, int]], rows: int, shortest: int, longest: int) -> Case:
+        """Rows of a step that is filled up: prompts as (tokens of this step, tokens in all), room for more, decodes."""
+        room = 16
+        lengths = [length for _, length in prompts] + [0] * (room - len(prompts)) + between(rows, shortest, longest)
+        news = [new for new, _ in prompts] + [0] * (room - len(prompts)) + [1] * rows
+        beside = " and ".join(f"{new} of {length}" for new, length in prompts)
+        name = f"decode, {rows} rows of {shortest} to {longest}, beside {beside}"
+        return case(shapes.LLAMA_8B, lengths, news, name, ours, chunk_rows=room)
 
     per_token = 4 * shapes.LLAMA_8B.n_kv_heads * shapes.LLAMA_8B.head_dim
     decode = [
@@ -255,6 +283,7 @@ def _cases() -> Sequence[Case]:
     # As a queue of 256 requests of 100 to 1024 tokens in and out runs empty.
     emptying = [ragged(*sizes) for sizes in ((256, 150, 1074), (153, 500, 1424), (77, 800, 1724), (48, 950, 1874))]
     emptying += [ragged(*sizes) for sizes in ((23, 1050, 1974), (12, 1100, 2024))]
+    emptying.append(filled(((40, 1000), (66, 66)), 150, 200, 1200))
     others = [
         uniform(model, rows, 1024) for model in (shapes.LLAMA_1B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS
     ]
