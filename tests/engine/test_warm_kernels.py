@@ -10,10 +10,11 @@ import torch
 
 from transect.engine import warm_kernels
 from transect.engine.gpu_build import trial_runner
-from transect.engine.step_sizes import row_buckets
+from transect.engine.step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, row_buckets, token_bucket
 from transect.engine.warm_kernels import Work, run, tasks
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
+from transect.ops.jit import next_power_of_2
 from transect.ops.opset import resolve_ops
 
 TINY = ModelConfig(
@@ -56,6 +57,25 @@ def test_every_size_is_run_and_none_is_past_the_limits(limits):
     for task in found:
         assert task.tokens_each <= length
         assert task.tokens_each == 1 or task.rows * task.tokens_each <= tokens
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(256, 8192), (64, 2048), (20, 1024), (1, 512)])
+def test_every_table_of_rows_beside_prompts_is_run_with_few_tokens_and_many(seqs, tokens):
+    """Kernels that look a token's row up are made for a table's size, some of them anew above 256 tokens."""
+
+    def kind(rows, count):
+        return next_power_of_2(rows), count > 256
+
+    found = tasks(work(seqs, tokens, 2048))
+    run = {kind(task.rows, task.beside or task.rows * task.tokens_each) for task in found if task.tokens_each > 1}
+    for prompts in range(1, seqs + 1):
+        room = max(FEWEST_ROWS, row_bucket(prompts))
+        for decodes in range(1, seqs - prompts + 1):
+            least = 2 * prompts + decodes
+            sizes = {*range(least, least + 40), 255, 256, 257, tokens}
+            for count in (size for size in sizes if least <= size <= tokens):
+                for padded in (-(-count // 16) * 16, token_bucket(count)):
+                    assert kind(ragged_rows(padded, room + decodes), padded) in run, (prompts, decodes, padded)
 
 
 @pytest.mark.parametrize("limits", LIMITS[1:4])

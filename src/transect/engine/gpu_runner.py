@@ -251,7 +251,7 @@ class GPURunner:
         chunk = min(tokens - decodes, width * self._block_size)
         ends = chunk + np.minimum(np.arange(rows + 1 - FEWEST_ROWS), decodes)
         starts = [0, *[chunk] * (FEWEST_ROWS - 1), *ends.tolist()]
-        layout = StepLayout(tokens, rows, min(rows, self._max_draws), width)
+        layout = StepLayout(tokens, rows, min(rows, tokens, self._max_draws), width)
         prune = self._prune_last_layer
         self._run_padding(layout, starts, decode=False, prune=prune, chunk_rows=FEWEST_ROWS, **how)
 

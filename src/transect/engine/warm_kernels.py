@@ -28,12 +28,9 @@ from ..ops.opset import OpSet
 from .compilers import Compilers, hint, sources_digest
 from .gpu_runner import GPURunner
 from .step_plan import Variant
-from .step_sizes import FEWEST_ROWS, ragged_rows, row_buckets
+from .step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, row_buckets
 
 log = logging.getLogger(__name__)
-
-BESIDE = 256
-"""Tokens of a step in which some rows decode: fewer have the same kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +152,16 @@ def tasks(work: Work) -> list[Task]:
         for rows, each in [(0, 128), *((rows, least) for rows in ragged)]:
             if rows + FEWEST_ROWS * each <= work.max_num_batched_tokens and each <= work.max_model_len:
                 found.append(Task(rows, each, False, FEWEST_ROWS))
-    for rows in ragged:
+    # Prompts beside decodes have rows of their own, however few they are.
+    wider = sorted({*ragged, row_bucket(FEWEST_ROWS + work.max_num_seqs)}, reverse=True)
+    for rows in wider:
         # As many tokens as the largest step has, some, and few: the tiles differ.
         few = {2, 6, 10, 12} if rows == FEWEST_ROWS and work.fine_rows else {2}
         for each in sorted({max(1, work.max_num_batched_tokens // rows // 16) * 16, 2 * 16, *few}, reverse=True):
             if rows * each <= work.max_num_batched_tokens and each <= work.max_model_len:
                 found.append(Task(rows, each, False))
-    beside = {ragged_rows(BESIDE, FEWEST_ROWS + decodes) for decodes in (1, min(work.max_num_seqs, BESIDE - 2))}
-    found += [Task(rows, 2, False, beside=BESIDE) for rows in beside if 2 * rows <= work.max_num_batched_tokens]
+    for tokens in wider:  # as few tokens as such a table of rows can have
+        rows = ragged_rows(tokens, tokens)
+        if 2 * rows <= work.max_num_batched_tokens:
+            found.append(Task(rows, 2, False, beside=tokens))
     return found
