@@ -7,7 +7,7 @@ FILL = 8
 
 
 def steps(outputs: list[int], fill: int | None, prompt: int = 12, lag: int = 0, **limits):
-    """The batches of requests that are all there at the start, and the step with which each ended."""
+    """The batches of requests that are all there at the start."""
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 48, "num_blocks": 200} | limits
     core = make(lag=lag, fill_tokens=fill, longest_first=True, **limits)
     for index, tokens in enumerate(outputs):

@@ -23,7 +23,7 @@ MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences that run at the 
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens in one step, prefill and decode together.")]
 MaxMixedTokens = Annotated[int | None, typer.Option(help="Tokens in one step in which sequences decode.")]
 FillSteps = Annotated[
-    bool,
+    bool | None,
     typer.Option(help="Prompts little by little beside what decodes, where all ends sooner (GPU, large models)."),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the cores that this process may use.")]

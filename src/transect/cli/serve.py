@@ -68,7 +68,7 @@ def command(
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_mixed_tokens: MaxMixedTokens = None,
-    fill_steps: FillSteps = False,
+    fill_steps: FillSteps = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     prefix_caching: PrefixCaching = True,
     threads: Threads = None,

@@ -33,7 +33,7 @@ from .gpu_memory import GIB, MemoryAccount, refusal
 from .gpu_runner import GPURunner
 from .kv_size import KVSize, kv_size
 from .sampling_params import SamplingParams
-from .step_sizes import row_bucket, row_buckets
+from .step_sizes import filled_rows, row_bucket, row_buckets
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +186,10 @@ def build_gpu(
     torch.cuda.empty_cache()
     times.done("dry run")
     filled = fill_tokens(config, model_config, storage)
+    captured_fill = filled if filled is not None and filled <= tricks["graph_tokens"] else None
     per_token = kv_bytes_per_token(model_config, storage)
     captured = 0 if config.cuda_graphs == "off" else len(row_buckets(max_seqs, tricks["fine_rows"]))
+    captured += 0 if captured_fill is None else len(filled_rows(captured_fill))
     graphs = kept_for_graphs(model_config.vocab_size, max_seqs, captured)
     graphs += int(peak * min(1.0, tricks["graph_tokens"] / max_tokens))
     account = MemoryAccount(
@@ -215,7 +217,7 @@ def build_gpu(
     )
     times.done("KV cache")
     if config.cuda_graphs == "on":
-        runner.warm(row_buckets(max_seqs, tricks["fine_rows"]), WARM_WIDTHS, filled)
+        runner.warm(row_buckets(max_seqs, tricks["fine_rows"]), WARM_WIDTHS, captured_fill)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
     name = torch.cuda.get_device_name(device)
     kernels = "torch's operators" if by_torch(ops) else "Triton kernels"

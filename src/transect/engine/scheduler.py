@@ -77,6 +77,8 @@ class Scheduler:
         """Sequences with blocks, best rank first."""
         self.fill_tokens = config.fill_tokens
         """May be changed between steps."""
+        self._cut = False
+        """Whether a prompt was left unfinished by the last step."""
         self._static = config.policy == "static"
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
@@ -198,17 +200,19 @@ class Scheduler:
             return None
         self._step = step
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again and sequences == self._last)
+        self._cut = not batch.again and not all(row.draws for row in rows)
         self._last = sequences
         self._in_flight.append((batch, sequences))
         return batch
 
     def _budget_beside_decodes(self) -> int:
         """Tokens of a step in which sequences decode."""
-        tokens = self.fill_tokens
+        tokens, waiting = self.fill_tokens, len(self.waiting)
         if (
             tokens is not None
             and tokens < self._mixed
-            and len(self.waiting) + len(self.running) <= self.config.max_num_seqs
+            and (waiting or self._cut)
+            and waiting + len(self.running) <= self.config.max_num_seqs
             and nothing_ends_later(tokens, self.running, self.waiting.in_order())
         ):
             return tokens

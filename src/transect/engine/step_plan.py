@@ -1,9 +1,9 @@
 """A batch of the scheduler as a step of ``GPURunner``: which rows and tokens come where, with every number of it.
 
-Steps that only decode have one token in each row. Steps with prefill chunks have rows of any kind; prompts that stand
-in such a step from their first token on can be laid apart, behind the others, for an attention kernel of their own. All
-are filled up (``step_sizes.py``) with rows and tokens that belong to nobody. Those rows have no length where a step
-only decodes; elsewhere they write to a block that no sequence has.
+Steps that only decode have one token in each row. Steps with prefill chunks have rows of any kind, prompts before those
+of one token; prompts that stand in such a step from their first token on can be laid apart, behind all others, for an
+attention kernel of their own. All are filled up (``step_sizes.py``) with rows and tokens that belong to nobody. Those
+rows have no length where a step only decodes; elsewhere they write to a block that no sequence has.
 """
 
 from __future__ import annotations

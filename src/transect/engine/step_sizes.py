@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FEWEST_ROWS = 16
-"""Rows that a step with prefill chunks is filled up to, and that its prompts have."""
+"""Rows that a step with prefill chunks is filled up to, and that are kept for its prompts at the least."""
 SMALLEST_WIDTH = 1024
 """Positions that the narrowest block table of a graph covers."""
 
