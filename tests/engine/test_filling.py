@@ -55,6 +55,19 @@ def test_where_every_step_is_no_larger_there_is_nothing_to_fill():
     assert [lengths(batch) for batch in steps(outputs, FILL, max_mixed_tokens=FILL)] == bounded
 
 
+def test_each_choice_of_a_request_counts():
+    """Six choices of one request leave no room for the other's prompt to come little by little."""
+
+    def sizes(choices: int):
+        core = make(fill_tokens=FILL, longest_first=True, max_num_seqs=8, max_num_batched_tokens=48, num_blocks=200)
+        core.add(request("many", prompt=40, max_tokens=20, n=choices))
+        core.add(request("late", prompt=40, first=2, max_tokens=2))
+        return [sum(lengths(batch)) for batch in recorded_batches(core)[0]][:2]
+
+    assert sizes(1) == [48, FILL]
+    assert sizes(6) == [48, 6 + 32]
+
+
 def test_it_may_be_switched_off_between_steps():
     core = make(fill_tokens=FILL, longest_first=True, max_num_seqs=8, max_num_batched_tokens=48, num_blocks=200)
     core.scheduler.fill_tokens = None

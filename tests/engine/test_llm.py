@@ -295,6 +295,15 @@ def test_the_longest_are_begun_first_unless_asked_otherwise(tiny):
     assert ends == [[1, 2, 0], [0, 1, 2]]
 
 
+def test_what_is_for_work_that_is_all_there_can_be_refused(tiny):
+    for settings in ({}, {"longest_first": False}, {"fill_steps": False}):
+        config = make(tiny, **settings).config
+        assert (config.longest_first, config.fill_steps) == (
+            settings.get("longest_first", True),
+            settings.get("fill_steps", True),
+        )
+
+
 def test_start_up_line_says_what_runs(tiny, capsys):
     make(tiny, max_num_seqs=3)
     line = capsys.readouterr().err

@@ -6,10 +6,16 @@ import pytest
 import torch
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
+from transect.engine.batch import StepResult
+from transect.engine.clock import VirtualClock
 from transect.engine.gpu_graphs import GraphCache
 from transect.engine.gpu_runner import GPURunner
+from transect.engine.request import Request
 from transect.engine.runner import Runner
+from transect.engine.sampling_params import SamplingParams
+from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.step_plan import Variant
 from transect.engine.step_sizes import row_bucket, row_buckets, token_bucket
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
@@ -109,6 +115,32 @@ def test_every_layout_comes_up(model):
         run_workload(executor, config, random_arrivals(rng, VOCAB, 14), lag=1)
         seen |= executor.seen
     assert seen == {"none", "alone", "after decodes", "after chunks"}
+
+
+def test_graphs_of_filled_steps_are_there_before_the_first_of_them(model, monkeypatch):
+    """What is run on padding at the start, against what the planner makes of the steps of a queue that runs empty."""
+    sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 256, "max_model_len": 60}
+    config = SchedulerConfig(num_blocks=600, block_size=4, longest_first=True, fill_tokens=64, seed=1, **sizes)
+    executor = runner(model, config, graph_tokens=128, prune_last_layer=True)
+    captured = set()
+
+    def on_padding(layout, starts=None, **plan):
+        if plan.get("graph"):
+            captured.add((layout, Variant(), plan["prune"], plan.get("chunk_rows")))
+
+    monkeypatch.setattr(executor, "_run_padding", on_padding)
+    executor.warm([1], 1, 64)
+    scheduler = Scheduler(config, VirtualClock())
+    for index in range(40):
+        params = SamplingParams(max_tokens=1 + index, temperature=0.0, ignore_eos=True)
+        scheduler.add(Request(str(index), tuple((index + n) % VOCAB for n in range(20)), params, 0, None, ()))
+    wanted = set()
+    while (batch := scheduler.schedule()) is not None:
+        plan = executor._planner.plan(batch, executor._ring.memory())
+        if plan.graph and plan.layout.tokens == 64:
+            wanted.add((plan.layout, plan.variant, plan.prune, plan.chunk_rows))
+        scheduler.commit(batch, StepResult({draw.seq_id: 7 for row in batch.rows for draw in row.draws}))
+    assert len(wanted) >= 2 and wanted <= captured
 
 
 def test_token_buckets():

@@ -4,10 +4,11 @@ A step reads all weights, however few tokens it has: with the few tokens of the 
 spends most of the step on that, and tokens of a prompt beside them cost less than in a step of their own. But a prompt
 whose turn comes later also ends later. So that pays as long as it ends no later than the longest sequence does anyway:
 
-    left + outputs(n) <= longest        of every prompt n that is left, where ``left`` are the steps until it has had
-                                        its turn: all prompts up to it, at ``tokens`` less those that decode
+    turn(n) + outputs(n) <= longest
 
-with ``longest`` the steps that the longest sequence still takes. (Sarathi-Serve, Agrawal et al. 2024, bounds the tokens
+for every prompt n that is left: ``turn(n)`` steps until it is computed (all prompts up to it, at the tokens of a step
+less those that decode), then one for each of its tokens to draw, ``outputs(n)``; ``longest`` is the number of steps
+that the longest sequence still takes. (Sarathi-Serve, Agrawal et al. 2024, bounds the tokens
 of a step for the sake of those that decode; here it is for the sake of all.) Where stop tokens end sequences sooner
 than ``max_tokens``, this is an estimate.
 """
@@ -33,18 +34,18 @@ def nothing_ends_later(tokens: int, running: Listed[Sequence], waiting: Listed[S
     prompts, outputs, longest = [], 0, 0
     for group in (running, waiting):
         for seq in group:
-            left = seq.max_length - seq.length
+            draws = seq.max_length - seq.length
             state = seq.request
-            outputs += left if state.prompt_done else left * state.spec.params.n
-            longest = max(longest, left)
+            outputs += draws if state.prompt_done else draws * state.spec.params.n
+            longest = max(longest, draws)
             if seq.length - seq.scheduled > 1:
-                prompts.append((seq.length - seq.scheduled, left))
+                prompts.append((seq.length - seq.scheduled, draws))
     if not prompts or outputs + sum(count for count, _ in prompts) > ROOM * tokens * longest:
         return False
     each_step = tokens - outputs / longest
-    done = 0
-    for count, left in prompts:
-        done += count
-        if done / each_step + left > longest:
+    computed = 0
+    for count, draws in prompts:
+        computed += count
+        if computed / each_step + draws > longest:
             return False
     return True
