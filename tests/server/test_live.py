@@ -179,7 +179,9 @@ def test_logprobs(server):
     for entry in content:
         assert len(entry.top_logprobs) == 3 and entry.top_logprobs[0].token == entry.token
         assert entry.logprob == entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
-    echoed = server.client.completions.create(model="m", prompt="The sky is", max_tokens=2, echo=True, logprobs=0)
+    echoed = server.client.completions.create(
+        model="m", prompt="The sky is", max_tokens=2, temperature=0, echo=True, logprobs=0
+    )
     logprobs = echoed.choices[0].logprobs
     assert "".join(logprobs.tokens) == echoed.choices[0].text and echoed.choices[0].text.startswith("The sky is")
     assert logprobs.token_logprobs[0] is None and all(value < 0 for value in logprobs.token_logprobs[1:])
