@@ -14,30 +14,43 @@ from transect.engine import gpu_build
 from transect.engine.config import EngineConfig
 from transect.models.cost import Storage
 from transect.models.presets import PRESETS
-from transect.ops import opset
+from transect.ops import jit, opset
 from transect.ops.opset import OpSet, resolve_ops
 
 
 @pytest.mark.parametrize(
-    ("capability", "deterministic", "early", "streams"),
+    ("capability", "hip", "deterministic", "early", "streams", "told"),
     [
-        ((9, 0), False, True, True),
-        ((9, 0), True, True, False),
-        ((9, 0), False, False, False),
-        ((8, 0), False, True, False),
+        ((9, 0), None, False, True, True, True),
+        ((9, 0), None, True, True, False, True),
+        ((9, 0), None, False, False, False, False),
+        ((8, 0), None, False, True, False, False),
+        ((9, 4), "6.3", False, True, False, False),  # an MI300X, whose number means something else
     ],
 )
-def test_norms_are_in_the_products_on_hopper_only_and_not_where_batches_may_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], deterministic: bool, early: bool, streams: bool
+def test_on_hopper_launches_are_dependent_and_norms_in_the_products_unless_batches_may_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    hip: str | None,
+    deterministic: bool,
+    early: bool,
+    streams: bool,
+    told: bool,
 ) -> None:
+    def write(*, pdl: bool) -> bool:
+        return pdl
+
     def of_the_cpu(device: Any, backends: Any, *, batch_invariant: bool) -> OpSet:
         assert batch_invariant == deterministic
-        return resolve_ops("cpu")
+        return replace(resolve_ops("cpu"), kv_cache_write=write)
 
     monkeypatch.setattr(gpu_build, "resolve_ops", of_the_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(gpu_build, "has_dependent_launch", jit.dependent_launch.__wrapped__)  # asks anew each time
     ops = gpu_build.gpu_ops(torch.device("cuda", 0), deterministic=deterministic, early=early)
     assert (ops.stream_products is not None) == streams
+    assert ops.kv_cache_write() == told
 
 
 def test_where_triton_can_keep_nothing_it_is_said_before_the_weights_are_loaded(

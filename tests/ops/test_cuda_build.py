@@ -151,3 +151,18 @@ def test_each_kind_of_gpu_has_its_own_library(monkeypatch, tmp_path):
         assert [launch() for launch in launchers] == ["sum for sm_80", "sum for sm_90"]
     finally:
         cuda._load.cache_clear()
+
+
+def test_a_launcher_is_of_the_gpu_that_is_current_when_it_is_asked_for(monkeypatch):
+    called = []
+    monkeypatch.setattr(cuda, "build", lambda name, target: target)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(start=lambda *arguments: called.append(path)))
+    monkeypatch.setattr(cuda.torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    try:
+        for target in ("sm_80", "sm_90", "sm_80"):
+            monkeypatch.setattr(cuda, "_target", lambda target=target: target)
+            cuda.launcher("sum", "start")(1, 2.0)
+        assert called == ["sm_80", "sm_90", "sm_80"]
+    finally:
+        cuda._load.cache_clear()
+        cuda._launcher.cache_clear()

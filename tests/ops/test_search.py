@@ -220,6 +220,14 @@ def test_an_unknown_gpu_runs_by_the_rule(
     tuning.choose.cache_clear()
 
 
+def test_findings_from_before_a_knob_was_there_are_of_use_still(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    tuning.save("A GPU", {"softmax": {"4096": {"rows": 7}}})
+    config = tuning.choose("softmax", 4096, torch.device("cuda", 7), tuning.row_rule)
+    assert config == {"rows": 7, "warps": tuning.row_rule(4096)["warps"]}
+    tuning.choose.cache_clear()
+
+
 def test_the_command_keeps_the_best_of_every_operator(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

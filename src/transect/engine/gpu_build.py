@@ -22,6 +22,7 @@ from ..models.load import kv_dtype
 from ..models.load_device import load_on_device
 from ..models.memory.serving import kept_for_graphs
 from ..models.resolve import ModelSource
+from ..ops.jit import dependent_launch as has_dependent_launch
 from ..ops.opset import OpSet, dependent_launch, resolve_ops
 from ..ops.registry import get
 from ..ops.stream_products import StreamProducts
@@ -243,6 +244,7 @@ def runner_tricks(
         # Products on Hopper take any number of rows (ops/small_matmul.py), but not in deterministic mode.
         "fine_rows": dtype == torch.bfloat16
         and not config.deterministic
+        and not torch.version.hip
         and torch.cuda.get_device_capability(device) == (9, 0),
         "graph_tokens": graph_tokens(model) if config.prefill_graphs and config.cuda_graphs != "off" else 0,
         # torch's operators take no tokens that belong to no row.
@@ -267,7 +269,7 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
 def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = True) -> OpSet:
     """The operators of an engine on a GPU; ``early``: with dependent launch where the GPU has it (Hopper)."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
-    early = early and torch.cuda.get_device_capability(device)[0] >= 9
+    early = early and has_dependent_launch(device)
     if early and not deterministic:
         ops = replace(ops, stream_products=StreamProducts(device))
     return dependent_launch(ops, early)

@@ -95,14 +95,23 @@ def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device 
     return launch
 
 
-@cache
 def launcher(name: str, symbol: str) -> Callable[..., None]:
-    """``extern "C"`` function ``symbol`` of ``ops/NAME.cu``: tensors become pointers, the current stream is added.
+    """``extern "C"`` function ``symbol`` of ``ops/NAME.cu``, built for torch's current GPU.
+
+    Tensors become pointers, and the current stream is added.
+
+    Raises:
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
 
     Raises (when called):
         RuntimeError: the launcher refused the shape (-1) or CUDA reported an error.
     """
-    function = getattr(library(name), symbol)
+    return _launcher(name, symbol, _target())
+
+
+@cache
+def _launcher(name: str, symbol: str, target: str) -> Callable[..., None]:
+    function = getattr(_load(name, target), symbol)
 
     def value(a: Tensor | int | float) -> Any:
         if isinstance(a, Tensor):

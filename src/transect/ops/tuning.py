@@ -61,11 +61,14 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
 
 @cache
 def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config]) -> Config:
-    """The configuration for a launcher at a size: tuned if its bucket was, else ``rule(size)``."""
+    """The configuration for a launcher at a size: ``rule(size)``, and what was found for its bucket in place of that.
+
+    So a file from before a knob was there is of use still.
+    """
     if device.type == "cuda":
         found = choices(torch.cuda.get_device_name(device)).get(launcher, {}).get(bucket_name(size))
         if found is not None:
-            return found
+            return {**rule(size), **found}
     return rule(size)
 
 
