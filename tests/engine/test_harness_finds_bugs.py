@@ -222,7 +222,6 @@ def test_planted_bug_is_found(mutant: dict[str, type]):
 
     @settings(
         max_examples=2000,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate],

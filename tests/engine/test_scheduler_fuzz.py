@@ -1,11 +1,11 @@
 """Random workloads through the shipping scheduler; helpers/engine_workloads.py checks every promise on the way."""
 
 from engine_workloads import Workload, run, workloads
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 
 def examples(number: int) -> settings:
-    return settings(max_examples=number, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+    return settings(max_examples=number, print_blob=True)
 
 
 @examples(800)

@@ -38,7 +38,7 @@ def test_sizes_are_those_of_ggml(name):
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 5), blocks=st.integers(1, 4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_dequantize_equals_the_gguf_package_bit_for_bit(name, seed, rows, blocks):
     tensor = random_tensor(name, rows, blocks, seed)
     data = tensor.blocks.view({"F32": np.float32, "F16": np.float16}.get(name, np.uint8))
@@ -58,7 +58,7 @@ def test_dequantize_in_several_chunks_equals_one_row_at_a_time():
 
 @pytest.mark.parametrize("name", PACKED)
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_affine_is_exact_fused_or_not(name, seed):
     tensor = random_tensor(name, 3, 2, seed)
     groups = tensor.affine()

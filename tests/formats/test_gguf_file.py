@@ -106,7 +106,7 @@ VALUES = st.one_of(
 
 
 @given(entries=st.dictionaries(st.text("abc._", min_size=1, max_size=6), VALUES, max_size=6), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_round_trip(tmp_path, entries, seed):
     rng = np.random.default_rng(seed)
     names = rng.choice(WRITABLE, 3)

@@ -167,7 +167,7 @@ def test_packing_keeps_every_value_of_a_gguf_tensor(library: Library, type_name:
         assert torch.equal(got, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_packed_file_round_trip_and_damage(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     try:

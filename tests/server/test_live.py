@@ -271,7 +271,7 @@ def test_generated_requests_find_no_5xx(own_server):
 
     def explore(operation, mode):
         @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+        @settings(max_examples=15, suppress_health_check=list(HealthCheck), derandomize=True)
         def run(case):
             if mode == GenerationMode.POSITIVE:
                 case.body.pop("model", None)  # nearly every made-up name would be a 404 and end there

@@ -31,7 +31,7 @@ def explore(schema, path, method, mode, examples):
     operation = schema[path][method]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), derandomize=True)
     def run(case):
         if mode == GenerationMode.POSITIVE and isinstance(case.body, dict):
             case.body.pop("model", None)  # nearly every made-up name would be a 404 and end there

@@ -33,7 +33,7 @@ def tokenizer(request, toy):
     return toy if request.param == "byte level" else sentence_pieces()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(data=st.data(), skip=st.booleans(), continues=st.booleans())
 def test_any_chunking_of_any_tokens_is_decode_of_all(tokenizer, data, skip, continues):
     """Single-byte tokens are common here, so most sequences break characters apart and many are not UTF-8 at all."""
@@ -45,7 +45,7 @@ def test_any_chunking_of_any_tokens_is_decode_of_all(tokenizer, data, skip, cont
     assert text == tokenizer.decode([token for group in groups for token in group], skip, continues_text=continues)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=30))
 def test_half_a_character_is_never_shown(toy, text):
     """Every push of valid text's tokens is valid text: a piece of the original without a replacement character."""

@@ -230,7 +230,7 @@ def test_mistakes_of_the_caller(processor):
     assert processor.request_ids == ["r"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_stream_gives_the_cut_of_its_whole_text_and_one_end(toy, data):
     """Random bytes as tokens, cut into steps at random, and late output after the end, as async scheduling sends."""

@@ -29,7 +29,7 @@ def chunks(text: str, borders: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(places)]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(text=SMALL, stops=STOPS, include=st.booleans(), borders=st.lists(st.integers(0, 40), max_size=40))
 def test_any_chunking_cuts_as_a_search_of_the_whole(text, stops, include, borders):
     matcher = StopMatcher(stops, include)
@@ -44,7 +44,7 @@ def test_any_chunking_cuts_as_a_search_of_the_whole(text, stops, include, border
     assert (emitted, found) == cut(text, stops, include)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(text=SMALL, stops=STOPS)
 def test_holds_back_only_what_may_begin_a_stop_string(text, stops):
     matcher = StopMatcher(stops)

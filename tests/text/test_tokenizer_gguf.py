@@ -53,7 +53,7 @@ def test_same_ids_as_the_reference_with_special_tokens_parsed(smollm2, reference
         assert smollm2.decode(ids, skip_special_tokens=False) == reference.representable(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXT)
 def test_random_unicode(smollm2, reference, text):
     ids = smollm2.encode(text)

@@ -47,7 +47,7 @@ def check_batch(batch, trained):
 
 
 @given(LENGTHS, st.integers(0, 3), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_windows_cover_the_stream_once(lengths, epoch, seed) -> None:
     stream = stream_of(lengths)
     if sum(lengths) < 32:
@@ -70,7 +70,7 @@ def test_windows_cover_the_stream_once(lengths, epoch, seed) -> None:
 
 
 @given(LENGTHS, st.integers(0, 3), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_packed_documents_are_whole_and_each_comes_once(lengths, epoch, seed) -> None:
     stream = stream_of(lengths, chats=True)
     usable = [d for d, n in enumerate(lengths) if 1 < n <= 64]
