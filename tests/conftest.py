@@ -1,6 +1,7 @@
 """Fixtures that every folder may use."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 # A test fails by what it finds, not by how busy the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, Triton kernels run in the interpreter; it must be chosen before Triton is first imported.
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
