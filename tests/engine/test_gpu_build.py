@@ -93,6 +93,32 @@ def test_torch_has_no_graphs_nor_padding_and_that_is_said(
     assert [each["copy_kernels"] for each in tricks] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "dtype", "deterministic", "fine"),
+    [
+        ((9, 0), None, torch.bfloat16, False, True),
+        ((9, 0), None, torch.bfloat16, True, False),
+        ((9, 0), None, torch.float32, False, False),
+        ((8, 0), None, torch.bfloat16, False, False),
+        ((9, 0), "6.3", torch.bfloat16, False, False),  # an MI250X
+    ],
+)
+def test_batches_have_fine_sizes_where_products_take_any(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    hip: str | None,
+    dtype: torch.dtype,
+    deterministic: bool,
+    fine: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    config = EngineConfig(model="x", deterministic=deterministic)
+    device = torch.device("cuda", 0)
+    tricks = gpu_build.runner_tricks(config, PRESETS["qwen3-0.6b"], dtype, device, resolve_ops("cpu"))
+    assert tricks["fine_rows"] == fine
+
+
 def test_steps_of_large_models_are_filled_up_where_that_is_asked_for() -> None:
     half = Storage(linear=16, embed=16, head=16, norm=16, activation=16, kv=16)
 
