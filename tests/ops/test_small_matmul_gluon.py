@@ -151,6 +151,6 @@ def test_a_chain_of_launches_reads_what_the_one_before_wrote(rows: int) -> None:
         return kernel(x, weight, cut=cut)
 
     x = torch.zeros(rows, 1024, device="cuda", dtype=torch.bfloat16)
-    call(x, x[:16].repeat(64, 1), cut=replace(CUT, split=4))  # makes the counters, which a capture cannot
+    call(x, x[:16].repeat(64, 1), cut=replace(CUT, split=4))  # makes the room for parts, which a capture cannot
     cuts = [CUT, replace(CUT, bn=16, split=2, stages=8), replace(CUT, split=4, stages=2), replace(CUT, stages=2)]
     check_chain(call, rows, [{"cut": cut} for cut in cuts], 0.05)

@@ -79,16 +79,63 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// The float at the same place of shared memory in block RANK of the cluster.
-__device__ __forceinline__ float read_of_rank(const float* pointer, int rank) {
+// Blocks of a cluster that wait until all have begun, or until all have read what they want of each other's shared memory. Not
+// for what was written: an arrival that is to order memory waits until all the block's stores are in the L2 cache and copies that
+// were asked for before have come.
+__device__ __forceinline__ void arrive_in_cluster() {
 #if __CUDA_ARCH__ >= 900
-  uint32_t at;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(pointer)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
-  return value;
-#else
-  return *pointer;
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_meet() {
+  arrive_in_cluster();
+  wait_for_cluster();
+}
+
+// Numbers that blocks of a cluster send to each other's shared memory, where a barrier counts their bytes: so nobody waits for
+// memory to be in order, and nobody need stay for others to read from it. One thread expects; then all arrive in the cluster, and
+// wait for it before they send.
+__device__ __forceinline__ void expect_sent(uint32_t barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
+// To this place in block RANK, counted by its barrier.
+__device__ __forceinline__ void send(uint32_t place, float v, uint32_t barrier, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 there, counts;\nmapa.shared::cluster.u32 there, %0, %3;\nmapa.shared::cluster.u32 counts, %1, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %2, [counts];\n}" ::"r"(place),
+      "r"(barrier), "f"(v), "r"(rank)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void send(uint32_t place, float4 v, uint32_t barrier, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 there, counts;\nmapa.shared::cluster.u32 there, %0, %6;\nmapa.shared::cluster.u32 counts, %1, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [counts];\n}" ::"r"(place),
+      "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(rank)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;\n}" ::"r"(barrier) : "memory");
 #endif
 }
 

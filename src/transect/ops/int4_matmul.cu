@@ -33,21 +33,6 @@ constexpr int RB = 2;  // sixteens of rows of W for a warp at a time
 template <int NT>
 constexpr int kBlocks = NT <= 2 ? 2 : 1;
 
-// As ``barrier_wait``, and what blocks of the cluster sent is visible.
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// To shared memory of a block of the cluster; its barrier counts the 16 bytes.
-__device__ __forceinline__ void send(uint32_t to, const float (&v)[4], uint32_t barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v[0]),
-               "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
-               : "memory");
-}
-
 __device__ __forceinline__ void write16(uint32_t to, const float (&v)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
@@ -78,7 +63,9 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const int x_place = wide * TILE, sums_at = x_place + (WHOLE ? ROWS : min(ROWS, M)) * kXPitch;
   const int stage_bytes = sums_at + GROUPS * ROWS * (WHOLE ? 8 : 4);
   const int own = (wide + ranks - 1) >> shift;  // tiles that a rank adds up, at most
-  const uint32_t full = shared_address(memory), empty = full + stages * 8, summed = full + stages * 16, added = full + stages * 24;
+  uint32_t full = shared_address(memory);
+  asm volatile("" : "+r"(full));  // not to be made anew in every step
+  const uint32_t empty = full + stages * 8, summed = full + stages * 16, added = full + stages * 24;
   const uint32_t parts = full + (stages * 24 + 8 + 127) / 128 * 128;  // [own tiles][ranks][NT][32 lanes][4]
   uint32_t ring = parts + (ranks > 1 ? own * ranks * NT * 512 : 0);
   asm volatile("" : "+r"(ring));  // not to be made anew in every step
@@ -98,10 +85,9 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
       barrier_init(summed + s * 8, WHOLE ? 1 : 4);
       barrier_init(empty + s * 8, warps + 1);
     }
-    if (lane == 0) barrier_init(added, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (lane == 0 && ranks > 1) barrier_expect(added, ((wide - rank + ranks - 1) >> shift) * ranks * NT * 512);
+    if (lane == 0 && ranks > 1) expect_sent(added, ((wide - rank + ranks - 1) >> shift) * ranks * NT * 512);
     __syncwarp();
     if (trigger < stages) let_next_begin();
     if (!ahead) wait_for_previous();
@@ -112,7 +98,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     __syncwarp();
   }
   __syncthreads();
-  if (ranks > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (ranks > 1) arrive_in_cluster();
 
   if (self == takers) {
     // This warp's steps are the pace of all: no more here than has to be. A lane copies 16 bytes of every other row of X.
@@ -143,7 +129,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
       if (++slot == stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
-    if (ranks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (ranks > 1) wait_for_cluster();
     return;
   }
 
@@ -184,7 +170,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
       if (++slot == stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
-    if (ranks > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (ranks > 1) wait_for_cluster();
     return;
   }
 
@@ -337,19 +323,22 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   }
   if (ranks > 1) {
     // Tile t belongs to rank t % ranks: every block sends its sums there, where they are added in order.
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    wait_for_cluster();
     if (team == 0) {
 #pragma unroll
       for (int r = 0; r < RB; r++) {
         const int t = my_tile + r, owner = t & (ranks - 1);
         if (t < warp * RB) continue;  // the warp before sends it
-        const uint32_t to = of_rank(parts + ((t & -ranks) + rank) * NT * 512 + lane * 16, owner), barrier = of_rank(added, owner);
+        const uint32_t to = parts + ((t & -ranks) + rank) * NT * 512 + lane * 16;
 #pragma unroll
-        for (int tile = 0; tile < NT; tile++) send(to + tile * 512, y[r][tile], barrier);
+        for (int tile = 0; tile < NT; tile++) {
+          const float(&v)[4] = y[r][tile];
+          send(to + tile * 512, make_float4(v[0], v[1], v[2], v[3]), added, owner);
+        }
       }
     }
     const int mine = (wide - rank + ranks - 1) >> shift;
-    if (mine > 0) barrier_wait_cluster(added, 0);
+    if (mine > 0) wait_for_sent(added);
 #pragma unroll 1
     for (int e = self; e < mine * NT; e += takers) {
       float v[4] = {};

@@ -10,7 +10,7 @@
 //   Products have the keys (then the dimensions of a head) as the tall side, so that up to 8 NT query heads fill the short one.
 // * What a warp has of an item it does not hold whole (m, l, o) it leaves in shared memory. Then a warp for each 128 numbers of
 //   each item puts them together; what still is not the whole item goes through memory to the block that holds the item's end,
-//   or through the cluster's shared memory. Always in the same order, so the bits are the same in every run.
+//   or to the block of the cluster that adds those numbers up. Always in the same order, so the bits are the same in every run.
 // * Units without a row's last position are asked for before the kernel that writes it has ended (``early``). The next kernel
 //   may begin at once, or (``late``) when the one before has ended: then it need not wait for this one to use what that one left.
 
@@ -106,10 +106,13 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ int part_what[2 * kMostWarps];
   __shared__ int sums[kMostWarps];
+  __shared__ __align__(8) uint64_t sent;  // of clusters: the others' parts of what this block puts together
+  __shared__ float sent_ml[8][kHeads][2];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int numbers = G * D, slices = (numbers + kSlice - 1) / kSlice;
-  float* first_parts = (float*)(memory + warps * S * UNIT);  // [warps][G D], what a warp finishes before its last item
-  Unit(*units)[64] = (Unit(*)[64])(first_parts + warps * numbers);
+  // [warps][G D], what a warp finishes before its last item; or, of clusters, [ranks][G D], what the blocks send.
+  float* first_parts = (float*)(memory + warps * S * UNIT);
+  Unit(*units)[64] = (Unit(*)[64])(first_parts + max(warps, ranks) * numbers);
   float2(*part_ml)[kHeads] = (float2(*)[kHeads])(units + warps);  // [2 warps] m and l of the parts
   const bool alone = batch.rows <= kAlone;
   // [rows + 1] units before a row, and [rows] lengths; even cut only. Of few rows each warp has its own.
@@ -124,13 +127,23 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     waited = true;
   }
   if (lane < 2) part_what[2 * warp + lane] = -1;
+  const int rank = ranks ? blockIdx.x % ranks : 0;
+  if (ranks > 1) {
+    if (threadIdx.x == 0) {
+      int mine = 0;  // numbers, and m and l of each head
+      for (int slice = rank; slice < slices; slice += ranks) mine += min(kSlice, numbers - slice * kSlice);
+      expect_sent(shared_address(&sent), ranks * (mine + mine / D * 2) * 4);
+    }
+    __syncwarp();
+    arrive_in_cluster();
+  }
 
   // Where this warp's units are: number i is ``begin`` + i ``step``, before ``end``.
   int begin, end, step = 1, total = 0, takers = 0;
   int own = 0, own_length = 0, own_block = 0;
   if (ranks) {
     own = blockIdx.x / ranks;
-    begin = blockIdx.x % ranks * warps + warp, step = ranks * warps;
+    begin = rank * warps + warp, step = ranks * warps;
     // Not to wait for the length before it, the table is read as if the row were as long as that.
     if (!batch.window && begin + lane * step < batch.columns)
       own_block = batch.tables[(long long)(own / K) * batch.table_stride + begin + lane * step];
@@ -392,35 +405,39 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     return sum;
   };
   if (ranks) {
-    __shared__ __align__(16) float4 whole_ml[kHeads];
-    float4* whole = (float4*)first_parts;  // nothing lies there with ranks
+    const int row = own / K;
+    const bool decodes = !batch.starts || batch.starts[row + 1] - batch.starts[row] == 1;
+    __nv_bfloat16* to = out + ((long long)(batch.starts ? batch.starts[row] : row) * K * G + own % K * G) * D;
+    const uint32_t arrived = shared_address(&sent);
+    if (ranks > 1) {
+      __syncwarp();
+      wait_for_cluster();
+    }
     for (int slice = warp; slice < slices; slice += warps) {
       const int e = slice * kSlice + lane * 4;
-      if (e < numbers) {
-        const Sum sum = members_sum(there, e);
-        whole[e / 4] = sum.o;
-        if (e % D == 0) whole_ml[e / D] = make_float4(sum.m, sum.l, 0, 0);
+      if (e >= numbers) continue;
+      const Sum sum = members_sum(there, e);
+      if (ranks == 1) {
+        if (decodes) sum.store(to + e);
+        continue;
       }
+      send(shared_address(first_parts + rank * numbers + e), sum.o, arrived, slice % ranks);
+      if (e % D) continue;
+      send(shared_address(&sent_ml[rank][e / D][0]), sum.m, arrived, slice % ranks);
+      send(shared_address(&sent_ml[rank][e / D][1]), sum.l, arrived, slice % ranks);
     }
-    const int rank = blockIdx.x % ranks, row = own / K;
-    __syncwarp();
-    if (ranks > 1) cluster_barrier();
-    else __syncthreads();
-    if (!batch.starts || batch.starts[row + 1] - batch.starts[row] == 1) {
-      const int token = batch.starts ? batch.starts[row] : row;
-      for (int slice = warp * ranks + rank; slice < slices; slice += warps * ranks) {
-        const int e = slice * kSlice + lane * 4;
-        if (e >= numbers) continue;
-        Sum sum;
-        for (int other = 0; other < ranks; other++) {
-          const float4 ml = ranks > 1 ? read4_of_rank(shared_address(whole_ml + e / D), other) : whole_ml[e / D];
-          sum.add(ml.x, ml.y, ranks > 1 ? read4_of_rank(shared_address(whole + e / 4), other) : whole[e / 4]);
-        }
-        sum.store(out + ((long long)token * K * G + own % K * G) * D + e);
+    if (ranks == 1 || warp * ranks + rank >= slices) return;
+    wait_for_sent(arrived);
+    for (int slice = warp * ranks + rank; slice < slices; slice += warps * ranks) {
+      const int e = slice * kSlice + lane * 4;
+      if (e >= numbers) continue;
+      Sum sum;
+      for (int other = 0; other < ranks; other++) {
+        const float* ml = sent_ml[other][e / D];
+        sum.add(ml[0], ml[1], *(const float4*)(first_parts + other * numbers + e));
       }
+      if (decodes) sum.store(to + e);
     }
-    __syncwarp();
-    if (ranks > 1) cluster_barrier();  // nobody leaves while others reach into its shared memory
     return;
   }
   // The last item first: what is not its end goes to the block that holds the end, which is one of the next.
@@ -489,12 +506,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 #define TRANSECT_PAGED(DIM, TILES, STAGES)                                                                                   \
   if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                            \
     const int counts = ranks ? 0 : (rows > kAlone ? 1 : warps) * (2 * rows + 1) * 4;                                         \
-    const int shared = warps * (STAGES * DIM * 64 + G * DIM * 4 + 768) + counts;                                             \
+    const int shared = warps * (STAGES * DIM * 64 + 768) + (warps > ranks ? warps : ranks) * G * DIM * 4 + counts;           \
     if (shared > kMostShared - 2048) return -1;                                                                              \
     return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,              \
                        ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys,        \
                        (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,      \
-                       pieces, ranks, (int)(dependent > 1), late);                                                               \
+                       pieces, ranks, (int)(dependent > 1), late);                                                           \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b ``pieces``

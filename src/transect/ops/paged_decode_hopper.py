@@ -9,8 +9,8 @@ to do is to keep memory busy until the last byte.
   other, give or take one; a few multiprocessors stay out where that makes it exact, because cuts then mostly fall
   between rows of one length, which need no putting together. Where the cuts fall follows from the lengths on the
   device, which each block of threads adds up for itself, while the kernel before this one still runs.
-* At few rows the blocks of a cluster share a row and a key head: they put their parts together over each other's shared
-  memory, sooner than through memory.
+* At few rows the blocks of a cluster share a row and a key head: they send their parts to each other's shared memory,
+  sooner than through memory.
 * Keys and values are read once, so the L2 cache drops them before all else: that is quicker than no policy, and than
   the one which asks for the usual (evict_normal).
 * Parts are added in a fixed order, so the bits do not change from run to run. They do change with the batch, because

@@ -100,10 +100,9 @@ __device__ __forceinline__ void leave_sums(float* sums, float (&acc)[RB][NT][4],
 
 // Of a tile of Y of up to ROWS x COLUMNS every warp holds a part: they are added in the order of the warps. ``sums`` is
 // [warps][ROWS][PITCH], filled by the caller, and may be written again after the next barrier of the block. The sum goes to
-// ``part``, rows ``part_pitch`` apart, or, where that is null, to ``finish`` with its place in Y.
+// ``finish`` with its place in Y.
 template <int ROWS, int COLUMNS, typename Finish>
-__device__ __forceinline__ void add_warps(const float* sums, float* part, int part_pitch, int m0, int n0, int M, int n_end,
-                                          int warps, Finish finish) {
+__device__ __forceinline__ void add_warps(const float* sums, int m0, int n0, int M, int n_end, int warps, Finish finish) {
   __syncthreads();
   const int count = min(ROWS, M - m0) * COLUMNS;
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -117,31 +116,46 @@ __device__ __forceinline__ void add_warps(const float* sums, float* part, int pa
 #pragma unroll
       for (int j = 0; j < 4; j++) sum += four[j];
     }
-    if (part) {
-      part[m * part_pitch + c] = sum;
-    } else if (n0 + c < n_end) {
-      finish(m0 + m, n0 + c, sum);
-    }
+    if (n0 + c < n_end) finish(m0 + m, n0 + c, sum);
   }
 }
 
-// The blocks of a cluster hold parts of the same ``rows`` x ``columns`` of Y: they are added in the order of the ranks. All
-// threads of all blocks take part.
-template <typename Finish>
-__device__ __forceinline__ void add_ranks(const float* part, int part_pitch, int m0, int n0, int rows, int columns, int rank,
-                                          int ranks, Finish finish) {
-  cluster_barrier();
-  for (int i = rank * blockDim.x + threadIdx.x; i < rows * columns; i += ranks * blockDim.x) {
-    const int m = i / columns, c = i % columns;
-    float of_rank[8], sum = 0;
-#pragma unroll
-    for (int r = 0; r < 8; r++) of_rank[r] = r < ranks ? read_of_rank(part + m * part_pitch + c, r) : 0;
-#pragma unroll
-    for (int r = 0; r < 8; r++) sum += of_rank[r];
-    finish(m0 + m, n0 + c, sum);
+// The blocks of a cluster hold parts of the same rows x columns of Y. Each element is sent to the block that adds it up: element
+// e is that of thread e % blockDim.x of block e / blockDim.x % ranks.
+struct Ranks {
+  float* parts;  // [elements / (ranks blockDim.x)][ranks][blockDim.x]
+  uint32_t barrier;
+  int rank, ranks, count;  // elements
+
+  __device__ __forceinline__ void begin() const {
+    if (threadIdx.x == 0) {
+      const int block = blockDim.x, round = block * ranks, left = count % round - rank * block;
+      expect_sent(barrier, (count / round * block + max(0, min(left, block))) * ranks * 4);
+    }
+    __syncwarp();
+    arrive_in_cluster();
   }
-  cluster_barrier();  // nobody leaves while others read its part
-}
+
+  __device__ __forceinline__ void send_part(int e, float part) const {
+    const int block = e >> (31 - __clz(blockDim.x)), to = block % ranks;  // blockDim.x is 128 or 256
+    send(shared_address(parts + (block - to + rank) * blockDim.x + (e & (blockDim.x - 1))), part, barrier, to);
+  }
+
+  // Adds what was sent here in the order of the ranks; ``finish`` gets an element's number and its sum.
+  template <typename Finish>
+  __device__ __forceinline__ void add(Finish finish) const {
+    wait_for_sent(barrier);
+    const float* from = parts + threadIdx.x;
+    for (int e = rank * blockDim.x + threadIdx.x; e < count; e += ranks * blockDim.x, from += ranks * blockDim.x) {
+      float of_rank[8], sum = 0;
+#pragma unroll
+      for (int r = 0; r < 8; r++) of_rank[r] = r < ranks ? from[r * blockDim.x] : 0;
+#pragma unroll
+      for (int r = 0; r < 8; r++) sum += of_rank[r];
+      finish(e, sum);
+    }
+  }
+};
 
 // As ``add_warps``, of sixteens that are eight columns of a gate and eight of the other factor.
 template <int ROWS, int COLUMNS, typename Finish>
@@ -177,12 +191,14 @@ __global__ void __launch_bounds__(256, 1)
   const int steps = ((K + kChunk - 1) / kChunk + takers - 1) / takers;
   const int total = groups * steps;
   float* sums = (float*)(memory + warps * STAGES * stage_bytes);
-  float* part = sums + warps * ROWS * kPitch<COLUMNS>;  // of clusters: [rows][all columns of the share]
-  const int part_pitch = (per + RB) * 16;
+  __shared__ __align__(8) uint64_t sent;
+  const int columns = n_end - n_first;
+  const Ranks cluster = {sums + warps * ROWS * kPitch<COLUMNS>, shared_address(&sent), rank, ranks, rows * columns};
   const uint32_t ring = shared_address(memory) + warp * STAGES * stage_bytes;
 
   let_next_begin();
   if (!ahead) wait_for_previous();
+  if (ranks > 1) cluster.begin();
 
   // A copy moves 4 rows x 128 bytes a warp. The eight 16-byte pieces of row r lie at piece ^ (r % 8): no bank is met twice.
   // Blocks begin at different chunks, or all would ask for the same lines of X at the same time.
@@ -239,8 +255,8 @@ __global__ void __launch_bounds__(256, 1)
   size_t first_at = 0;
   float first_before = 0, first_scale = 0;
   if (norm.residual) {
-    const int columns = ranks > 1 ? n_end - n_first : COLUMNS, i = ranks > 1 ? rank * blockDim.x + threadIdx.x : threadIdx.x;
-    const int m = m0 + min(i / columns, rows - 1), n = min(n_first + i % columns, n_end - 1);
+    const int across = ranks > 1 ? columns : COLUMNS, i = ranks > 1 ? rank * blockDim.x + threadIdx.x : threadIdx.x;
+    const int m = m0 + min(i / across, rows - 1), n = min(n_first + i % across, n_end - 1);
     first_at = (size_t)m * N + n;
     first_before = __bfloat162float(norm.residual[first_at]), first_scale = __bfloat162float(norm.scale[n]);
   }
@@ -292,14 +308,18 @@ __global__ void __launch_bounds__(256, 1)
         if (norm.x_squares) g *= inverse[m - m0], u *= inverse[m - m0];
         out[(size_t)m * (N / 2) + n] = __float2bfloat16(__fdividef(g, 1 + __expf(-g)) * u);
       });
-    else
-      add_warps<ROWS, COLUMNS>(sums, ranks > 1 ? part + group * COLUMNS : nullptr, part_pitch, m0,
-                               n_first + group * COLUMNS, M, n_end, warps, finish);
+    else if (ranks == 1)
+      add_warps<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps, finish);
+    else {
+      if (group == 0) wait_for_cluster();
+      add_warps<ROWS, COLUMNS>(sums, m0, n_first + group * COLUMNS, M, n_end, warps,
+                               [&](int m, int n, float part) { cluster.send_part((m - m0) * columns + n - n_first, part); });
+    }
     __syncthreads();
     step = 0;
     group++;
   }
-  if (ranks > 1) add_ranks(part, part_pitch, m0, n_first, rows, n_end - n_first, rank, ranks, finish);
+  if (ranks > 1) cluster.add([&](int e, float sum) { finish(m0 + e / columns, n_first + e % columns, sum); });
 }
 
 template <int RB, int STAGES, int NT>
@@ -307,9 +327,10 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
                  long long w_stride, int per, int warps, int ranks, int gate, const Norm& norm, int dependent, void* stream) {
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
-  const int shared = warps * STAGES * (COLUMNS + (M < ROWS ? M : ROWS)) * 128 +
-                     (warps * ROWS * kPitch<COLUMNS> + (ranks > 1) * (M < ROWS ? M : ROWS) * (per + RB) * 16) * 4;
-  if (shared + 4 * ROWS > kMostShared) return -1;
+  const int rows = M < ROWS ? M : ROWS, round = warps * 32 * ranks, sent = (rows * per * 16 + round - 1) / round * round;
+  const int shared =
+      warps * STAGES * (COLUMNS + rows) * 128 + (warps * ROWS * kPitch<COLUMNS> + (ranks > 1) * sent) * 4;
+  if (shared + 4 * ROWS + 8 > kMostShared) return -1;
   return (int)launch(small_rows<RB, STAGES, NT>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const __nv_bfloat16*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, M, N, K, x_stride, w_stride, per, row_tiles, ranks, gate, norm, (int)(dependent > 1));

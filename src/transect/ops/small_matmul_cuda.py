@@ -111,8 +111,9 @@ def shared_bytes(plan: Plan, m: int) -> int:
     """Shared memory of a block for ``m`` rows of X."""
     tile = 8 if m <= 8 else 16 if m <= 16 else CUDA_ROWS
     ring = plan.warps * plan.stages * (plan.columns * 16 + min(m, tile)) * 128
-    part = min(m, tile) * (plan.per + plan.columns) * 16 if plan.ranks > 1 else 0
-    return ring + 4 * (plan.warps * tile * (plan.columns * 16 + 4) + part + tile)
+    turn = 32 * plan.warps * plan.ranks
+    sent = -(-min(m, tile) * plan.per * 16 // turn) * turn if plan.ranks > 1 else 0
+    return ring + 4 * (plan.warps * tile * (plan.columns * 16 + 4) + sent + tile) + 8
 
 
 def quicker(m: int, n: int, k: int) -> bool:

@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (PAIR > 1) cluster_barrier();
+  if (PAIR > 1) cluster_meet();
 
   if (warp == WGS * 4) {
     if (lane == 0) {
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     }
     __syncwarp();
   }
-  if (blocks > 1) cluster_barrier();  // nobody leaves while others reach into its shared memory
+  if (blocks > 1) cluster_meet();  // nobody leaves while others reach into its shared memory
 #endif
 }
 
