@@ -4,12 +4,16 @@ Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
 fill a stage of their ring again.
 
+In ``int4_matmul.cu`` one lane of a warp arrives at a barrier for all, which racecheck does not follow, so it reports
+races. So it also gets a build in which every lane arrives, and which is the same otherwise (TRANSECT_EVERY_LANE).
+
 What racecheck makes of a ring that is filled again and again, as those of the kernels for 4-bit weights, is shown by
 small kernels that do nothing else (``sanitizer_control.cu``): of CUDA's library alone, of our helpers, and with a true
 race.
 
 python benchmarks/sanitize_cuda.py [OUT.json]      memcheck and racecheck; exit 1 where one finds something
 python benchmarks/sanitize_cuda.py --inside        the program that is watched
+python benchmarks/sanitize_cuda.py --every-lane    the 4-bit kernel for few rows, every lane arriving
 python benchmarks/sanitize_cuda.py --control KIND  one of the small kernels
 """
 
@@ -25,6 +29,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -126,11 +131,11 @@ def plans() -> int:
     return refused
 
 
-def int4_plans() -> None:
-    """Run the kernels for 4-bit weights with K so long that their rings are filled again, each twice in a row as
-    dependent launches."""
+def int4_plans(*, rows_only: bool = False) -> None:
+    """Run the kernels for 4-bit weights, or the one for few rows, with K so long that their rings are filled again,
+    each twice in a row as dependent launches."""
     try:
-        rows_kernel, kernel = int4_rows.CudaCodes(), int4_hopper.HopperCodes()
+        rows_kernel, kernel = int4_rows.CudaCodes(), None if rows_only else int4_hopper.HopperCodes()
     except Unavailable as reason:
         print(f"int4_matmul plans: {reason}")
         return
@@ -148,10 +153,21 @@ def int4_plans() -> None:
                     for whole in (False, True)[: 1 + (m <= 8)]:
                         told = config | {"warps": 12 // teams, "late": 4, "whole": whole}
                         rows_kernel(x, weight, n, pdl=True, config=told)
-                    kernel(x, weight, n, pdl=True, config=config | {"warps": 4, "columns": 2, "beside": True})
+                    if kernel:
+                        kernel(x, weight, n, pdl=True, config=config | {"warps": 4, "columns": 2, "beside": True})
                 torch.cuda.synchronize()
-                taken += 2 + (m <= 8)
+                taken += 1 + (m <= 8) + (kernel is not None)
     print(f"int4_matmul plans: {taken} runs", flush=True)
+
+
+def every_lane() -> None:
+    """Run ``int4_matmul.cu`` built so that every lane of a warp arrives at its barriers."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(shutil.copytree(cuda_build.SOURCES, Path(folder) / "ops"))
+        source = sources / "int4_matmul.cu"
+        source.write_text("#define TRANSECT_EVERY_LANE\n" + source.read_text())
+        with patch.object(cuda_build, "SOURCES", sources):
+            int4_plans(rows_only=True)
 
 
 def control(kind: str) -> int:
@@ -190,6 +206,9 @@ def main() -> int:
     if "--inside" in sys.argv:
         int4_plans()
         return 1 if inside() + plans() else 0
+    if "--every-lane" in sys.argv:
+        every_lane()
+        return 0
     if "--control" in sys.argv:
         return control(sys.argv[-1])
     sanitizer = shutil.which("compute-sanitizer")
@@ -197,6 +216,7 @@ def main() -> int:
         print("compute-sanitizer is not on the PATH: install the CUDA toolkit", file=sys.stderr)
         return 2
     running = {tool: watch(sanitizer, tool, "--inside") for tool in TOOLS}
+    running["racecheck, every lane arriving"] = watch(sanitizer, "racecheck", "--every-lane")
     started = {kind: watch(sanitizer, "racecheck", "--control", kind) for kind in CONTROLS}
     controls = {kind: findings(process)[0] for kind, process in started.items()}
     for kind, said in controls.items():

@@ -28,7 +28,22 @@
 using namespace few_rows;
 using namespace hopper;
 
+// One lane of a warp arrives at a barrier for all of them. The sanitizer's racecheck does not follow that: for it, all may.
+#ifdef TRANSECT_EVERY_LANE
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
+
+__device__ __forceinline__ void warp_arrives(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (lane < kArrivals) barrier_arrive(barrier);
+}
+
 constexpr int RB = 2;  // sixteens of rows of W for a warp at a time
+// Whether a stage has room for rows of X past the last one: their places then follow from the first one's.
+template <int NT, bool WHOLE>
+constexpr bool kAllRows = NT == 2 || WHOLE;
 // Blocks of a multiprocessor that the registers are shared out for.
 template <int NT>
 constexpr int kBlocks = NT <= 2 ? 2 : 1;
@@ -50,6 +65,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
               int stages, int ahead, int late) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
+  constexpr bool ALL_ROWS = kAllRows<NT, WHOLE>;
   static_assert(!WHOLE || NT == 1);
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x % 32, self = threadIdx.x / 32, takers = warps * teams;
@@ -60,7 +76,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const int chunks = K / kChunk, chunk_first = chunks * rank >> shift, steps = (chunks * (rank + 1) >> shift) - chunk_first;
   const int total = passes * steps;
   // A stage: the tiles of W, X, and what is known of X in each group: the sum, of whole numbers the unit too.
-  const int x_place = wide * TILE, sums_at = x_place + (WHOLE ? ROWS : min(ROWS, M)) * kXPitch;
+  const int x_place = wide * TILE, sums_at = x_place + (ALL_ROWS ? ROWS : min(ROWS, M)) * kXPitch;
   const int stage_bytes = sums_at + GROUPS * ROWS * (WHOLE ? 8 : 4);
   const int own = (wide + ranks - 1) >> shift;  // tiles that a rank adds up, at most
   uint32_t full = shared_address(memory);
@@ -82,8 +98,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     // The weights of the first stages are asked for before anything else.
     for (int s = lane; s < stages; s += 32) {
       barrier_init(full + s * 8, 33);
-      barrier_init(summed + s * 8, WHOLE ? 1 : 4);
-      barrier_init(empty + s * 8, warps + 1);
+      barrier_init(summed + s * 8, WHOLE ? kArrivals : 4);
+      barrier_init(empty + s * 8, (warps + 1) * kArrivals);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -133,10 +149,10 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     return;
   }
 
-  uint32_t x_at[NT];  // rows past the end read the last one: what they give is not stored
+  uint32_t x_at[NT];  // rows past the end are the last one again, or were never filled: what they give is not stored
 #pragma unroll
   for (int tile = 0; tile < NT; tile++)
-    x_at[tile] = x_place + min(tile * 8 + lane % 8, rows - 1) * kXPitch + lane / 8 * 16;
+    x_at[tile] = x_place + (ALL_ROWS ? tile * 8 + lane % 8 : min(tile * 8 + lane % 8, rows - 1)) * kXPitch + lane / 8 * 16;
   const uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
   if (self == takers + 1) {
     // X as whole numbers; or its sum over every group of k, as a product with ones.
@@ -145,8 +161,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
       const uint32_t from = ring + slot * stage_bytes;
       if constexpr (WHOLE) {
         make_whole<GROUP>(from + x_place, from + sums_at, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(summed + slot * 8);
+        warp_arrives(summed + slot * 8, lane);
       } else {
         for (int g = 0; g < GROUPS; g++)
 #pragma unroll
@@ -165,8 +180,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
           }
         if (lane < 4) barrier_arrive(summed + slot * 8);  // those that wrote
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + slot * 8);
+      warp_arrives(empty + slot * 8, lane);
       if (++slot == stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
@@ -185,18 +199,23 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
       if (n < N && m < rows) out[(size_t)(m0 + m) * N + n] = __float2bfloat16(v[c] + (bias ? __bfloat162float(bias[n]) : 0.f));
     }
   };
+  // Where a lane reads in a stage; with registers to spare not to be made anew in every step.
+  const uint32_t tiles_at = ring + my_tile * TILE;
+  uint32_t w_here = tiles_at + lane * 16, scale_here = tiles_at + 1024 + lane / 4 * 8;
+  uint32_t x_here = ring + (WHOLE ? x_place + lane * 16 : x_at[0]), sums_here = ring + sums_at + lane % 4 * (WHOLE ? 16 : 8);
+  if (NT <= 2) asm volatile("" : "+r"(w_here), "+r"(scale_here), "+r"(x_here), "+r"(sums_here));
   int slot = team, parity = 0;
   for (int pass = 0; pass < passes; pass++) {
     for (int step = team; step < steps; step += teams) {
       barrier_wait(full + slot * 8, parity);
-      const uint32_t from = ring + slot * stage_bytes, w_at = from + my_tile * TILE;
+      const uint32_t stage = slot * stage_bytes;
       if constexpr (WHOLE) {
         int high[RB][4] = {}, low[RB][4] = {};
         auto end_group = [&](int g) {
-          const uint4 about = read16(from + sums_at + g * 64 + lane % 4 * 16);  // unit and sum of two rows of X
+          const uint4 about = read16(sums_here + stage + g * 64);  // unit and sum of two rows of X
 #pragma unroll
           for (int r = 0; r < RB; r++) {
-            const uint2 both = read8(w_at + r * TILE + 1024 + g * 64 + lane / 4 * 8);
+            const uint2 both = read8(scale_here + stage + r * TILE + g * 64);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
               const uint32_t word = c < 2 ? both.x : both.y;  // zero, scale: bfloat16 is the upper half of float32
@@ -212,10 +231,10 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
         for (int half = 0; half < 2; half++) {  // 64 k
           uint4 w[RB];
 #pragma unroll
-          for (int r = 0; r < RB; r++) w[r] = read16(w_at + r * TILE + half * 512 + lane * 16);
+          for (int r = 0; r < RB; r++) w[r] = read16(w_here + stage + r * TILE + half * 512);
           if (half == 0) barrier_wait(summed + slot * 8, parity);
-          const uint32_t x_here = from + x_place + half * 512 + lane * 16;
-          const uint4 above = read16(x_here), below = read16(x_here + 1024);  // high bytes of X, low ones
+          const uint4 above = read16(x_here + stage + half * 512);         // high bytes of X
+          const uint4 below = read16(x_here + stage + half * 512 + 1024);  // low ones
 #pragma unroll
           for (int q = 0; q < 2; q++) {  // 32 k
 #pragma unroll
@@ -235,12 +254,15 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
         for (int half = 0; half < 2; half++) {  // 64 k
           uint4 w[RB];
 #pragma unroll
-          for (int r = 0; r < RB; r++) w[r] = read16(w_at + r * TILE + half * 512 + lane * 16);
+          for (int r = 0; r < RB; r++) w[r] = read16(w_here + stage + r * TILE + half * 512);
           uint32_t b[NT][2][4];
 #pragma unroll
           for (int h = 0; h < 2; h++)
 #pragma unroll
-            for (int tile = 0; tile < NT; tile++) read_matrices(b[tile][h], from + x_at[tile] + half * 128 + h * 64);
+            for (int tile = 0; tile < NT; tile++) {
+              const uint32_t here = ALL_ROWS || tile == 0 ? x_here + tile * 8 * kXPitch : ring + x_at[tile];
+              read_matrices(b[tile][h], here + stage + half * 128 + h * 64);
+            }
 #pragma unroll
           for (int q = 0; q < 4; q++) {
 #pragma unroll
@@ -257,13 +279,13 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
               float2 sum[NT];
 #pragma unroll
               for (int tile = 0; tile < NT; tile++) {
-                const uint2 v = read8(from + sums_at + (g * ROWS + tile * 8 + lane % 4 * 2) * 4);
+                const uint2 v = read8(sums_here + stage + (g * ROWS + tile * 8) * 4);
                 sum[tile] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
               }
 #pragma unroll
               for (int r = 0; r < RB; r++) {
                 // Scale and zero of this lane's rows, lane / 4 and 8 below: bfloat16 is the upper half of float32.
-                const uint2 both = read8(w_at + r * TILE + 1024 + g * 64 + lane / 4 * 8);
+                const uint2 both = read8(scale_here + stage + r * TILE + g * 64);
                 const float s0 = __uint_as_float(both.x << 16), s1 = __uint_as_float(both.y << 16);
                 const float z0 = fmaf(-128.f, s0, __uint_as_float(both.x & 0xffff0000u));
                 const float z1 = fmaf(-128.f, s1, __uint_as_float(both.y & 0xffff0000u));
@@ -280,8 +302,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
           }
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + slot * 8);
+      warp_arrives(empty + slot * 8, lane);
       slot += teams;
       if (slot >= stages) slot -= stages, parity ^= 1;
     }
@@ -356,7 +377,7 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
-  const int held = M < ROWS && !WHOLE ? M : ROWS;
+  const int held = kAllRows<NT, WHOLE> || M > ROWS ? ROWS : M;
   const int stage_bytes = wide * kTile<GROUP> + held * kXPitch + kChunk / GROUP * ROWS * (WHOLE ? 8 : 4);
   const int parts = ranks > 1 ? (wide + ranks - 1) / ranks * ranks * NT * 512 : 0;
   const int ring = stages * stage_bytes, left = (teams - 1) * warps * RB * NT * 512;

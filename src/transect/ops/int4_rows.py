@@ -86,7 +86,8 @@ def shared_bytes(plan: Plan, m: int, group: int) -> int:
     """Shared memory of a block: barriers, what the cluster's blocks send to be added, and the ring. In the place of the
     ring the teams leave their sums at the end."""
     wide = tiles_at_once(plan)
-    held, known = (plan.rows, 8) if plan.whole else (min(m, plan.rows), 4)
+    held = plan.rows if plan.whole or plan.rows == 16 else min(m, plan.rows)
+    known = 8 if plan.whole else 4
     stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * plan.rows * known
     sent = -(-wide // plan.ranks) * plan.ranks * plan.rows * 64 if plan.ranks > 1 else 0
     left = (plan.teams - 1) * plan.warps * COLUMNS * plan.rows * 64
