@@ -130,16 +130,16 @@ class FusedStack:
         self, products: StreamProducts, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
     ) -> tuple[Tensor, Tensor]:
         """As ``_run``, by products that begin and end at the residual stream; all tokens are wanted."""
-        stream: Stream | None = None
+        first = self._layers[0].attention_norm
+        stream = Stream(x_TD, first(x_TD), None, first.eps)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
-            normed_TD = layer.attention_norm(x_TD) if stream is None else stream
-            attended_THd = self._attend(layer, normed_TD, rotation, context, None)
+            attended_THd = self._attend(layer, stream, rotation, context, None)
             norm = layer.mlp_norm
             stream = products.add(attended_THd.flatten(-2), layer.o.weight, x_TD, norm.weight, norm.eps)
             gated_TF = products.gate_up(stream, layer.gate_up)
             x_TD = stream.total
             if after is None:
-                return x_TD, layer.down(gated_TF)
+                return x_TD, products.product(gated_TF, layer.down.weight)
             norm = after.attention_norm
             stream = products.add(gated_TF, layer.down.weight, x_TD, norm.weight, norm.eps)
             x_TD = stream.total

@@ -47,8 +47,9 @@ class Stream(NamedTuple):
     """``[M, D]``: the stream."""
     scaled: Tensor
     """``[M, D]``: times the next norm's weight."""
-    squares: Tensor
-    """Float32: of every 16 elements ``[M, D / 16]``, or, by the Triton kernels, of every tile of columns."""
+    squares: Tensor | None
+    """Float32: of every 16 elements ``[M, D / 16]``, or, by the Triton kernels, of every tile of columns. None where
+    ``scaled`` is divided by its root mean square already."""
     eps: float
     """Of the next norm."""
 
@@ -94,6 +95,10 @@ class StreamProducts:
     def linear(self, stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``rms_norm(stream) weight^T + bias``."""
         return self._run(stream.scaled, weight, bias, Beside(squares=stream.squares, eps=stream.eps))[0]
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x weight^T``, with no norm beside it."""
+        return self._run(x, weight, None, Beside())[0]
 
     def gate_up(self, stream: Stream, weight: Tensor) -> Tensor:
         """``gate_up`` (see ``gate_up.py``) of ``rms_norm(stream)``."""
