@@ -23,6 +23,19 @@ def test_compiles(source: Path, target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_every_lane_arrives_where_the_sanitizer_is_to_judge(tmp_path: Path) -> None:
+    """The build for the sanitizer compiles, with arrivals in as many places, and is another one."""
+    folder = Path(shutil.copytree(cuda_build.SOURCES, tmp_path / "ops", ignore=shutil.ignore_patterns("*.py", "cpu")))
+    source = folder / "int4_matmul.cu"
+    arrivals = re.compile(r"^\s*(@%p\d+ )?mbarrier\.arrive\.shared::cta\.b64", re.MULTILINE)
+    ordinary = cuda_build.ptx_of(source, "sm_90")
+    source.write_text("#define TRANSECT_EVERY_LANE\n" + source.read_text())
+    for_all = cuda_build.ptx_of(source, "sm_90")
+    assert len(arrivals.findall(ordinary)) == len(arrivals.findall(for_all)) > 0
+    assert ordinary != for_all
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_compiler_message_reaches_the_caller(tmp_path: Path) -> None:
     broken = tmp_path / "broken.cu"
     broken.write_text("__global__ void f() { undeclared = 1; }")

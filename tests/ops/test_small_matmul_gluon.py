@@ -142,6 +142,19 @@ def test_every_shipped_cut(size: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [0x7FFF, -1, 0x7F81, -64], ids=lambda bits: f"{bits & 0xFFFF:x}")
+def test_no_number_is_taken_for_nothing(bits: int) -> None:
+    """Whatever NaN X has, that of the sum is not the pattern that says that nothing is there yet."""
+    device = on_hopper()
+    x = torch.randn(64, 1024, device=device).bfloat16()
+    x[3, 5], x[7, 900] = (torch.tensor(bits, dtype=torch.int16, device=device).view(torch.bfloat16) for _ in range(2))
+    weight = torch.randn(64, 1024, device=device).bfloat16()
+    y = GluonRows()(x, weight, cut=replace(CUT, split=2))
+    missing = y.isnan().all(1).nonzero()[:, 0].tolist()
+    assert missing == [3, 7] and not y.isnan().any(1)[[0, 1, 2, 8, 63]].any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 40])
 def test_a_chain_of_launches_reads_what_the_one_before_wrote(rows: int) -> None:
     on_hopper()
