@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from transect.ops import sampling
 from transect.ops.jit import INTERPRETED
-from transect.ops.philox import GROUP_STREAM, gumbel
+from transect.ops.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"),
@@ -127,6 +127,20 @@ def test_groups_whose_scores_are_nearly_equal_are_told_apart() -> None:
     assert [token // 128 for token in tokens] == noise[near].argmax(-1).tolist()
 
 
+def test_tokens_whose_scores_are_nearly_equal_are_told_apart() -> None:
+    """Likewise two tokens of one group."""
+    positions = list(range(200_000))
+    count = len(positions)
+    noise = gumbel([7] * count, [0] * count, positions, torch.arange(2).expand(count, 2), TOKEN_STREAM)
+    gap = (noise[:, 0] - noise[:, 1]).abs()
+    near = gap.argsort()[: len(sampling.SETTINGS)]
+    assert gap[near].max() < 2e-4 and len({int(noise[i].argmax()) for i in near}) == 2
+    made = sampling.inputs(torch.zeros(len(near), 2), [(1.0, 0, 1.0, 0.0)])
+    made |= {"position": near, "seed": torch.full_like(near, 7), "choice": torch.zeros_like(near)}
+    tokens = on_device(made)
+    assert tokens == on_cpu(made) == noise[near].argmax(-1).tolist()
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     made = sampling.inputs(normal(len(WIDE), 900, seed=9), WIDE)
     tokens = on_device(made)
@@ -184,11 +198,12 @@ def test_frequencies_follow_the_distribution(setting: tuple[float, int, float, f
     assert statistic < freedom + 3.72 * math.sqrt(2 * freedom) + 6
 
 
-def test_half_logits_and_strided_rows() -> None:
-    made = sampling.inputs(normal(8, 500, seed=13).to(torch.float16), sampling.SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_logits_and_strided_rows(dtype: torch.dtype) -> None:
+    made = sampling.inputs(normal(8, 500, seed=13).to(dtype), sampling.SETTINGS)
     expected = on_cpu(made)
     assert on_device(made) == expected
-    roomy = torch.full((8, 1003), math.nan, dtype=torch.float16)
+    roomy = torch.full((8, 1003), math.nan, dtype=dtype)
     roomy[:, 3:503] = made["logits"]
     assert on_device(made | {"logits": roomy[:, 3:503]}) == expected
     roomy[:, ::2][:, :500] = made["logits"]

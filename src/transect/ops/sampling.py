@@ -39,7 +39,17 @@ import torch
 from torch import Tensor
 
 from . import shapes
-from .jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
+from .jit import (
+    INTERPRETED,
+    TRITON_TARGETS,
+    available,
+    dependent_launch,
+    kernel,
+    next_power_of_2,
+    require,
+    rows_of,
+    tl,
+)
 from .numerics import compute_dtype
 from .numerics import sample as normal
 from .philox import GROUP_STREAM, TOKEN_STREAM, gumbel, noise_of, word_of, words_of
@@ -52,8 +62,10 @@ GROUP = 128
 CANDIDATES = 8192
 """Tokens of a row that can be collected; as many can have a probability of 2**-13 at the most."""
 SMALLEST_TEMPERATURE = 1e-30
-COLLECTORS = 1024
-"""Programs of ``_collect`` for all rows together, where a row's groups are enough for that."""
+COLLECTORS = 512
+"""Programs of ``_collect`` for all rows together, where a row's groups are enough for that: as many as an H200 runs at
+once with 128 registers a thread. Twice as many for more than MANY_ROWS, each of which would else get too few."""
+MANY_ROWS = 64
 
 
 def reference(
@@ -117,13 +129,19 @@ def _scaled(x, peak, t):  # type: ignore[no-untyped-def]
 def _key(z):  # type: ignore[no-untyped-def]
     """int32 in the order of the floats."""
     bits = z.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @kernel
 def _value(key):  # type: ignore[no-untyped-def]
     """The float of a key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@kernel
+def _largest(x):  # type: ignore[no-untyped-def]
+    """The largest of some floats, none NaN, by their keys: for integers a warp has an instruction."""
+    return _value(tl.max(_key(x), 0))
 
 
 @kernel
@@ -136,54 +154,132 @@ def _seed(seeds, choices, positions, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _noise_nearly(word):  # type: ignore[no-untyped-def]
-    """``noise_of`` to 1e-4, in float32."""
-    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
-    e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -tl.log(u))
-    return -tl.log(e)
+def _log_nearly(x, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log of a normal float32; with EARLY (Hopper) the hardware's, to 2e-7 or a relative 3e-7."""
+    if EARLY:
+        log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+        return log2 * 0.6931471805599453
+    else:
+        return tl.log(x)
 
 
 @kernel
-def _nearly(first, position, choice, low, high, STREAM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _noise_nearly(word, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``noise_of`` to 1e-4, in float32."""
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
+    e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -_log_nearly(u, EARLY))
+    return -_log_nearly(e, EARLY)
+
+
+@kernel
+def _nearly(first, position, choice, low, high, STREAM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """The noise of BLOCK ids from ``first`` on, a multiple of 4, to 1e-4: a quarter of the rounds, no float64."""
     quarter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     w0, w1, w2, w3 = words_of(quarter, position, choice, low, high, STREAM)
-    even, odd = tl.join(_noise_nearly(w0), _noise_nearly(w2)), tl.join(_noise_nearly(w1), _noise_nearly(w3))
+    even = tl.join(_noise_nearly(w0, EARLY), _noise_nearly(w2, EARLY))
+    odd = tl.join(_noise_nearly(w1, EARLY), _noise_nearly(w3, EARLY))
     return tl.join(even, odd).reshape((BLOCK,))
+
+
+@kernel
+def _sum_of_group(e):  # type: ignore[no-untyped-def]
+    """Sums of ``[lanes, groups, 2, 2, vector]``, lanes last, as only those need other lanes."""
+    return tl.sum(tl.sum(tl.sum(tl.sum(e, 4), 2), 2), 0)
 
 
 @kernel
 def _groups(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, masses, raw_masses, V, G, row_stride,
-    GROUPS: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, PAIRS: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that.
 
-    Instructions are what bounds this pass over half logits: some ten an element are as many as its memory allows.
+    Instructions are what bounds this pass over half logits: some nine an element are as many as its memory allows. So
+    few lanes share a group, each with four stretches of it to itself, and words of 32 bits are loaded if logits are
+    bfloat16 in PAIRS, since a half is a float32 after one instruction.
     """
     let_next_begin(EARLY)
     row = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    ids = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if PAIRS:
+        logits = logits.to(tl.pointer_type(tl.int32))
+        row_stride //= 2
+        V //= 2
+    SIZE: tl.constexpr = 64 if PAIRS else 128  # of a group
+    VECTOR: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth  # of one load
+    LANES: tl.constexpr = SIZE // 4 // VECTOR
+    lane = (tl.arange(0, LANES) * VECTOR)[:, None, None, None, None]
+    half = (tl.arange(0, 2) * (SIZE // 2))[None, None, :, None, None]
+    quarter = (tl.arange(0, 2) * (SIZE // 4))[None, None, None, :, None]
+    inside = lane + half + quarter + tl.arange(0, VECTOR)[None, None, None, None, :]
+    ids = group[None, :, None, None, None] * SIZE + inside
     t = tl.load(temperature + row)
     per_t = 1.4426950408889634 / tl.where(t > 0, tl.maximum(t, 1e-30), 1.0)  # log2(e) / t
+    logits += row.to(tl.int64) * row_stride
     wait_for_previous(EARLY)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
-    peak = tl.max(x, 1)
-    x -= tl.where((peak == -float("inf")) | (peak == float("inf")), 0.0, peak)[:, None]
-    mass = tl.sum(tl.exp2(x * per_t), 1)
+    if (tl.program_id(0) + 1) * (GROUPS * SIZE) <= V:
+        x = tl.load(logits + ids)
+    else:
+        x = tl.load(logits + ids, ids < V, -8323200 if PAIRS else -float("inf"))  # 0xFF80FF80, twice -inf
+    if PAIRS:
+        x = tl.join((x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True))
+        x = x.reshape((LANES, GROUPS, 2, 2, 2 * VECTOR))
+    x = x.to(tl.float32)
+    peak = tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 0)
+    x -= tl.where((peak == -float("inf")) | (peak == float("inf")), 0.0, peak)[None, :, None, None, None]
+    mass = _sum_of_group(tl.exp2(x * per_t))
     real = group < G
     tl.store(peaks + row * G + group, tl.where(mass == mass, peak, float("inf")), real)
     tl.store(masses + row * G + group, mass, real)
     if RAW:
-        tl.store(raw_masses + row * G + group, tl.sum(tl.exp2(x * 1.4426950408889634), 1), real)
+        tl.store(raw_masses + row * G + group, _sum_of_group(tl.exp2(x * 1.4426950408889634)), real)
+
+
+@kernel
+def _fours(logits, ids, V):  # type: ignore[no-untyped-def]
+    """The logits at ``ids`` and at the three after each: with four a lane a warp has a group, and asks no other."""
+    x0 = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
+    x1 = tl.load(logits + ids + 1, ids + 1 < V, -float("inf")).to(tl.float32)
+    x2 = tl.load(logits + ids + 2, ids + 2 < V, -float("inf")).to(tl.float32)
+    x3 = tl.load(logits + ids + 3, ids + 3 < V, -float("inf")).to(tl.float32)
+    return x0, x1, x2, x3
+
+
+@kernel
+def _token_of(logits, group, peak, t, V, position, choice, low, high, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The best token of the group drawn: the one near the top by scores to 2e-4, or if those are several, by true ones.
+
+    The group's largest z is above -31 (noise spans 26, a group's mass is at most 128), so what can win is above -58:
+    there z and the sum are off by 2e-5 at the most, the noise by 1e-4.
+    """
+    per_t = 1.0 / t
+    ids = group * 128 + tl.arange(0, 32) * 4
+    x0, x1, x2, x3 = _fours(logits, ids, V)
+    w0, w1, w2, w3 = words_of((ids >> 2).to(tl.uint32), position, choice, low, high, 0)
+    g0 = (x0 - peak) * per_t + _noise_nearly(w0, EARLY)
+    g1 = (x1 - peak) * per_t + _noise_nearly(w1, EARLY)
+    g2 = (x2 - peak) * per_t + _noise_nearly(w2, EARLY)
+    g3 = (x3 - peak) * per_t + _noise_nearly(w3, EARLY)
+    near = _largest(tl.maximum(tl.maximum(g0, g1), tl.maximum(g2, g3))) - 1e-3
+    one = tl.arange(0, 32) * 4 + 65536  # as for groups: one more, and which
+    packed = tl.where(g0 >= near, one, 0) + tl.where(g1 >= near, one + 1, 0)
+    packed += tl.where(g2 >= near, one + 2, 0) + tl.where(g3 >= near, one + 3, 0)
+    packed = tl.sum(packed, 0)
+    token = packed & 65535
+    if packed >= 131072:
+        every = group * 128 + tl.arange(0, 128)
+        x = tl.load(logits + every, every < V, -float("inf")).to(tl.float32)
+        score = _scaled(x, peak, t).to(tl.float64)
+        score += noise_of(word_of(every, position, choice, low, high, 0))
+        token = tl.argmax(score, 0)
+    return group * 128 + token
 
 
 @kernel
 def _settle(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, masses, raw_masses,
-    tokens, logprobs, finite, mode, bars, totals, lses, counts, V, G, row_stride,
+    tokens, logprobs, finite, mode, tops, bars, totals, lses, counts, V, G, row_stride,
     WIDTH: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row from its groups: the token itself, or the bar and the mass for what follows.
@@ -199,33 +295,35 @@ def _settle(  # type: ignore[no-untyped-def]
     least = tl.load(min_p + row)
     position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
     group = tl.arange(0, WIDTH)
-    guess = _nearly(0, position, choice, seed_low, seed_high, 1, WIDTH)
+    guess = _nearly(0, position, choice, seed_low, seed_high, 1, WIDTH, EARLY)
     wait_for_previous(EARLY)
     peak_G = tl.load(peaks + row * G + group, group < G, -float("inf"))
     mass_G = tl.load(masses + row * G + group, group < G, 0.0)
-    peak = tl.max(peak_G, 0)
+    if RAW:
+        raw_G = tl.load(raw_masses + row * G + group, group < G, 0.0)
+    peak = _largest(peak_G)
     good = (peak < float("inf")) & (peak > -float("inf"))
-    tl.store(finite + row, good.to(tl.uint8))
-    tl.store(counts + row, 0)
     todo = 0
     token = tl.full((), 0, tl.int32)
     lse = tl.full((), 0.0, tl.float64)
     if good:
         if RAW:
-            raw_G = tl.load(raw_masses + row * G + group, group < G, 0.0).to(tl.float64)
-            lse = peak + tl.log(tl.sum(raw_G * tl.exp((peak_G - peak).to(tl.float64)), 0))
+            lse = peak + tl.log(tl.sum(raw_G.to(tl.float64) * tl.exp((peak_G - peak).to(tl.float64)), 0))
             tl.store(lses + row, lse)
         limited = (k > 0) & (k < V)
-        inside = tl.arange(0, 128)
         if t == 0:
             best = tl.min(tl.where(peak_G == peak, group, WIDTH), 0)
-            ids = best * 128 + inside
-            x = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
-            token = best * 128 + tl.argmax(x, 0)
+            ids = best * 128 + tl.arange(0, 32) * 4
+            x0, x1, x2, x3 = _fours(logits, ids, V)
+            first = tl.where(x0 == peak, 0, tl.where(x1 == peak, 1, tl.where(x2 == peak, 2, 3)))
+            here = (x0 == peak) | (x1 == peak) | (x2 == peak) | (x3 == peak)
+            token = tl.min(tl.where(here, ids + first, 2147483647), 0)
         else:
             t = tl.maximum(t, 1e-30)
             if (p < 1) | limited | (least > 0):
                 todo = 1
+                tl.store(counts + row, 0)
+                tl.store(tops + row, peak)
                 z_G = _scaled(peak_G, peak, t)
                 total = tl.sum(tl.exp(z_G.to(tl.float64)) * mass_G.to(tl.float64), 0)
                 tl.store(totals + row, total)
@@ -247,20 +345,24 @@ def _settle(  # type: ignore[no-untyped-def]
                 tl.store(bars + row, bar)
             else:
                 # Scores to 2e-4 name the best group, or few that can be; those are told apart by the true ones.
-                guess = tl.where(mass_G > 0, (peak_G - peak) * (1.0 / t) + tl.log(mass_G) + guess, -float("inf"))
-                near = guess + 1e-3 >= tl.max(guess, 0)
-                packed = tl.sum(tl.where(near, group.to(tl.int64) + 4294967296, 0), 0)  # how many, and which if one
-                best = (packed & 0xFFFFFFFF).to(tl.int32)
-                if packed >= 8589934592:
-                    score = tl.log(mass_G.to(tl.float64)) + _scaled(peak_G, peak, t).to(tl.float64)
-                    score += noise_of(word_of(group, position, choice, seed_low, seed_high, 1))
-                    best = tl.argmax(tl.where(near, score, -float("inf")), 0)
-                ids = best * 128 + inside
-                x = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
-                score = _scaled(x, peak, t).to(tl.float64)
-                score += noise_of(word_of(ids, position, choice, seed_low, seed_high, 0))
-                token = best * 128 + tl.argmax(score, 0)
+                guess += (peak_G - peak) * (1.0 / t) + _log_nearly(mass_G, EARLY)
+                guess = tl.where(mass_G > 0, guess, -float("inf"))
+                near = guess + 1e-3 >= _largest(guess)
+                packed = tl.sum(tl.where(near, group + 65536, 0), 0)  # how many, and which if one
+                best = packed & 65535
+                if packed >= 131072:
+                    top = tl.full((), -float("inf"), tl.float64)
+                    one = tl.min(tl.where(near, group, WIDTH), 0)
+                    while one < WIDTH:
+                        z = _scaled(tl.load(peaks + row * G + one), peak, t).to(tl.float64)
+                        score = tl.log(tl.load(masses + row * G + one).to(tl.float64)) + z
+                        score += noise_of(word_of(one, position, choice, seed_low, seed_high, 1))
+                        best = tl.where(score > top, one, best)
+                        top = tl.maximum(score, top)
+                        one = tl.min(tl.where(near & (group > one), group, WIDTH), 0)
+                token = _token_of(logits, best, peak, t, V, position, choice, seed_low, seed_high, EARLY)
     tl.store(mode + row, todo)
+    tl.store(finite + row, good.to(tl.uint8))
     if todo == 0:
         tl.store(tokens + row, token.to(tl.int64))
         if RAW:
@@ -270,8 +372,8 @@ def _settle(  # type: ignore[no-untyped-def]
 
 @kernel
 def _collect(  # type: ignore[no-untyped-def]
-    logits, temperature, peaks, mode, bars, counts, found_z, found_id, V, G, row_stride,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
+    logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, V, G, row_stride,
+    GROUPS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """z and id of the tokens that reach the bar, in any order; groups that do not reach it are not read."""
     let_next_begin(EARLY)
@@ -280,8 +382,7 @@ def _collect(  # type: ignore[no-untyped-def]
     wait_for_previous(EARLY)
     if tl.load(mode + row) == 1:
         bar = tl.load(bars + row)
-        all_groups = tl.arange(0, WIDTH)
-        peak = tl.max(tl.load(peaks + row * G + all_groups, all_groups < G, -float("inf")), 0)
+        peak = tl.load(tops + row)
         for first in range(tl.program_id(0) * GROUPS, G, tl.num_programs(0) * GROUPS):
             group = first + tl.arange(0, GROUPS)
             mine = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
@@ -323,7 +424,7 @@ def _units(z, keep, DENSE: tl.constexpr):  # type: ignore[no-untyped-def]
 @kernel
 def _select(  # type: ignore[no-untyped-def]
     logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low, seed_high,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The token of a truncated row, from all n tokens (DENSE) or from n collected ones that hold all that is kept."""
     limited = (k > 0) & (k < V)
@@ -365,7 +466,7 @@ def _select(  # type: ignore[no-untyped-def]
             open_ = (key >= low) & ((key > last_key) | ((key == last_key) & (ids < last_id)))
             hopeful = tl.max(open_.to(tl.int32), 0) > 0
             if DENSE:
-                guess = z + _nearly(start, position, choice, seed_low, seed_high, 0, BLOCK)
+                guess = z + _nearly(start, position, choice, seed_low, seed_high, 0, BLOCK, EARLY)
                 hopeful = tl.max(tl.where(open_, guess, -float("inf")), 0).to(tl.float64) + 1e-3 >= best
             if hopeful:
                 score = z.to(tl.float64) + noise_of(word_of(ids, position, choice, seed_low, seed_high, 0))
@@ -390,9 +491,9 @@ def _select(  # type: ignore[no-untyped-def]
 
 @kernel
 def _choose(  # type: ignore[no-untyped-def]
-    logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, mode, bars, totals, lses, counts,
+    logits, temperature, top_k, top_p, min_p, seeds, choices, positions, mode, tops, bars, totals, lses, counts,
     found_z, found_id, tokens, logprobs, V, G, row_stride,
-    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The token of each row that ``_settle`` left open."""
     let_next_begin(EARLY)
@@ -410,8 +511,7 @@ def _choose(  # type: ignore[no-untyped-def]
         found_id += row * CAPACITY
         total = tl.load(totals + row)
         bar = tl.load(bars + row)
-        group = tl.arange(0, WIDTH)
-        peak = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
+        peak = tl.load(tops + row)
         n = tl.load(counts + row)
         all_tokens = (todo == 2) | (n > CAPACITY)
         if (all_tokens == 0) & (least <= 0) & ((k <= 0) | (k >= V)):  # top-p alone: is its mass among the collected?
@@ -423,12 +523,12 @@ def _choose(  # type: ignore[no-untyped-def]
         if all_tokens:
             token = _select(
                 logits, found_z, found_id, V, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
-                seed_high, True, BLOCK,
+                seed_high, True, BLOCK, EARLY,
             )  # fmt: skip
         else:
             token = _select(
                 logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
-                seed_high, False, BLOCK,
+                seed_high, False, BLOCK, EARLY,
             )  # fmt: skip
         tl.store(tokens + row, token.to(tl.int64))
         if RAW:
@@ -514,32 +614,36 @@ def sample(
     room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else kernels are compiled anew for few rows
     peaks, masses, raw_masses = torch.empty((3, room, groups), dtype=torch.float32, device=device)
     totals, lses = torch.empty((2, room), dtype=torch.float64, device=device)
-    bars = torch.empty(rows, dtype=torch.float32, device=device)
+    tops, bars = torch.empty((2, room), dtype=torch.float32, device=device)
     mode, counts = torch.empty((2, room), dtype=torch.int32, device=device)
     found_z = torch.empty((rows, CANDIDATES), dtype=torch.float32, device=device)
     found_id = torch.empty((rows, CANDIDATES), dtype=torch.int32, device=device)
     early: dict[str, Any] = {"EARLY": False}
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
+    few_registers: dict[str, int] = {}
+    if dependent_launch(device):
         early = {"EARLY": True, "launch_pdl": True}
+        few_registers = {"maxnreg": 128}  # see COLLECTORS: most programs only see that a row is done
     numbers = (vocab, groups, logits.stride(0))
     knobs = config or tuned("sampling", (rows, vocab), device, rule)
+    pairs = logits.dtype == torch.bfloat16 and not (vocab | logits.stride(0) | logits.data_ptr() // 2) % 2
     _groups[(-(-groups // knobs["groups"]), rows)](
-        logits, temperature, peaks, masses, raw_masses, *numbers, GROUPS=knobs["groups"], RAW=raw,
+        logits, temperature, peaks, masses, raw_masses, *numbers, GROUPS=knobs["groups"], PAIRS=pairs, RAW=raw,
         num_warps=knobs["warps"], **early,
     )  # fmt: skip
     _settle[(rows,)](
-        logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, bars, totals, lses, counts,
+        logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, tops, bars, totals, lses, counts,
         *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(8, width // 256)), **early,
     )  # fmt: skip
     # Rows that are done keep their programs for nothing, so of many rows each gets few.
-    parts = min(-(-groups // knobs["collected"]), COLLECTORS // rows)
+    collectors = COLLECTORS * (2 if rows > MANY_ROWS else 1)
+    parts = min(-(-groups // knobs["collected"]), collectors // rows)
     _collect[(max(1, parts), rows)](
-        logits, temperature, peaks, mode, bars, counts, found_z, found_id, *numbers, WIDTH=width, CAPACITY=CANDIDATES,
-        GROUPS=knobs["collected"], num_warps=4, **early,
+        logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, *numbers, CAPACITY=CANDIDATES,
+        GROUPS=knobs["collected"], num_warps=4, **early, **few_registers,
     )  # fmt: skip
     _choose[(rows,)](
-        logits, *parameters, peaks, mode, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
-        WIDTH=width, CAPACITY=CANDIDATES, BLOCK=knobs["block"], RAW=raw, num_warps=knobs["choose_warps"], **early,
+        logits, *parameters, mode, tops, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
+        CAPACITY=CANDIDATES, BLOCK=knobs["block"], RAW=raw, num_warps=knobs["choose_warps"], **early,
     )  # fmt: skip
     return out
 
@@ -642,15 +746,18 @@ def _kernels() -> Sequence[Kernel]:
         "temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64",
         "choices": "*i64", "positions": "*i64",
     }  # fmt: skip
-    floats = dict.fromkeys(("peaks", "masses", "raw_masses", "bars", "found_z", "logprobs"), "*fp32")
+    floats = dict.fromkeys(("peaks", "masses", "raw_masses", "tops", "bars", "found_z", "logprobs"), "*fp32")
     others = {
         "logits": "*fp32", "tokens": "*i64", "finite": "*u8", "found_id": "*i32",
         **dict.fromkeys(("mode", "counts"), "*i32"), **dict.fromkeys(("totals", "lses"), "*fp64"),
     }  # fmt: skip
     arguments = {**parameters, **floats, **others, **ints}
-    sizes = {"WIDTH": 1024, "CAPACITY": CANDIDATES, "EARLY": False}
+    sizes = {"CAPACITY": CANDIDATES, "EARLY": False}
     return [
-        Kernel("groups", _groups, arguments, {"GROUPS": 32, "RAW": False, "EARLY": False}, ("V", "row_stride")),
+        Kernel(
+            "groups", _groups, arguments, {"GROUPS": 32, "PAIRS": False, "RAW": False, "EARLY": False},
+            ("V", "row_stride"),
+        ),
         Kernel("settle", _settle, arguments, {"WIDTH": 1024, "RAW": True, "EARLY": False}, ("V", "row_stride")),
         Kernel("collect", _collect, arguments, {**sizes, "GROUPS": 16}, ("V", "row_stride")),
         Kernel(
