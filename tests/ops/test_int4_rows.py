@@ -17,12 +17,12 @@ SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 409
 def _fits(plan: Plan, m: int, n: int, k: int, group: int) -> None:
     """What the launcher asks for, and that all of W is covered."""
     assert plan.rows in int4_rows.ROWS
-    assert plan.warps * plan.teams <= int4_rows.most_warps(group)
+    assert plan.warps * plan.teams <= int4_rows.most_warps(group, plan.columns)
     assert plan.stages > 0
     assert plan.stages % plan.teams == 0
     assert plan.ranks * plan.teams <= k // 128
     wide = int4_rows.tiles_at_once(plan)
-    assert 2 <= wide <= plan.warps * 2
+    assert 2 <= wide <= plan.warps * plan.columns
     assert plan.ranks * plan.teams == 1 or wide == plan.per
     assert int4_rows.shared_bytes(plan, m, group) <= int4_rows.SHARED
     assert plan.per * CLUSTERS[plan.ranks] * 2 >= -(-n // 16)
@@ -51,13 +51,21 @@ def test_every_choice_fits_or_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "plan"),
-    [(1, 28672, 4096, Plan(8, 7, 1, 7, 14, 1, 10)), (8, 28672, 4096, Plan(8, 7, 1, 6, 14, 1, 9)),
+    [(1, 28672, 4096, Plan(8, 7, 1, 6, 14, 1, 6, True)), (8, 28672, 4096, Plan(8, 7, 1, 6, 14, 1, 6, True)),
      (16, 28672, 4096, Plan(16, 7, 1, 5, 14, 2, 5)), (1, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 5, True)),
-     (8, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 5, True)), (16, 4096, 14336, Plan(16, 9, 1, 3, 18, 8, 3)),
+     (8, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 5, True)), (16, 4096, 14336, Plan(16, 6, 1, 3, 18, 8, 3, False, 3)),
      (32, 4096, 14336, Plan(32, 9, 1, 6, 18, 8, 6))],
 )  # fmt: skip
 def test_the_rule_gives_what_was_quickest_on_an_h200(m: int, n: int, k: int, plan: Plan) -> None:
     assert int4_rows.plan_codes(m, n, k, 128, CLUSTERS) == plan
+
+
+def test_three_sixteens_a_warp_are_for_16_rows_and_groups_of_128() -> None:
+    config = dict(int4_rows.rule((16, 4096, 14336)))
+    assert config["columns"] == 3
+    for m, group, taken in ((16, 128, True), (9, 128, True), (8, 128, False), (17, 128, False), (16, 64, False)):
+        assert (int4_rows.plan_of(config, m, 4096, 14336, group, CLUSTERS) is not None) == taken
+        assert int4_rows.plan_codes(m, 4096, 14336, group, CLUSTERS, config).columns == 2 + taken
 
 
 def test_what_no_cut_fits_is_refused() -> None:
@@ -98,6 +106,23 @@ def test_rows_as_whole_numbers_lose_nothing_that_shows(
     of_torch = (F.linear(x, int4_matmul.dense(weight, n, x.dtype)).double() - want).norm()
     got = kernel(x, weight, n, config=dict(int4_rows.rule((m, n, k))) | {"whole": True})
     assert (got.double() - want).norm() <= 1.5 * of_torch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("unit", [2.0**-50, 1.0, 2.0**50])
+def test_codes_as_subnormal_numbers_are_exact(kernel: int4_rows.CudaCodes, unit: float, columns: int) -> None:
+    """Of 16 rows, whose products take codes so: whatever the size of x."""
+    n, k = 4096, 1024
+    weight = int4_weight(n, k, 128, "cuda")
+    x, *_ = product_inputs(16, n, k)
+    x = x * unit
+    want = int4_matmul.reference(x.double(), weight, n)
+    of_torch = (F.linear(x, int4_matmul.dense(weight, n, x.dtype)).double() - want).norm()
+    config = dict(int4_rows.rule((16, n, 16384))) | {"columns": columns, "warps": 6 if columns > 2 else 12}
+    got = kernel(x, weight, n, config=config)
+    assert got.isfinite().all()
+    assert (got.double() - want).norm() <= of_torch
 
 
 @pytest.mark.gpu

@@ -16,6 +16,9 @@
 //   So there is no multiplication for a weight, and no weight is ever rounded. These 7 instructions for 8 codes of 16 rows and
 //   the products are what bounds the kernel where memory does not; products of two sixteens of rows take turns, because one
 //   waits 33 cycles for the one before.
+// * With 16 rows of X, 5 instructions do: a code is a subnormal bfloat16 as it stands, c 2^-133, and one four bits up is 16 c
+//   2^-133; tensor cores multiply both exactly. X is taken 2^64 times, so that sums are normal numbers: what is below 2^-57
+//   loses digits, what reaches 2^64 is infinite.
 // * Few registers and less than half of the shared memory leave room for the block of the next launch beside this one. It is
 //   let in (``late``) when what remains to be asked for here is little: then it fills its ring while this one ends, where
 //   its copies would else have delayed the ones that this one waits for.
@@ -40,7 +43,10 @@ __device__ __forceinline__ void warp_arrives(uint32_t barrier, int lane) {
   if (lane < kArrivals) barrier_arrive(barrier);
 }
 
-constexpr int RB = 2;  // sixteens of rows of W for a warp at a time
+// Whether codes are multiplied as subnormal numbers.
+template <int NT>
+constexpr bool kSubnormal = NT == 2;
+constexpr float kUnscaled = 0x1p69f, kUnscaled8 = 0x1p65f;  // 2^133 / 2^64, and of rows whose codes stand four bits up
 // Whether a stage has room for rows of X past the last one: their places then follow from the first one's.
 template <int NT, bool WHOLE>
 constexpr bool kAllRows = NT == 2 || WHOLE;
@@ -58,14 +64,21 @@ __device__ __forceinline__ void add16(float (&v)[4], uint32_t from) {
   v[0] += a, v[1] += b, v[2] += c, v[3] += d;
 }
 
-template <int GROUP, int THREADS, int NT, bool WHOLE>
+__device__ __forceinline__ uint32_t times_2_64(uint32_t pair) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(0x5f805f80u));
+  return product;
+}
+
+// RB: sixteens of rows of W for a warp at a time.
+template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
               int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
               int stages, int ahead, int late) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
-  constexpr bool ALL_ROWS = kAllRows<NT, WHOLE>;
+  constexpr bool ALL_ROWS = kAllRows<NT, WHOLE>, SUBNORMAL = kSubnormal<NT>;
   static_assert(!WHOLE || NT == 1);
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x % 32, self = threadIdx.x / 32, takers = warps * teams;
@@ -218,11 +231,13 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
             const uint2 both = read8(scale_here + stage + r * TILE + g * 64);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-              const uint32_t word = c < 2 ? both.x : both.y;  // zero, scale: bfloat16 is the upper half of float32
+              // Zero, scale: bfloat16 is the upper half of float32. Codes of the rows 8 below were multiplied as 16 c.
+              const uint32_t word = c < 2 ? both.x : both.y;
+              const float scale = __uint_as_float(word << 16) * (c < 2 ? 1 : 0.0625f);
               const float unit = __uint_as_float(c % 2 ? about.z : about.x), sum = __uint_as_float(c % 2 ? about.w : about.y);
               const float dot = (float)(high[r][c] * 256 + low[r][c]);
               const float rest = fmaf(__uint_as_float(word & 0xffff0000u), sum, y[r][0][c]);
-              y[r][0][c] = fmaf(__uint_as_float(word << 16) * unit, dot, rest);
+              y[r][0][c] = fmaf(scale * unit, dot, rest);
               high[r][c] = low[r][c] = 0;
             }
           }
@@ -240,7 +255,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 #pragma unroll
             for (int r = 0; r < RB; r++) {
               const uint32_t w0 = q ? w[r].z : w[r].x, w1 = q ? w[r].w : w[r].y;
-              const uint32_t a[4] = {w0 & 0x0f0f0f0fu, w0 >> 4 & 0x0f0f0f0fu, w1 & 0x0f0f0f0fu, w1 >> 4 & 0x0f0f0f0fu};
+              const uint32_t a[4] = {w0 & 0x0f0f0f0fu, w0 & 0xf0f0f0f0u, w1 & 0x0f0f0f0fu, w1 & 0xf0f0f0f0u};
               multiply_bytes<true>(high[r], a, q ? above.z : above.x, q ? above.w : above.y);
               multiply_bytes<false>(low[r], a, q ? below.z : below.x, q ? below.w : below.y);
             }
@@ -262,13 +277,22 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
             for (int tile = 0; tile < NT; tile++) {
               const uint32_t here = ALL_ROWS || tile == 0 ? x_here + tile * 8 * kXPitch : ring + x_at[tile];
               read_matrices(b[tile][h], here + stage + half * 128 + h * 64);
+#pragma unroll
+              for (int e = 0; e < 4; e++)
+                if (SUBNORMAL) b[tile][h][e] = times_2_64(b[tile][h][e]);
             }
 #pragma unroll
           for (int q = 0; q < 4; q++) {
 #pragma unroll
             for (int r = 0; r < RB; r++) {
               const uint32_t word = q == 0 ? w[r].x : q == 1 ? w[r].y : q == 2 ? w[r].z : w[r].w;
-              const uint32_t a[4] = {as_pair(word), as_pair(word >> 4), as_pair(word >> 8), as_pair(word >> 12)};
+              uint32_t a[4];
+              if constexpr (SUBNORMAL) {
+                const uint32_t rest = word >> 8;
+                a[0] = word & 0x000f000fu, a[1] = word & 0x00f000f0u, a[2] = rest & 0x000f000fu, a[3] = rest & 0x00f000f0u;
+              } else {
+                a[0] = as_pair(word), a[1] = as_pair(word >> 4), a[2] = as_pair(word >> 8), a[3] = as_pair(word >> 12);
+              }
 #pragma unroll
               for (int tile = 0; tile < NT; tile++)
                 multiply(dot[r][tile], a, b[tile][q / 2][q % 2 * 2], b[tile][q / 2][q % 2 * 2 + 1]);
@@ -286,9 +310,10 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
               for (int r = 0; r < RB; r++) {
                 // Scale and zero of this lane's rows, lane / 4 and 8 below: bfloat16 is the upper half of float32.
                 const uint2 both = read8(scale_here + stage + r * TILE + g * 64);
-                const float s0 = __uint_as_float(both.x << 16), s1 = __uint_as_float(both.y << 16);
-                const float z0 = fmaf(-128.f, s0, __uint_as_float(both.x & 0xffff0000u));
-                const float z1 = fmaf(-128.f, s1, __uint_as_float(both.y & 0xffff0000u));
+                float s0 = __uint_as_float(both.x << 16), s1 = __uint_as_float(both.y << 16);
+                float z0 = __uint_as_float(both.x & 0xffff0000u), z1 = __uint_as_float(both.y & 0xffff0000u);
+                if (SUBNORMAL) s0 *= kUnscaled, s1 *= kUnscaled8;
+                else z0 = fmaf(-128.f, s0, z0), z1 = fmaf(-128.f, s1, z1);
 #pragma unroll
                 for (int tile = 0; tile < NT; tile++)
 #pragma unroll
@@ -371,7 +396,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 #endif
 }
 
-template <int GROUP, int THREADS, int NT, bool WHOLE>
+template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
 static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
                  int warps, int teams, int stages, int per, int ranks, int late, int dependent, void* stream) {
   constexpr int ROWS = NT * 8;
@@ -385,41 +410,44 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   if (shared > kMostShared || (ranks * teams > 1 && passes > 1) || (warps * teams + 2) * 32 > THREADS ||
       stages % teams || wide < RB)
     return -1;
-  return (int)launch(int4_rows<GROUP, THREADS, NT, WHOLE>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared, ranks,
-                     dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
+  return (int)launch(int4_rows<GROUP, THREADS, NT, RB, WHOLE>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared,
+                     ranks, dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
                      (int)(dependent > 1), late);
 }
 
 // How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
-extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_rows<128, 320, 1, false>, size, 320); }
+extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_rows<128, 320, 1, 2, false>, size, 320); }
 
 // x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of ``group`` (32, 64
 // or 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16 or 32); ``warps`` of a
-// team, ``teams`` that share K (12 warps in all, 6 with narrower groups); ``stages`` of the ring, a multiple of ``teams``;
+// team, ``teams`` that share K (12 warps in all, 6 with narrower groups or 3 ``columns``); ``columns``: sixteens of rows of W for
+// a warp at a time, 2, or 3 with 16 ``rows`` and groups of 128; ``stages`` of the ring, a multiple of ``teams``;
 // ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
 // launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``whole``: 1 for X as whole
 // numbers, with 8 ``rows``. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel
 // before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
-                                    int ranks, int late, int whole, int dependent, void* stream) {
+                                    int ranks, int late, int whole, int columns, int dependent, void* stream) {
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
-  const int takers = warps * teams, threads = group < 128 ? 256 : takers <= 8 ? 320 : whole && takers <= 10 ? 384 : 448;
-#define TRANSECT_INT4(GROUP, THREADS, NT, WHOLE)                                                                      \
-  if (group == GROUP && threads == THREADS && rows == NT * 8 && (whole != 0) == WHOLE)                                \
-    return start<GROUP, THREADS, NT, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, \
-                                            late, dependent, stream);
-#define TRANSECT_WARPS(GROUP, THREADS)    \
-  TRANSECT_INT4(GROUP, THREADS, 1, true)  \
-  TRANSECT_INT4(GROUP, THREADS, 1, false) \
-  TRANSECT_INT4(GROUP, THREADS, 2, false) \
-  TRANSECT_INT4(GROUP, THREADS, 4, false)
+  const int takers = warps * teams;
+  const int threads = group < 128 || columns > 2 ? 256 : takers <= 8 ? 320 : whole && takers <= 10 ? 384 : 448;
+#define TRANSECT_INT4(GROUP, THREADS, NT, RB, WHOLE)                                                                          \
+  if (group == GROUP && threads == THREADS && rows == NT * 8 && columns == RB && (whole != 0) == WHOLE)                       \
+    return start<GROUP, THREADS, NT, RB, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks,    \
+                                                late, dependent, stream);
+#define TRANSECT_WARPS(GROUP, THREADS)       \
+  TRANSECT_INT4(GROUP, THREADS, 1, 2, true)  \
+  TRANSECT_INT4(GROUP, THREADS, 1, 2, false) \
+  TRANSECT_INT4(GROUP, THREADS, 2, 2, false) \
+  TRANSECT_INT4(GROUP, THREADS, 4, 2, false)
   TRANSECT_WARPS(128, 320)
   TRANSECT_WARPS(128, 448)
-  TRANSECT_INT4(128, 384, 1, true)  // with 448 it would spill a register
+  TRANSECT_INT4(128, 384, 1, 2, true)  // with 448 it would spill a register
+  TRANSECT_INT4(128, 256, 2, 3, false)
   TRANSECT_WARPS(64, 256)
   TRANSECT_WARPS(32, 256)
   return -1;

@@ -29,7 +29,7 @@ BESIDE_ROWS = 16
 ROWS = (8, 16, 32)
 """Rows of X at a time that are compiled; it takes more, but reads W again for them."""
 COLUMNS = 2
-"""Sixteens of rows of W for a warp at a time."""
+"""Sixteens of rows of W for a warp at a time; one more where it has 16 rows of X (``Plan.columns``)."""
 MOST_STAGES = 40
 CHOICES = {
     "warps": (4, 6, 8, 12),
@@ -38,10 +38,11 @@ CHOICES = {
     "blocks": (1, 2),
     "late": (1, 2, 4, 5, 6, 7, 8),
     "whole": (False, True),
+    "columns": (COLUMNS, COLUMNS + 1),
 }
 """What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``Plan``; how many blocks share a
-multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; and ``whole``
-of ``Plan``."""
+multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; ``whole`` and
+``columns`` of ``Plan``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +65,24 @@ class Plan:
     """The next launch may begin when so many stages or fewer remain to be asked for."""
     whole: bool = False
     """X as whole numbers of 16 bits; for 8 rows at a time."""
+    columns: int = COLUMNS
+    """Sixteens of rows of W for a warp at a time; ``COLUMNS`` + 1 for 16 rows of X and groups of 128."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """What the launcher is told."""
-        return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, int(self.whole))
+        return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, int(self.whole),
+                self.columns)  # fmt: skip
 
 
-def most_warps(group: int) -> int:
+def most_warps(group: int, columns: int = COLUMNS) -> int:
     """That multiply in a block."""
-    return 12 if group == 128 else 6
+    return 12 if group == 128 and columns == COLUMNS else 6
 
 
 def tiles_at_once(plan: Plan) -> int:
     """Sixteens of rows of W that a block works on at a time: its share in equal passes."""
-    passes = -(-plan.per // (plan.warps * COLUMNS))
+    passes = -(-plan.per // (plan.warps * plan.columns))
     return -(-plan.per // passes)
 
 
@@ -90,7 +94,7 @@ def shared_bytes(plan: Plan, m: int, group: int) -> int:
     known = 8 if plan.whole else 4
     stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * plan.rows * known
     sent = -(-wide // plan.ranks) * plan.ranks * plan.rows * 64 if plan.ranks > 1 else 0
-    left = (plan.teams - 1) * plan.warps * COLUMNS * plan.rows * 64
+    left = (plan.teams - 1) * plan.warps * plan.columns * plan.rows * 64
     return -(-(plan.stages * 24 + 8) // 128) * 128 + sent + max(plan.stages * stage, left)
 
 
@@ -100,16 +104,18 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
     ``clusters``: how many of each size there is room for, one block on a multiprocessor.
     """
     rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
-    ranks, teams, chunks = config["ranks"], config["teams"], k // CHUNK
-    if config["warps"] * teams > most_warps(group) or ranks * teams > chunks or not clusters.get(ranks):
+    ranks, teams, chunks, columns = config["ranks"], config["teams"], k // CHUNK, config["columns"]
+    if columns > COLUMNS and (rows != 16 or group != 128):
+        return None
+    if config["warps"] * teams > most_warps(group, columns) or ranks * teams > chunks or not clusters.get(ranks):
         return None
     if (config["blocks"] > 1 and rows > BESIDE_ROWS) or (config["whole"] and rows > ROWS[0]):
         return None
-    per = max(COLUMNS, -(-n // (16 * clusters[ranks] * config["blocks"])))
-    wide = tiles_at_once(Plan(rows, config["warps"], teams, teams, per, ranks, 0))
+    per = max(columns, -(-n // (16 * clusters[ranks] * config["blocks"])))
+    wide = tiles_at_once(Plan(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
     if ranks * teams > 1 and wide < per:
         return None
-    plan = Plan(rows, -(-wide // COLUMNS), teams, teams, per, ranks, 0, config["whole"])
+    plan = Plan(rows, -(-wide // columns), teams, teams, per, ranks, 0, config["whole"], columns)
     most = BESIDE if rows <= BESIDE_ROWS else SHARED
     wanted = max(teams, min(-(-per // wide) * -(-chunks // ranks), MOST_STAGES))
     fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(plan, stages=s), m, group) <= most]
@@ -122,11 +128,17 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
     m, n, k = size
-    whole = m <= 8 and n < 16384 and k >= 8192
-    shared = {"teams": 1, "blocks": 1, "late": 5 if whole else 6 if m <= 8 else 4, "whole": whole}
+    few, deep = m <= 8, k >= 8192
+    plain = {"teams": 1, "blocks": 1, "late": 4, "whole": False, "columns": COLUMNS}
     if n >= 16384:
-        return shared | {"warps": 8} | ({"ranks": 2, "blocks": 2} if 8 < m <= BESIDE_ROWS else {"ranks": 1})
-    return shared | ({"warps": 12, "ranks": 8} if k >= 8192 else {"warps": 8, "ranks": 4})
+        one_pass = {"ranks": 2, "blocks": 2} if 8 < m <= BESIDE_ROWS else {"ranks": 1}
+        return plain | {"warps": 8, "whole": few} | one_pass
+    if not deep and n > 5760:  # more than 15 clusters of 8 blocks take at once
+        return plain | {"warps": 8, "ranks": 4, "late": 1 if few else 3 if m <= BESIDE_ROWS else 4}
+    if 8 < m <= BESIDE_ROWS and deep:
+        return plain | {"warps": 6, "ranks": 8, "columns": COLUMNS + 1}
+    late = 5 if few and deep else 2 if m <= BESIDE_ROWS else 4
+    return plain | {"warps": 12, "ranks": 8, "whole": few, "late": late}
 
 
 def plan_codes(
@@ -138,7 +150,7 @@ def plan_codes(
         ValueError: none fits.
     """
     wanted = config or rule((m, n, k))
-    narrower = [dict(wanted) | {"ranks": ranks, "warps": warps, "teams": 1, "blocks": 1}
+    narrower = [dict(wanted) | {"ranks": ranks, "warps": warps, "teams": 1, "blocks": 1, "columns": COLUMNS}
                 for ranks in (wanted["ranks"], 4, 2, 1) for warps in (12, 8, 6, 4)]  # fmt: skip
     for tried in (wanted, *narrower):
         plan = plan_of(tried, m, n, k, group, clusters)
@@ -205,7 +217,7 @@ class CudaCodes(Codes):
     """By ``int4_matmul.cu``; raises as ``Codes`` does."""
 
     def __init__(self) -> None:
-        super().__init__("int4_matmul", "transect_int4_matmul", 8)
+        super().__init__("int4_matmul", "transect_int4_matmul", 9)
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._plans: dict[tuple[int, int, int, int], Plan] = {}

@@ -4,8 +4,8 @@
 //
 // * What is lost is at most half a unit, 2^-15 of the span's largest. bfloat16 has 8 bits, so what is within 2^7 of the
 //   largest loses nothing.
-// * A byte of the weight holds two codes of the same k, of rows r and r + 8. So three instructions make 8 codes ready, where
-//   bfloat16 takes 7.
+// * A byte of the weight holds two codes of the same k, c of row r and 16 d of row r + 8. So two instructions make 8 codes ready,
+//   where bfloat16 takes 7 or 5.
 
 #pragma once
 

@@ -271,7 +271,8 @@ def _describe(matrix: Tensor, *tile: int) -> Any:
 
 
 class GluonRows:
-    """Products by the kernel here, with counters of its own (see ``small_matmul_triton.Counters``)."""
+    """Products by the kernel here, with memory of its own in which programs leave sums for each other: launches of one
+    instance must be on one stream."""
 
     def __init__(self) -> None:
         self._parts: dict[torch.device, Tensor] = {}
