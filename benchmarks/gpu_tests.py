@@ -1,9 +1,10 @@
 """Runs the tests marked ``gpu``, each file in a process of its own, and keeps what came of them.
 
-    python benchmarks/gpu_tests.py [FILE ...] [--out OUT] [--workers N] [--limit SECONDS]
+    python benchmarks/gpu_tests.py [FILE ...] [--out OUT] [--workers N] [--limit SECONDS] [--parts N]
 
 Without FILE: every file of tests that has such a mark. Results of files that are not run again stay in OUT, each with
-its commit. Exit 1 where a test failed or a file was cut off by the limit.
+its commit. ``--parts``: a file's tests are dealt out to so many processes, for files whose kernels compile for minutes.
+Exit 1 where a test failed or a file was cut off by the limit.
 """
 
 from __future__ import annotations
@@ -40,20 +41,56 @@ def outcome(report: Path) -> dict[str, Any]:
     return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
 
 
-def run(file: str, limit: float) -> dict[str, Any]:
-    """The tests of one file. One that is cut off has no counts, and says so."""
+def names(file: str) -> list[str]:
+    """What pytest calls the tests of a file that have the mark."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        "addopts=--import-mode=importlib",
+        *OPTIONS,
+        "--collect-only",
+        file,
+    ]
+    done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=False)
+    # Of a file outside of the repository it shortens the path.
+    return [f"{file}::{line.split('::', 1)[1]}" for line in done.stdout.splitlines() if "::" in line]
+
+
+def run(file: str, limit: float, parts: int = 1) -> dict[str, Any]:
+    """The tests of one file, in ``parts`` processes. One that is cut off has no counts, and says so."""
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={report}", file]
-        try:
-            done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, timeout=limit, check=False)
-        except subprocess.TimeoutExpired:
-            return {"cut_off_after_s": limit}
-        found = outcome(report) if report.exists() else {"passed": 0, "skipped": 0, "failed": ["the whole file"]}
-    if found["failed"]:
-        print(done.stdout[-4000:], flush=True)
-    return {**found, "seconds": round(time.perf_counter() - began, 1)}
+    dealt = [[file]]
+    if parts > 1:
+        tests = names(file)
+        dealt = [tests[part::parts] for part in range(min(parts, len(tests)))] or [[file]]
+
+    def process(tests: list[str]) -> dict[str, Any] | None:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            command = [sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={report}", *tests]
+            left = limit - (time.perf_counter() - began)
+            try:
+                done = subprocess.run(
+                    command, cwd=record.ROOT, capture_output=True, text=True, timeout=left, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return None
+            found = outcome(report) if report.exists() else {"passed": 0, "skipped": 0, "failed": ["the whole file"]}
+        if found["failed"]:
+            print(done.stdout[-4000:], flush=True)
+        return found
+
+    with ThreadPoolExecutor(len(dealt)) as pool:
+        found = list(pool.map(process, dealt))
+    counted = [part for part in found if part is not None]
+    if len(counted) < len(found):
+        return {"cut_off_after_s": limit}
+    total: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": []}
+    for part in counted:
+        total = {key: total[key] + part[key] for key in total}
+    return {**total, "seconds": round(time.perf_counter() - began, 1)}
 
 
 def main() -> int:
@@ -62,6 +99,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "gpu_tests.json")
     parser.add_argument("--workers", type=int, default=4, help="files at once")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for a file")
+    parser.add_argument("--parts", type=int, default=1, help="processes for a file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("these tests need a CUDA GPU, and torch sees none")
@@ -72,7 +110,9 @@ def main() -> int:
     bad = False
     with ThreadPoolExecutor(options.workers) as pool:
         files = options.files or marked()
-        for file, found in zip(files, pool.map(lambda each: run(each, options.limit), files), strict=True):
+        for file, found in zip(
+            files, pool.map(lambda each: run(each, options.limit, options.parts), files), strict=True
+        ):
             print(f"{file}: {found}", flush=True)
             bad |= bool(found.get("failed", True))
             kept["files"][file] = {"commit": commit, **found}

@@ -11,8 +11,8 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def kept(file: Path, limit: float) -> dict:
-    program = f"import json, gpu_tests; print(json.dumps(gpu_tests.run({str(file)!r}, {limit})))"
+def kept(file: Path, limit: float, parts: int = 1) -> dict:
+    program = f"import json, gpu_tests; print(json.dumps(gpu_tests.run({str(file)!r}, {limit}, {parts})))"
     done = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -46,10 +46,18 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_results_are_counted_and_failures_named(file: Path):
-    found = kept(file, 120)
+@pytest.mark.parametrize("parts", [1, 3, 9])
+def test_results_are_counted_and_failures_named(file: Path, parts: int):
+    found = kept(file, 120, parts)
     assert found.pop("seconds") > 0
-    assert found == {"passed": 1, "skipped": 1, "failed": ["test_wrong", "test_without_its_fixture"]}
+    assert sorted(found.pop("failed")) == ["test_without_its_fixture", "test_wrong"]
+    assert found == {"passed": 1, "skipped": 1}
+
+
+def test_a_part_that_takes_too_long_cuts_the_file_off(file: Path):
+    file.write_text("import time, pytest\npytestmark = pytest.mark.gpu\ndef test_a(): pass\n"
+                    "def test_b(): time.sleep(60)\n")  # fmt: skip
+    assert kept(file, 10, 2) == {"cut_off_after_s": 10}
 
 
 def test_a_file_that_takes_too_long_says_so(file: Path):
