@@ -60,6 +60,13 @@ def test_the_rule_gives_what_was_quickest_on_an_h200(m: int, n: int, k: int, pla
     assert int4_rows.plan_codes(m, n, k, 128, CLUSTERS) == plan
 
 
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
+def test_what_the_rule_says_can_be_tuned(m: int, n: int, k: int) -> None:
+    for name, value in int4_rows.rule((m, n, k)).items():
+        assert value in int4_rows.CHOICES[name]
+
+
 def test_three_sixteens_a_warp_are_for_16_rows_and_groups_of_128() -> None:
     config = dict(int4_rows.rule((16, 4096, 14336)))
     assert config["columns"] == 3

@@ -36,7 +36,7 @@ CHOICES = {
     "teams": (1, 2, 3, 4),
     "ranks": (1, 2, 4, 8),
     "blocks": (1, 2),
-    "late": (1, 2, 4, 5, 6, 7, 8),
+    "late": (1, 2, 3, 4, 5, 6, 7, 8),
     "whole": (False, True),
     "columns": (COLUMNS, COLUMNS + 1),
 }
