@@ -46,7 +46,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("parts", [1, 3, 9])
+@pytest.mark.parametrize("parts", [1, 3])
 def test_results_are_counted_and_failures_named(file: Path, parts: int):
     found = kept(file, 120, parts)
     assert found.pop("seconds") > 0
@@ -57,7 +57,7 @@ def test_results_are_counted_and_failures_named(file: Path, parts: int):
 def test_a_part_that_takes_too_long_cuts_the_file_off(file: Path):
     file.write_text("import time, pytest\npytestmark = pytest.mark.gpu\ndef test_a(): pass\n"
                     "def test_b(): time.sleep(60)\n")  # fmt: skip
-    assert kept(file, 10, 2) == {"cut_off_after_s": 10}
+    assert kept(file, 6, 2) == {"cut_off_after_s": 6}
 
 
 def test_a_file_that_takes_too_long_says_so(file: Path):
