@@ -41,19 +41,15 @@ def outcome(report: Path) -> dict[str, Any]:
     return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
 
 
-def names(file: str) -> list[str]:
-    """What pytest calls the tests of a file that have the mark."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-o",
-        "addopts=--import-mode=importlib",
-        *OPTIONS,
-        "--collect-only",
-        file,
-    ]
-    done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=False)
+def pytest(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
+    """Run it on what has the mark; subprocess.TimeoutExpired after ``limit`` seconds."""
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *arguments]
+    return subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, timeout=limit, check=False)
+
+
+def names(file: str, limit: float) -> list[str]:
+    """What pytest calls the tests of a file that have the mark; raises as ``pytest`` does."""
+    done = pytest("-o", "addopts=--import-mode=importlib", "--collect-only", file, limit=limit)
     # Of a file outside of the repository it shortens the path.
     return [f"{file}::{line.split('::', 1)[1]}" for line in done.stdout.splitlines() if "::" in line]
 
@@ -61,34 +57,25 @@ def names(file: str) -> list[str]:
 def run(file: str, limit: float, parts: int = 1) -> dict[str, Any]:
     """The tests of one file, in ``parts`` processes. One that is cut off has no counts, and says so."""
     began = time.perf_counter()
-    dealt = [[file]]
-    if parts > 1:
-        tests = names(file)
-        dealt = [tests[part::parts] for part in range(min(parts, len(tests)))] or [[file]]
 
-    def process(tests: list[str]) -> dict[str, Any] | None:
+    def process(tests: list[str]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            command = [sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={report}", *tests]
-            left = limit - (time.perf_counter() - began)
-            try:
-                done = subprocess.run(
-                    command, cwd=record.ROOT, capture_output=True, text=True, timeout=left, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return None
+            done = pytest(f"--junitxml={report}", *tests, limit=limit - (time.perf_counter() - began))
             found = outcome(report) if report.exists() else {"passed": 0, "skipped": 0, "failed": ["the whole file"]}
         if found["failed"]:
             print(done.stdout[-4000:], flush=True)
         return found
 
-    with ThreadPoolExecutor(len(dealt)) as pool:
-        found = list(pool.map(process, dealt))
-    counted = [part for part in found if part is not None]
-    if len(counted) < len(found):
+    try:
+        tests = names(file, limit) if parts > 1 else []
+        dealt = [tests[part::parts] for part in range(min(parts, len(tests)))] or [[file]]
+        with ThreadPoolExecutor(len(dealt)) as pool:
+            found = list(pool.map(process, dealt))
+    except subprocess.TimeoutExpired:
         return {"cut_off_after_s": limit}
     total: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": []}
-    for part in counted:
+    for part in found:
         total = {key: total[key] + part[key] for key in total}
     return {**total, "seconds": round(time.perf_counter() - began, 1)}
 

@@ -60,6 +60,7 @@ def test_a_part_that_takes_too_long_cuts_the_file_off(file: Path):
     assert kept(file, 6, 2) == {"cut_off_after_s": 6}
 
 
-def test_a_file_that_takes_too_long_says_so(file: Path):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_file_that_takes_too_long_says_so(file: Path, parts: int):
     file.write_text("import time\ntime.sleep(60)\n")
-    assert kept(file, 1) == {"cut_off_after_s": 1}
+    assert kept(file, 1, parts) == {"cut_off_after_s": 1}

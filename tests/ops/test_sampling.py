@@ -112,33 +112,31 @@ def test_flat_rows_are_settled_on_all_tokens() -> None:
     assert on_device(made) == on_cpu(made)
 
 
-def test_groups_whose_scores_are_nearly_equal_are_told_apart() -> None:
-    """Two groups of one mass, at positions where their noise differs by less than what a first look can see."""
+def nearly_tied(stream: int, vocab: int) -> tuple[dict, list[int]]:
+    """Rows of equal logits at positions where the noise of this stream differs, between the first two, by less than a
+    first look can see; and which of the two is to win."""
     positions = list(range(200_000))
     count = len(positions)
-    noise = gumbel([7] * count, [0] * count, positions, torch.arange(2).expand(count, 2), GROUP_STREAM)
+    noise = gumbel([7] * count, [0] * count, positions, torch.arange(2).expand(count, 2), stream)
     gap = (noise[:, 0] - noise[:, 1]).abs()
     near = gap.argsort()[: len(sampling.SETTINGS)]
-    assert gap[near].max() < 2e-4 and len({int(noise[i].argmax()) for i in near}) == 2
-    made = sampling.inputs(torch.zeros(len(near), 256), [(1.0, 0, 1.0, 0.0)])
-    made |= {"position": near, "seed": torch.full_like(near, 7), "choice": torch.zeros_like(near)}
+    first = noise[near].argmax(-1).tolist()
+    assert gap[near].max() < 2e-4 and len(set(first)) == 2
+    made = sampling.inputs(torch.zeros(len(near), vocab), [(1.0, 0, 1.0, 0.0)])
+    return made | {"position": near, "seed": torch.full_like(near, 7), "choice": torch.zeros_like(near)}, first
+
+
+def test_groups_whose_scores_are_nearly_equal_are_told_apart() -> None:
+    made, first = nearly_tied(GROUP_STREAM, 256)
     tokens = on_device(made)
     assert tokens == on_cpu(made)
-    assert [token // 128 for token in tokens] == noise[near].argmax(-1).tolist()
+    assert [token // 128 for token in tokens] == first
 
 
 def test_tokens_whose_scores_are_nearly_equal_are_told_apart() -> None:
-    """Likewise two tokens of one group."""
-    positions = list(range(200_000))
-    count = len(positions)
-    noise = gumbel([7] * count, [0] * count, positions, torch.arange(2).expand(count, 2), TOKEN_STREAM)
-    gap = (noise[:, 0] - noise[:, 1]).abs()
-    near = gap.argsort()[: len(sampling.SETTINGS)]
-    assert gap[near].max() < 2e-4 and len({int(noise[i].argmax()) for i in near}) == 2
-    made = sampling.inputs(torch.zeros(len(near), 2), [(1.0, 0, 1.0, 0.0)])
-    made |= {"position": near, "seed": torch.full_like(near, 7), "choice": torch.zeros_like(near)}
-    tokens = on_device(made)
-    assert tokens == on_cpu(made) == noise[near].argmax(-1).tolist()
+    """Two tokens of one group."""
+    made, first = nearly_tied(TOKEN_STREAM, 2)
+    assert on_device(made) == on_cpu(made) == first
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
