@@ -142,6 +142,7 @@ def int4_plans(*, rows_only: bool = False) -> None:
     taken = 0
     for m, group in ((3, 128), (13, 64), (13, 128), (30, 128)):
         n, k = 6000, 4096
+        wide = 8 < m <= 16 and group == 128  # a warp may have three sixteens of rows of W
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         scale = torch.rand(n, k // group, device="cuda") / k
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
@@ -153,13 +154,13 @@ def int4_plans(*, rows_only: bool = False) -> None:
                     for whole in (False, True)[: 1 + (m <= 8)]:
                         told = config | {"warps": 12 // teams, "late": 4, "whole": whole, "columns": 2}
                         rows_kernel(x, weight, n, pdl=True, config=told)
-                    if (m, group) == (13, 128):
+                    if wide:
                         told = config | {"warps": 6 // teams, "late": 4, "whole": False, "columns": 3}
                         rows_kernel(x, weight, n, pdl=True, config=told)
                     if kernel:
                         kernel(x, weight, n, pdl=True, config=config | {"warps": 4, "columns": 2, "beside": True})
                 torch.cuda.synchronize()
-                taken += 1 + (m <= 8) + ((m, group) == (13, 128)) + (kernel is not None)
+                taken += 1 + (m <= 8) + wide + (kernel is not None)
     print(f"int4_matmul plans: {taken} runs", flush=True)
 
 
