@@ -1,6 +1,6 @@
 """Products of 17 to 256 rows on one Hopper GPU: every plan of ``small_matmul_hopper.py`` beside cuBLAS.
 
-    python benchmarks/ops_many_rows.py OUT.json [--choices FILE] [--seconds S] [--only chosen]
+    python benchmarks/ops_many_rows.py OUT.json [--choices FILE] [--seconds S] [--only chosen] [--alone]
 
 Sizes are those of the projections and heads of the models in ``ops/shapes.py``. Times are of CUDA graphs of several
 calls on weights rotated past the L2 cache, the median over replays; each launch of ours begins while the one before
@@ -9,6 +9,10 @@ error against float64 sums of the same bfloat16 inputs must be at most 1.1 times
 the same bits. With ``--choices`` the quickest of each size is written into FILE, which is what the operator then runs
 (``ops/tuned/small_matmul/``): cuBLAS where it is quickest; products of layers are better measured there, by
 ``products_in_layers.py`` afterwards. ``--only chosen`` races those alone.
+
+``--alone``: no launch asks for weights before the one before has ended, as when somebody calls the operator by itself;
+into FILE go the sizes at which something else is quicker then than in a chain of layers. cuBLAS is taken unless another
+is at least ``MARGIN`` quicker.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ READ, RATE = 4.33e12, 777e12
 
 
 ROWS = (32, 64, 96, 128, 256)
+ALONE = tuple(rows for rows in hopper.ROWS if rows >= 32)
+MARGIN = 1.03
 
 
 def sizes() -> list[tuple[int, int, bool]]:
@@ -79,8 +85,8 @@ def relative(got: Tensor, want: Tensor) -> float:
 class Race:
     """The contenders on one size of weight."""
 
-    def __init__(self, n: int, k: int, gated: bool) -> None:
-        self.n, self.k, self.gated = n, k, gated
+    def __init__(self, n: int, k: int, gated: bool, pdl: bool) -> None:
+        self.n, self.k, self.gated, self.pdl = n, k, gated, pdl
         count = max(3, min(16, -(-250_000_000 // (2 * n * k))))
         self.weights = [normal(n, k, scale=k**-0.5) for _ in range(count)]
         self.kernel = hopper.HopperRows()
@@ -88,7 +94,7 @@ class Race:
         self.triton = small_matmul.TritonRows()
 
     def gate(self, y: Tensor) -> Tensor:
-        return gate_up.gate_halves(y, pdl=True) if self.gated else y
+        return gate_up.gate_halves(y, pdl=self.pdl) if self.gated else y
 
     def by_cut(self, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
         y = self.triton(x, weight, cut=cut)
@@ -101,7 +107,8 @@ class Race:
             "cublas": (hopper.Choice("cublas"), lambda x, w: self.gate(F.linear(x, w)))
         }
         if m <= 32:
-            found["cuda"] = (hopper.Choice("cuda"), lambda x, w: self.gate(self.cuda(x, w, pdl=True)))
+            found["cuda"] = (hopper.Choice("cuda"), lambda x, w: self.gate(self.cuda(x, w, pdl=self.pdl)))
+        if m <= 32 or not self.pdl:
             found["triton"] = (hopper.Choice("triton"), lambda x, w: self.gate(self.triton(x, w)))
         if chosen is not None and chosen.cut is not None:
             found["triton, as chosen"] = chosen, partial(self.by_cut, cut=chosen.cut)
@@ -110,7 +117,7 @@ class Race:
             tried = [chosen.plan]
         for plan in tried:
             name = "hopper " + " ".join(str(int(value)) for value in dataclasses.astuple(plan))
-            found[name] = (hopper.Choice("hopper", plan), partial(self.kernel, plan=plan, pdl=True))
+            found[name] = (hopper.Choice("hopper", plan), partial(self.kernel, plan=plan, pdl=self.pdl))
         return found
 
     def run(self, m: int, plans: bool, replays: int) -> list[dict[str, Any]]:
@@ -144,8 +151,11 @@ class Race:
         return rows
 
 
-def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return min((row for row in rows if "us" in row), key=lambda row: row["us"])
+def best(rows: list[dict[str, Any]], margin: float = 1.0) -> dict[str, Any]:
+    """The quickest; cuBLAS unless it takes ``margin`` times as long."""
+    return min(
+        (row for row in rows if "us" in row), key=lambda row: row["us"] / (margin if row["name"] == "cublas" else 1)
+    )
 
 
 def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,6 +171,7 @@ def main() -> None:
     parser.add_argument("--choices", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--only", choices=["chosen"])
+    parser.add_argument("--alone", action="store_true")
     asked = parser.parse_args()
     torch.manual_seed(0)
     begin = time.monotonic()
@@ -168,16 +179,21 @@ def main() -> None:
     about |= {"gpu": torch.cuda.get_device_name(), "command": " ".join(sys.argv[1:])}
     found: list[dict[str, Any]] = []
     choices: dict[str, dict[str, Any]] = {}
+    place = torch.device("cuda", 0)
     for n, k, gated in sizes():
+        if gated and asked.alone:
+            continue
         if time.monotonic() - begin > asked.seconds:
             print(f"out of time before {n} x {k}")
             break
-        race = Race(n, k, gated)
-        for m in ROWS:
+        race = Race(n, k, gated, pdl=not asked.alone)
+        for m in ALONE if asked.alone else ROWS:
             rows = race.run(m, asked.only is None, 31 if asked.only else 11)
             found += kept(rows)
-            first = best(rows)
-            choices[hopper.key(m, n, k, gated)] = first["choice"]
+            first = best(rows, MARGIN if asked.alone else 1.0)
+            in_layers = hopper.chosen(m, n, k, place) or hopper.Choice("cublas")
+            if not asked.alone or in_layers != hopper.read_choice(first["choice"]):
+                choices[hopper.key(m, n, k, gated, alone=asked.alone)] = first["choice"]
             peer = next(row["us"] for row in rows if row["name"] == "cublas")
             failed = [row["name"] for row in rows if "failed" in row]
             print(

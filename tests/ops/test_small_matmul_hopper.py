@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from cuda_kernels import check_chain, loaded, product_inputs
 
 from transect.ops import cuda, small_matmul_hopper
+from transect.ops.small_matmul import best_launcher
 from transect.ops.small_matmul_hopper import CUTS, FLAGS, FOLDER, ROWS, Plan, candidates, plan_rows, read_choice
 
 SIZES = [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 2048), (1024, 3072), (40, 64), (8, 8), (1000, 520)]
@@ -73,6 +74,7 @@ def test_sizes_share_a_choice_by_rows(m: int, name: str) -> None:
     assert small_matmul_hopper.key(m, 8, 16) == name
     assert small_matmul_hopper.key(m, 8, 16, gated=True) == f"{name} gated"
     assert small_matmul_hopper.key(m, 8, 16, stream=True) == f"{name} stream"
+    assert small_matmul_hopper.key(m, 8, 16, alone=True) == f"{name} alone"
 
 
 def test_nothing_is_chosen_without_a_gpu_or_outside_the_rows() -> None:
@@ -91,6 +93,33 @@ def test_from_193_to_255_rows_no_plan_for_256_runs(monkeypatch: pytest.MonkeyPat
     assert chosen(129, 4096, 4096, place) == chosen(160, 4096, 4096, place) != chosen(161, 4096, 4096, place)
     assert chosen(200, 4096, 1024, place).cut is not None  # tiles that leave out rows that are not there
     assert chosen(100, 28673, 4096, place) is None
+    chosen.cache_clear()
+
+
+def test_alone_runs_what_is_quickest_then_or_else_what_a_chain_of_layers_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    place, chosen = torch.device("cuda", 6), small_matmul_hopper.chosen
+    both = [(chosen(128, 6144, 4096, place), chosen(128, 6144, 4096, place, alone=True))]
+    both.append((chosen(256, 4096, 4096, place), chosen(256, 4096, 4096, place, alone=True)))
+    assert all(layer is not None and layer.by != "cublas" for layer, _ in both)
+    assert all(alone is not None and alone.by == "cublas" for _, alone in both)
+    assert chosen(128, 28672, 4096, place) == chosen(128, 28672, 4096, place, alone=True) is not None
+    # 65 to 96 rows without a choice of their own take that of 128, here as in layers.
+    assert chosen(80, 16384, 2048, place, alone=True) == small_matmul_hopper.Choice("cublas")
+    assert chosen(200, 28672, 4096, place, alone=True) == small_matmul_hopper.Choice("cublas")
+    assert chosen(100, 28673, 4096, place, alone=True) is None
+    chosen.cache_clear()
+
+
+def test_a_choice_for_alone_says_something_else_than_that_for_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    place, chosen = torch.device("cuda", 7), small_matmul_hopper.chosen
+    named = [size for size in small_matmul_hopper.choices("NVIDIA H200") if size.endswith(" alone")]
+    assert named
+    for size in named:
+        m, n, k = (int(part) for part in size.split()[0].split("x"))
+        in_layers = chosen(m, n, k, place) or small_matmul_hopper.Choice("cublas")
+        assert chosen(m, n, k, place, alone=True) != in_layers, size
     chosen.cache_clear()
 
 
@@ -147,6 +176,22 @@ def test_launches_on_one_stream_in_a_graph_follow_each_other(rows: small_matmul_
     plans = candidates(100, 1024, 1024)
     assert any(plan.parts(1024) for plan in plans)
     check_chain(rows, 100, [{"plan": plan} for plan in plans], 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [32, 64, 128, 256])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (16384, 2048), (6144, 1024)])
+def test_by_itself_and_in_a_chain_it_is_the_same_product(
+    rows: small_matmul_hopper.HopperRows, m: int, n: int, k: int
+) -> None:
+    x, weight, _ = product_inputs(m, n, k)
+    want = x.double() @ weight.double().T
+    of_torch = (F.linear(x, weight).double() - want).norm()
+    launch = best_launcher()
+    for pdl in (False, True):
+        got = launch(x, weight, pdl=pdl)
+        assert (got.double() - want).norm() <= 2 * of_torch, pdl
+        assert torch.equal(got, launch(x, weight, pdl=pdl)), pdl
 
 
 @pytest.mark.gpu

@@ -75,7 +75,9 @@ def best_launcher() -> Callable[..., Tensor]:
 
     In bfloat16 what a file of choices for this GPU names (``small_matmul_hopper.chosen``): one of the kernels here, or
     cuBLAS, which is ``torch.nn.functional.linear``. Without one, cuBLAS on Hopper above 32 rows. Otherwise
-    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels.
+    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels. With ``pdl`` it is
+    what was quickest in a chain of layers, where launches overlap; without, what was quickest by itself, which is
+    cuBLAS more often.
 
     Which one runs is decided by the device, the shape, the strides and the dtype alone. Where the CUDA kernels cannot
     be built, that is said once, in the log. Counters are its own (see ``small_matmul_triton.Counters``).
@@ -113,7 +115,7 @@ def best_launcher() -> Callable[..., Tensor]:
             return triton_rows(x, weight, bias)
         m, (n, k) = x.shape[0], weight.shape
         if wide is not None:
-            choice = small_matmul_hopper.chosen(m, n, k, device)
+            choice = small_matmul_hopper.chosen(m, n, k, device, alone=not pdl)
             by = choice.by if choice is not None else "cublas" if m > CUDA_ROWS else ""
             if choice is not None and by == "hopper" and not small_matmul_hopper.refuses(x, weight, bias):
                 return wide(x, weight, bias, pdl=pdl, plan=choice.plan)
@@ -292,6 +294,9 @@ register(
                 source="small_matmul_hopper.cu",
             ),
             "chosen": Implementation(
+                "cuda", available(small_matmul), ("sm_90",), dtypes=("bfloat16",), source="small_matmul_hopper.cu"
+            ),
+            "chosen_pdl": Implementation(
                 "cuda",
                 available(partial(small_matmul, pdl=True)),
                 ("sm_90",),

@@ -247,11 +247,11 @@ class Choice:
         return self.plan or self.rows_plan or self.cut or self.early
 
 
-def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False) -> str:
+def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:
     """The name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
-    ``stream``: for ``stream_products.py``."""
+    ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers."""
     rows = next(rows for rows in ROWS if rows >= m)
-    return f"{rows}x{n}x{k}{' gated' if gated else ''}{' stream' if stream else ''}"
+    return f"{rows}x{n}x{k}{' gated' * gated}{' stream' * stream}{' alone' * alone}"
 
 
 @cache
@@ -279,19 +279,27 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
 
 
 @cache
-def chosen(m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False) -> Choice | None:
+def chosen(
+    m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False, alone: bool = False
+) -> Choice | None:
     """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured.
 
     From 193 to 255 rows no plan of ``small_matmul_hopper.cu``, but cuBLAS, whose time falls with the rows there.
+    ``alone``: by itself; where no other is named for that, the one for a chain of layers.
     """
     if device.type != "cuda" or not 0 < m <= MOST_ROWS:
         return None
     known = choices(torch.cuda.get_device_name(device))
-    found = known.get(key(m, n, k, gated, stream))
+
+    def of(rows: int) -> Choice | None:
+        in_layers = known.get(key(rows, n, k, gated, stream))
+        return known.get(key(rows, n, k, gated, stream, alone), in_layers)
+
+    found = of(m)
     if found is None and 64 < m <= 96:
-        found = known.get(key(128, n, k, gated, stream))
+        found = of(128)
     if 128 < m < MOST_ROWS and (found is None or (m > 192 and found.plan is not None)):
-        return Choice("cublas") if known.get(key(MOST_ROWS, n, k, gated, stream)) is not None else None
+        return Choice("cublas") if of(MOST_ROWS) is not None else None
     return found
 
 
