@@ -21,6 +21,7 @@ import cpu_lora
 import cpu_vs_llamacpp
 import engine_tables
 import http_vs_offline
+import issue_rates
 import ladder_tables
 import numerics
 import ops_tables
@@ -65,6 +66,11 @@ def llamacpp() -> str:
     result = _load("cpu/llamacpp.json")
     runs = next(iter(result["work"].values()))["ratio"]["runs"]
     return cpu_vs_llamacpp.table(result) + "\n" + _origin(result, runs)
+
+
+def issue_rates_table() -> str:
+    """What a product on the tensor cores takes of its scheduler."""
+    return issue_rates.table(_load("h200/issue_rates.json"))
 
 
 def batching_table() -> str:
@@ -168,6 +174,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decoder-layer": decoder_layer,
     "memory-bound": ops_tables.memory_bound,
     "many-rows": ops_tables.many_rows,
+    "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
     "kills": kills,
     "pretrain-published": pretrain_published,
