@@ -11,8 +11,8 @@ the same bits. With ``--choices`` the quickest of each size is written into FILE
 ``products_in_layers.py`` afterwards. ``--only chosen`` races those alone.
 
 ``--alone``: no launch asks for weights before the one before has ended, as when somebody calls the operator by itself;
-into FILE go the sizes at which something else is quicker then than in a chain of layers. cuBLAS is taken unless another
-is at least ``MARGIN`` quicker.
+into FILE go the sizes at which something else is quicker then than in a chain of layers, in the place of what it says
+of such sizes for alone. cuBLAS is taken unless it takes at least ``MARGIN`` times as long as another.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def main() -> None:
     about = environment(("torch", "triton"))
     about |= {"gpu": torch.cuda.get_device_name(), "command": " ".join(sys.argv[1:])}
     found: list[dict[str, Any]] = []
-    choices: dict[str, dict[str, Any]] = {}
+    choices: dict[str, dict[str, Any] | None] = {}  # None: needs none of its own
     place = torch.device("cuda", 0)
     for n, k, gated in sizes():
         if gated and asked.alone:
@@ -192,8 +192,8 @@ def main() -> None:
             found += kept(rows)
             first = best(rows, MARGIN if asked.alone else 1.0)
             in_layers = hopper.chosen(m, n, k, place) or hopper.Choice("cublas")
-            if not asked.alone or in_layers != hopper.read_choice(first["choice"]):
-                choices[hopper.key(m, n, k, gated, alone=asked.alone)] = first["choice"]
+            same = asked.alone and in_layers == hopper.read_choice(first["choice"])
+            choices[hopper.key(m, n, k, gated, alone=asked.alone)] = None if same else first["choice"]
             peer = next(row["us"] for row in rows if row["name"] == "cublas")
             failed = [row["name"] for row in rows if "failed" in row]
             print(
@@ -206,7 +206,8 @@ def main() -> None:
         asked.out.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
         if asked.choices:
             known = json.loads(asked.choices.read_text()) if asked.choices.exists() else {"choices": {}}
-            known |= {"device": torch.cuda.get_device_name(), "choices": known["choices"] | choices}
+            all_of_them = {size: choice for size, choice in (known["choices"] | choices).items() if choice is not None}
+            known |= {"device": torch.cuda.get_device_name(), "choices": all_of_them}
             asked.choices.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
