@@ -79,8 +79,8 @@ def best_launcher() -> Callable[..., Tensor]:
     what was quickest in a chain of layers, where launches overlap; without, what was quickest by itself, which is
     cuBLAS more often.
 
-    Which one runs is decided by the device, the shape, the strides and the dtype alone. Where the CUDA kernels cannot
-    be built, that is said once, in the log. Counters are its own (see ``small_matmul_triton.Counters``).
+    Which one runs is decided by the device, the shape, the strides, the dtype and ``pdl`` alone. Where the CUDA kernels
+    cannot be built, that is said once, in the log. Counters are its own (see ``small_matmul_triton.Counters``).
     """
     triton_rows = TritonRows()
     built: dict[torch.device, CudaRows | None] = {}

@@ -30,10 +30,11 @@ X to 2, 4 or 8 blocks (no less time, as what the multiprocessors take in stays t
 widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5% slower.
 
 Which one runs, with which plan, is measured where it runs, in a chain of whole layers, by
-``benchmarks/products_in_layers.py``, for the heads and the other sizes alone by ``benchmarks/ops_many_rows.py``, and
-kept as data for each device. cuBLAS stays quicker, and runs, at 160 rows and more for most weights of the 8B models
-(at 256 not for the output projections, nor for the gate and up projections of Llama-3.1-8B), from 128 rows on for the
-heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64 rows on. Times are in
+``benchmarks/products_in_layers.py``, for the heads and the other sizes by ``benchmarks/ops_many_rows.py``, and kept as
+data for each device. Called by itself, without ``pdl``, a launch may ask for no weights early; what is quickest then is
+measured apart (``alone``). In a chain cuBLAS stays quicker, and runs, at 160 rows and more for most weights of the 8B
+models (at 256 not for the output projections, nor for the gate and up projections of Llama-3.1-8B), from 128 rows on
+for the heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64 rows on. Times are in
 ``results/h200/ops_many_rows.json``.
 """
 
