@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
+import torch
+
 import record
 from transect.ops.cuda_build import find_nvcc
 
@@ -37,7 +39,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each kind and number of other instructions."""
+    """A line for each kind and number of other instructions, and where they are from."""
     found = {(row["beside"], row["more"], row["warps"]): row["cycles"] for row in result["rows"]}
     lines = [
         "| cycles of a scheduler for | 1 warp on it | 2 warps | 3 warps |",
@@ -52,14 +54,18 @@ def table(result: dict[str, Any]) -> str:
             what = f"a product of `{name.split()[0]}`{name.removeprefix(name.split()[0])}"
         cells = (f"{found[name, more, warps]:.1f}" if (name, more, warps) in found else "" for warps in (1, 2, 3))
         lines.append(f"| {what} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    commit = result["environment"]["commit"]
+    return "\n".join(lines) + (
+        f"\n\n`python benchmarks/issue_rates.py` on one {result['gpu']}, commit {commit}; {result['method']}.\n"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
-    result = {"environment": record.environment(), "method": "longest of the warps of a block, third run of a kernel"}
+    result: dict[str, Any] = {"environment": record.environment(("torch",)), "gpu": torch.cuda.get_device_name()}
+    result["method"] = "the slowest warp of a block, third run of each kernel"
     result["rows"] = measure()
     record.write(given.out, result)
     print(table(result))

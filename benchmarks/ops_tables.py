@@ -19,6 +19,7 @@ from transect.ops.tools.bench import Timing
 
 RESULT = record.RESULTS / "h200" / "ops.json"
 MANY_ROWS = record.RESULTS / "h200" / "ops_many_rows.json"
+MANY_ROWS_ALONE = MANY_ROWS.with_name("ops_many_rows_alone.json")
 IMAGES = record.ROOT / "docs" / "images" / "ops"
 
 
@@ -121,13 +122,14 @@ def memory_bound() -> str:
     return "\n".join(lines) + "\n\nMeasured by `transect bench ops` on " + "; ".join(origins) + ".\n"
 
 
-def many_rows() -> str:
-    """Products of 32 to 256 rows: the quickest kernel of ours beside cuBLAS, a line for each weight.
+def many_rows(path: Path = MANY_ROWS, counts: Sequence[int] = ()) -> str:
+    """Products of ``counts`` rows (of all that were measured): the quickest kernel of ours beside cuBLAS, a line for
+    each weight.
 
     Raises:
         FileNotFoundError: nothing is recorded.
     """
-    kept = json.loads(MANY_ROWS.read_text())
+    kept = json.loads(path.read_text())
     names: dict[tuple[int, int], str] = {}
     products = next(op for op in all_ops() if op.name == "small_matmul")
     for case in products.cases():
@@ -139,7 +141,7 @@ def many_rows() -> str:
         who = row["name"].split()[0]
         found = times[row["k"], row["n"], row["gated"]][row["rows"]]
         found[who] = min(row["us"], found.get(who, row["us"]))
-    counts = sorted({row["rows"] for row in kept["rows"]})
+    counts = counts or sorted({row["rows"] for row in kept["rows"]})
     lines = ["| weight | " + " | ".join(f"{m} rows" for m in counts) + " |", "|---|" + "---|" * len(counts)]
     for (k, n, gated), by_rows in times.items():
         cells = []
@@ -153,6 +155,11 @@ def many_rows() -> str:
     return "\n".join(lines) + (
         f"\n\n`{kept['command']}` on {kept['machine']}, {versions}, commit {kept['commit']}; {kept['method']}.\n"
     )
+
+
+def many_rows_alone() -> str:
+    """Likewise of products called by themselves, 64 to 256 rows; errors as in ``many_rows``."""
+    return many_rows(MANY_ROWS_ALONE, (64, 128, 256))
 
 
 def draw(folder: Path = IMAGES) -> None:

@@ -174,6 +174,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decoder-layer": decoder_layer,
     "memory-bound": ops_tables.memory_bound,
     "many-rows": ops_tables.many_rows,
+    "many-rows-alone": ops_tables.many_rows_alone,
     "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
     "kills": kills,
