@@ -138,7 +138,7 @@ def many_rows(path: Path = MANY_ROWS, counts: Sequence[int] = ()) -> str:
         names[int(k), int(n)] = what
     times: dict[tuple[int, int, bool], dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in kept["rows"]:
-        who = row["name"].split()[0]
+        who = row["name"].split()[0].rstrip(",")
         found = times[row["k"], row["n"], row["gated"]][row["rows"]]
         found[who] = min(row["us"], found.get(who, row["us"]))
     counts = counts or sorted({row["rows"] for row in kept["rows"]})

@@ -23,6 +23,12 @@ def test_compiles(source: Path, target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("name", ["issue_rates.cu", "sanitizer_control.cu"])
+def test_what_benchmarks_compile_compiles(name: str, tmp_path: Path) -> None:
+    assert "Used" in compile_source(Path(__file__).parents[2] / "benchmarks" / name, "sm_90", tmp_path / "out.cubin")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_every_lane_arrives_where_the_sanitizer_is_to_judge(tmp_path: Path) -> None:
     """The build for the sanitizer compiles, with arrivals in as many places, and is another one."""
     folder = Path(shutil.copytree(cuda_build.SOURCES, tmp_path / "ops", ignore=shutil.ignore_patterns("*.py", "cpu")))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,17 @@ from cuda_kernels import check_chain, loaded, product_inputs
 
 from transect.ops import cuda, small_matmul_hopper
 from transect.ops.small_matmul import best_launcher
-from transect.ops.small_matmul_hopper import CUTS, FLAGS, FOLDER, ROWS, Plan, candidates, plan_rows, read_choice
+from transect.ops.small_matmul_hopper import (
+    CUTS,
+    FLAGS,
+    FOLDER,
+    ROWS,
+    Choice,
+    Plan,
+    candidates,
+    plan_rows,
+    read_choice,
+)
 
 SIZES = [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 2048), (1024, 3072), (40, 64), (8, 8), (1000, 520)]
 
@@ -105,8 +116,8 @@ def test_alone_runs_what_is_quickest_then_or_else_what_a_chain_of_layers_runs(mo
     assert all(alone is not None and alone.by == "cublas" for _, alone in both)
     assert chosen(128, 28672, 4096, place) == chosen(128, 28672, 4096, place, alone=True) is not None
     # 65 to 96 rows without a choice of their own take that of 128, here as in layers.
-    assert chosen(80, 16384, 2048, place, alone=True) == small_matmul_hopper.Choice("cublas")
-    assert chosen(200, 28672, 4096, place, alone=True) == small_matmul_hopper.Choice("cublas")
+    assert chosen(80, 16384, 2048, place, alone=True) == Choice("cublas")
+    assert chosen(200, 28672, 4096, place, alone=True) == Choice("cublas")
     assert chosen(100, 28673, 4096, place, alone=True) is None
     chosen.cache_clear()
 
@@ -118,8 +129,25 @@ def test_a_choice_for_alone_says_something_else_than_that_for_a_chain(monkeypatc
     assert named
     for size in named:
         m, n, k = (int(part) for part in size.split()[0].split("x"))
-        in_layers = chosen(m, n, k, place) or small_matmul_hopper.Choice("cublas")
+        in_layers = chosen(m, n, k, place) or Choice("cublas")
         assert chosen(m, n, k, place, alone=True) != in_layers, size
+    chosen.cache_clear()
+
+
+def test_alone_nothing_of_ours_runs_that_was_slower_than_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the race that is recorded, from 64 rows on."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    place, chosen = torch.device("cuda", 8), small_matmul_hopper.chosen
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "ops_many_rows_alone.json"
+    times: dict[tuple[int, int, int], dict[Choice, float]] = {}
+    for row in json.loads(file.read_text())["rows"]:
+        times.setdefault((row["rows"], row["n"], row["k"]), {})[read_choice(row["choice"])] = row["us"]
+    ours = 0
+    for size, by in times.items():
+        choice = chosen(*size, place, alone=True) or Choice("cublas")
+        ours += choice.by != "cublas"
+        assert size[0] < 64 or by[choice] <= by[Choice("cublas")], size
+    assert ours
     chosen.cache_clear()
 
 
