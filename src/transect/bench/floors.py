@@ -1,9 +1,8 @@
 """What a device needs at the least to run a model: the floor that measured times stand beside.
 
-The work that cannot be avoided, operator by operator: a matrix of weights is read once a step, with what goes into it
-and comes out of it, or multiplied at the matrix rate, whichever takes longer; keys and values of every sequence are
-read once, or attended at the matrix rate. Norms, rotations, additions and sampling are left out. MFU and MBU are these
-FLOPs and bytes over the measured time, as shares of what the device can do.
+It is the work that cannot be avoided (``models.cost.least_cost``) at the device's rates: the matrices of the layers, the
+head and attention each take as long as their bytes or their FLOPs, whichever takes longer. MFU and MBU are these FLOPs
+and bytes over the measured time, as shares of what the device can do.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from dataclasses import dataclass, replace
 
 from ..hardware.ceilings import Ceilings
 from ..models.config import ModelConfig
-from ..models.cost import Row, Storage
+from ..models.cost import Row, Storage, least_cost
 from ..models.resolve import ModelSource
-from ..models.shapes import linear_shapes
-from ..ops.counting import visible_keys, visible_pairs
 from ..ops.cpu.ceilings import measure as measure_multiply_adds
 from ..ops.cpu.library import Library
 
@@ -29,6 +26,11 @@ class Rates:
     bytes_per_second: float
     flops_per_second: float
     device: str = ""
+
+    @property
+    def both(self) -> tuple[float, float]:
+        """FLOP/s, then bytes per second."""
+        return self.flops_per_second, self.bytes_per_second
 
     @classmethod
     def of(cls, ceilings: Ceilings, dtype: str) -> Rates:
@@ -80,32 +82,8 @@ def step_floor(
     logit_rows: int | None = None,
 ) -> Floor:
     """One step of a ragged batch; ``logit_rows`` tokens go through the output head, by default one for each row."""
-    storage = storage or Storage()
-    logit_rows = len(rows) if logit_rows is None else logit_rows
-    tokens = sum(row.new for row in rows)
-    linear = config.n_layers * sum(math.prod(shape) for shape, _ in linear_shapes(config).values())
-    # q, k and v share an input, and so do gate and up
-    inputs = config.dim + config.q_dim + config.dim + config.ffn_dim
-    outputs = config.q_dim + 2 * config.kv_dim + config.dim + (1 + config.gated_mlp) * config.ffn_dim + config.dim
-    around_linear = tokens * config.n_layers * (inputs + outputs) * storage.activation
-    head = config.vocab_size * config.dim if logit_rows else 0
-    around_head = logit_rows * (config.dim + config.vocab_size) * storage.activation
-    pairs, keys = 0.0, 0.0
-    for window, layers in _windows(config).items():
-        pairs += layers * sum(visible_pairs(row.new, row.length, window) for row in rows)
-        keys += layers * sum(visible_keys(row.new, row.length, window) for row in rows)
-    parts = (
-        (2 * tokens * linear, (linear * storage.linear + around_linear) / 8),
-        (2 * logit_rows * head, (head * storage.head + around_head) / 8),
-        (4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8),
-    )
-    return sum(
-        (
-            Floor(flops, size, max(flops / rates.flops_per_second, size / rates.bytes_per_second))
-            for flops, size in parts
-        ),
-        Floor(),
-    )
+    costs = least_cost(config, rows, storage=storage, logit_rows=logit_rows).values()
+    return sum((Floor(cost.flops, cost.bytes, cost.floor(*rates.both)) for cost in costs), Floor())
 
 
 def batch_floor(
@@ -123,15 +101,6 @@ def batch_floor(
         rows = [Row(1, prompt + drawn) for prompt, new in lengths if new > drawn]
         decode += step_floor(config, rows, rates, storage)
     return prefill, decode
-
-
-def _windows(config: ModelConfig) -> dict[int | None, int]:
-    """How many layers see how far back."""
-    counts: dict[int | None, int] = {}
-    for layer in range(config.n_layers):
-        window = config.layer_window(layer)
-        counts[window] = counts.get(window, 0) + 1
-    return counts
 
 
 def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool) -> Storage:

@@ -18,8 +18,7 @@ from ..models.config import ModelConfig
 from ..models.cost import Storage, kv_bytes_per_token, weight_bytes
 from ..models.decoder import Decoder
 from ..models.fused_stack import Fusions
-from ..models.load import kv_dtype
-from ..models.load_device import load_on_device
+from ..models.load import kv_dtype, load_on_device
 from ..models.memory.serving import kept_for_graphs
 from ..models.resolve import ModelSource
 from ..ops.jit import dependent_launch as has_dependent_launch

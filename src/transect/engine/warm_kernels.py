@@ -21,7 +21,8 @@ import torch
 
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
+from ..models.fused_stack import FusedStack, Fusions, unsuitable
+from ..models.load import allocated
 from ..ops.collecting import CollectedKernel, collected
 from ..ops.jit import INTERPRETED
 from ..ops.opset import OpSet
@@ -97,9 +98,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
-    model = Decoder(config, "meta", work.dtype, ops=ops)
-    join_weights(model, device)
-    model.requires_grad_(False)
+    model = allocated(Decoder(config, "meta", work.dtype, ops=ops), device)
     stacks: list[FusedStack] = []
     if unsuitable(config) is None:
         fusions = Fusions.all(work.fused_operators)
