@@ -15,6 +15,7 @@ from ..hardware.ceilings import Ceilings
 from ..models.config import ModelConfig
 from ..models.cost import Row, Storage, least_cost
 from ..models.resolve import ModelSource
+from ..models.storage import storage_for
 from ..ops.cpu.ceilings import measure as measure_multiply_adds
 from ..ops.cpu.library import Library
 
@@ -103,15 +104,16 @@ def batch_floor(
     return prefill, decode
 
 
-def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool) -> Storage:
+def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool, quantization: str | None = None) -> Storage:
     """Bits of weights and KV cache as an engine of this ``dtype`` holds them.
 
     ``keeps_quantized``: the C++ kernels run, which keep a GGUF file's matrices in their own formats. Other weights are
-    bfloat16, or float32 where ``dtype`` says so.
+    bfloat16, or float32 where ``dtype`` says so. ``quantization``: of the layers' matrices, as in ``EngineConfig``.
     """
     dense = 32.0 if dtype == "float32" else 16.0
     if source.kind != "gguf" or not keeps_quantized:
-        return Storage(linear=dense, embed=dense, head=dense, kv=dense, activation=dense)
+        storage = storage_for(int(dense) // 8, quantization, native=keeps_quantized)
+        return replace(storage, norm=16, activation=dense)
     sizes = {"head": [0, 0], "linear": [0, 0]}
     head = "token_embd.weight" if source.config.tied_embeddings else "output.weight"
     for name, tensor in source.gguf.tensors.items():
@@ -120,4 +122,6 @@ def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool) -> Sto
             sizes[kind][0] += tensor.blocks.nbytes
             sizes[kind][1] += math.prod(tensor.shape)
     bits = {kind: 8 * size / count for kind, (size, count) in sizes.items()}
+    if quantization is not None:
+        bits["linear"] = storage_for(2, quantization, native=True).linear
     return Storage(linear=bits["linear"], embed=bits["head"], head=bits["head"], kv=dense, activation=32)

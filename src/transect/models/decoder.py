@@ -154,6 +154,11 @@ class Decoder(nn.Module):
         """Where its weights are."""
         return self.norm.weight.device
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all weights; a table that the head shares is counted once."""
+        return sum(t.nbytes for t in (*self.parameters(), *self.buffers()))
+
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. What a weight
         is made of inside (an adapter's base) is its own business."""

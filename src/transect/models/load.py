@@ -38,7 +38,8 @@ from .native import (
 from .resolve import ModelSource
 from .staging import Staging, dense_values
 from .storage import Storage
-from .stored import ALL, StoredWeights, Values
+from .stored import ALL, Stored, StoredWeights, Values
+from .weights.int4_serving import rounded
 from .weights.weight import Kinds, part_of
 from .weights_dummy import dummy_weights
 from .weights_gguf import stored_gguf
@@ -112,6 +113,7 @@ def load_model(
     block_size: int = 16,
     seed: int = 0,
     deterministic: bool = False,
+    quantization: str | None = None,
 ) -> Decoder:
     """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
 
@@ -129,19 +131,28 @@ def load_model(
         seed: of the random weights that a source without weights gets.
         deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
             so always.
+        quantization: ``int4``: the layers' matrices are rounded to 4 bits when they are loaded. The C++ kernels keep
+            them so; plain torch computes with the values that the codes stand for.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
             the kernels cannot run.
     """
     library, why = kernels(
-        source.config, dtype=dtype, device=device, native=native, threads=threads, block_size=block_size
+        source.config,
+        dtype=dtype,
+        device=device,
+        native=native,
+        threads=threads,
+        block_size=block_size,
+        quantization=quantization,
     )
     log.info("%s: %s", source.name, why)
     if library is None:
-        return _load_torch(source, dtype, torch.device(device), seed, deterministic)
-    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=dtype == "auto")
-    packed_file = packed_path(source.path, dtype) if source.kind == "gguf" else None
+        return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization)
+    int4 = quantization == "int4"
+    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=dtype == "auto", int4=int4)
+    packed_file = packed_path(source.path, f"{dtype}-int4" if int4 else dtype) if source.kind == "gguf" else None
     weights = stored_weights(source, seed)
     if packed_file is None or not take_packed(model, packed_file):
         fill(model, weights)
@@ -173,6 +184,7 @@ def kernels(
     native: bool | None = None,
     threads: int | None = None,
     block_size: int = 16,
+    quantization: str | None = None,
 ) -> tuple[cpu_library.Library | None, str]:
     """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
 
@@ -188,25 +200,43 @@ def kernels(
     elif dtype not in ("auto", "float32"):
         reason = f"the C++ kernels compute in float32, not {dtype}"
     else:
-        reason = unsuitable(config, block_size)
+        reason = unsuitable(config, block_size, quantization)
     if reason is None:
         try:
             library = cpu_library.load(threads or torch.get_num_threads())
         except Unavailable as error:
             reason = str(error)
     if library is not None:
-        return library, f"C++ kernels ({library.isa}, {library.threads} threads), weights as in the file"
+        kept = "weights as in the file" if quantization is None else "the layers' weights in 4 bits"
+        return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
     if native:
         raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")
-    return None, f"plain torch in {str(computed_in).removeprefix('torch.')} ({reason})"
+    rounded_to = "" if quantization is None else ", the layers' weights rounded to 4 bits"
+    return None, f"plain torch in {str(computed_in).removeprefix('torch.')}{rounded_to} ({reason})"
 
 
-def _load_torch(source: ModelSource, dtype: str, device: torch.device, seed: int, deterministic: bool) -> Decoder:
+def _load_torch(
+    source: ModelSource, dtype: str, device: torch.device, seed: int, deterministic: bool, quantization: str | None
+) -> Decoder:
     number_type = kv_dtype(dtype)
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     model = Decoder(source.config, "meta", number_type, ops=ops).to_empty(device=device)
-    return fill(model, stored_weights(source, seed)).requires_grad_(False)
+    weights = stored_weights(source, seed)
+    return fill(model, weights if quantization is None else _rounded_layers(weights)).requires_grad_(False)
+
+
+def _rounded_layers(weights: StoredWeights) -> StoredWeights:
+    """With the layers' matrices as they are when they are served in 4 bits."""
+    for name, stored in weights:
+        if name.startswith("layers.") and len(stored.shape) == 2:
+
+            def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
+                return rounded(dense_values(stored.read()))[rows, columns]
+
+            yield name, Stored(stored.shape, read)
+        else:
+            yield name, stored
 
 
 def load_on_device(

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
+from .weights.int4_serving import PANEL
 from .weights.packed import Packed, PackedEmbedding
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -87,8 +89,11 @@ class NativeStack:
         return self._rotation
 
 
-def unsuitable(config: ModelConfig, block_size: int) -> str | None:
+def unsuitable(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
+    odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
+    if quantization == "int4" and odd:
+        return f"the C++ kernels take rows in 4 bits whose length is a multiple of {PANEL}, and this model has {odd[0]}"
     if config.head_dim % GROUP_ROWS:
         return (
             f"the C++ kernels need a head size that is a multiple of {GROUP_ROWS}, and this model has {config.head_dim}"
@@ -99,22 +104,30 @@ def unsuitable(config: ModelConfig, block_size: int) -> str | None:
 
 
 def native_model(
-    config: ModelConfig, library: Library, kv_dtype: torch.dtype, block_size: int = 16, *, half: bool
+    config: ModelConfig,
+    library: Library,
+    kv_dtype: torch.dtype,
+    block_size: int = 16,
+    *,
+    half: bool,
+    int4: bool = False,
 ) -> Decoder:
     """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``.
 
     Args:
         kv_dtype: bfloat16 or float32, of the KV cache that the model will run on.
         half: dense matrices are kept in bfloat16.
+        int4: the layers' matrices are kept in 4 bits, whatever they come in.
 
     Raises:
         ValueError: ``unsuitable`` says why.
     """
-    reason = unsuitable(config, block_size)
+    reason = unsuitable(config, block_size, "int4" if int4 else None)
     if reason is not None:
         raise ValueError(reason)
     packed = partial(Packed, library=library, half=half)
-    model = Decoder(config, "meta", torch.float32, kinds=lambda name: packed)
+    in_layers = partial(packed, int4=int4)
+    model = Decoder(config, "meta", torch.float32, kinds=lambda name: packed if name == "head" else in_layers)
     table = packed(config.vocab_size, config.dim)
     model.embed = PackedEmbedding(table)  # type: ignore[assignment]
     if config.tied_embeddings:
@@ -186,6 +199,6 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         mlp_norm_bias=shift(layer.mlp_norm),
         q_norm=scale(attention.q_norm),
         k_norm=scale(attention.k_norm),
-        **({"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),
+        **cast(dict[str, Any], {"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),
         window=window or 0,
     )

@@ -1,7 +1,7 @@
-"""How many bits a number of a model takes, by kind of tensor: what costs and memory are computed from (no torch).
+"""How many bits a number of a model takes: what costs and memory are computed from (no torch).
 
-A ``Weight`` says its own ``WeightFormat``; ``weights/measure.py`` makes the ``Storage`` of a model that is there. What is
-here does the same for a model that is not, so that floors and memory can be planned without a tensor.
+A ``Weight`` says its own ``WeightFormat``; ``weights/measure.py`` makes the ``Storage`` of a model that is there. What
+is here does the same for a model that is not, so that floors and memory can be planned without a tensor.
 """
 
 from __future__ import annotations
@@ -61,9 +61,13 @@ class Storage:
         return dict(self.matrices).get(name, self.linear)
 
 
-def storage_for(element: int, quantization: str | None = None) -> Storage:
-    """Of a model on a GPU, or on plain torch, whose numbers have ``element`` bytes, its cache too; ``quantization``: of
-    the layers' matrices, as in ``EngineConfig``."""
+def storage_for(element: int, quantization: str | None = None, *, native: bool = False) -> Storage:
+    """The storage of a model whose numbers have ``element`` bytes, those of its cache too.
+
+    Args:
+        quantization: of the layers' matrices, as in ``EngineConfig``.
+        native: it runs on the C++ CPU kernels, which have a scale and a zero for each 32 numbers.
+    """
     bits = 8.0 * element
-    linear = int4_format().bits if quantization == "int4" else bits
-    return Storage(linear=linear, embed=bits, head=bits, norm=bits, activation=bits, kv=bits)
+    linear = int4_format(32 if native else SERVING_GROUP).bits if quantization == "int4" else bits
+    return Storage(linear=linear, embed=bits, head=bits, norm=bits, activation=32 if native else bits, kv=bits)

@@ -73,7 +73,8 @@ class Int4(Weight):
             part = part_of(self.in_features, rank, n, 2 * self.group, "pairs of groups")
             halves, groups = (slice(part.start // by, part.stop // by) for by in (2, self.group))
             tensors = [self.codes[:, halves].clone(), *(t[:, groups].clone() for t in (self.scale, self.zero))]
-        return Int4(*tensors, shard_bias(self.bias, dim, part, rank))
+        codes, scale, zero = tensors
+        return Int4(codes, scale, zero, shard_bias(self.bias, dim, part, rank))
 
     def training_part(self) -> TrainingPart:
         def fill(out: Tensor) -> None:

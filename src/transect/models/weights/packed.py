@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
-from ...ops.cpu.packing import pack
+from ...ops.cpu.packing import pack, pack_groups
 from ...ops.opset import OpSet
-from ..staging import Staging
+from ..staging import Staging, dense_values
 from ..storage import WeightFormat
+from .int4_serving import affine_groups
 from .weight import Dimension, TrainingPart, Values, Weight, part_of, shard_bias
 
 EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -24,7 +25,7 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 class Packed(Weight):
     """Without values until it is loaded or ``take`` is called. ``half``: dense matrices are kept in bfloat16, not as they
-    come."""
+    come; ``int4``: all are kept in 4 bits (``int4_serving.py``)."""
 
     def __init__(
         self,
@@ -34,12 +35,13 @@ class Packed(Weight):
         *,
         library: Library,
         half: bool = False,
+        int4: bool = False,
         ops: OpSet | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(out_features, in_features)
-        self._library, self._half = library, half
+        self._library, self._half, self._int4 = library, half, int4
         self._matrix: PackedWeight | None = None
         self.add_bias(bias, "cpu", torch.float32)
 
@@ -49,6 +51,9 @@ class Packed(Weight):
         self._matrix = replace(matrix, bias=None if self.bias is None else self.bias.detach())
 
     def load(self, values: Values, staging: Staging) -> None:
+        if self._int4:
+            self.take(pack_groups(self._library, affine_groups(dense_values(values))))
+            return
         if self._half and isinstance(values, Tensor):
             values = values.to(torch.bfloat16)
         self.take(pack(self._library, values))
