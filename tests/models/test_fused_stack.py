@@ -14,10 +14,10 @@ from transect.models.fused_stack import FusedStack, Fusions, unsuitable
 from transect.models.load import allocated
 from transect.models.presets import PRESETS
 from transect.models.weights.adapted import Adapted
-from transect.ops.jit import INTERPRETED
+from transect.ops.lang.jit import INTERPRETED
+from transect.ops.linear.stream_products import Stream
 from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
 from transect.ops.registry import get
-from transect.ops.stream_products import Stream
 
 BLOCK = 4
 TINY = ModelConfig(

@@ -17,7 +17,7 @@ from transect.models.native import NativeStack
 from transect.models.weights.adapted import Adapted
 from transect.models.weights.weight import Weight
 from transect.ops.cpu import library as cpu_library
-from transect.ops.jit import INTERPRETED
+from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
 from transect.ops.registry import Unavailable, get
 from transect.train.activations import stack_with

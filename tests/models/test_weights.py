@@ -18,8 +18,8 @@ from transect.models.weights.int4 import Int4
 from transect.models.weights.int4_serving import Int4Products, ServingInt4, affine_groups, rounded
 from transect.models.weights.packed import Packed
 from transect.models.weights.projection import Projection
-from transect.ops import int4_matmul
 from transect.ops.cpu import library as cpu_library
+from transect.ops.linear.packed import int4_matmul
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
 

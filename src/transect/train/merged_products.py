@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models.weights.weight import TrainingPart, Weight
-from ..ops import matmul
-from ..ops.jit import multiprocessors
+from ..ops.lang.jit import multiprocessors
+from ..ops.linear.many_rows import matmul
 
 ROUND = 16
 """Spare columns are a multiple of this, which keeps rows at addresses that bulk copies can take."""

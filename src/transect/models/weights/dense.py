@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.linear.stream_products import Stream, StreamProducts
 from ...ops.opset import OpSet
-from ...ops.stream_products import Stream, StreamProducts
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat, dense_format
 from .weight import Dimension, Product, TrainingPart, Values, Weight, part_of, shard_bias

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.int4_dequantize import reference as dequantize_reference
-from ...ops.int4_dequantize import triton_dequantize
-from ...ops.int4_packing import pack
+from ...ops.linear.packed.int4_dequantize import reference as dequantize_reference
+from ...ops.linear.packed.int4_dequantize import triton_dequantize
+from ...ops.linear.packed.int4_packing import pack
 from ..storage import WeightFormat, int4_format
 from .weight import Dimension, TrainingPart, Weight, part_of, shard_bias
 

@@ -1,4 +1,4 @@
-r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is (``ops/int4_matmul.py``), for inference.
+r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is (``ops/linear/packed/int4_matmul.py``), for inference.
 
 It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a zero
 in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and inputs
@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...formats.affine import AffineGroups
-from ...ops import gate_up, int4_matmul, swiglu
-from ...ops.int4_packing import CHUNK, arrange_codes
-from ...ops.jit import dependent_launch, runs_triton
+from ...ops.activation import swiglu
+from ...ops.lang.jit import dependent_launch, runs_triton
+from ...ops.linear import gate_up
+from ...ops.linear.packed import int4_matmul
+from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, WeightFormat, int4_format

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.stream_products import StreamProducts
+from ...ops.linear.stream_products import StreamProducts
 from ..storage import WeightFormat
 from .weight import Product, StreamProduct, Weight
 

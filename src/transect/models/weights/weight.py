@@ -39,7 +39,7 @@ from ..storage import WeightFormat
 
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
-    from ...ops.stream_products import Stream, StreamProducts
+    from ...ops.linear.stream_products import Stream, StreamProducts
 
 Values = Tensor | QuantizedTensor
 """What a file holds for a matrix."""
@@ -48,7 +48,7 @@ Dimension = Literal["out", "in"]
 
 
 class StreamProduct(Protocol):
-    """A weight's products on a residual stream, see ``ops/stream_products.py``."""
+    """A weight's products on a residual stream, see ``ops/linear/stream_products.py``."""
 
     @property
     def biased(self) -> bool: ...
