@@ -4,7 +4,7 @@
 
 A GPU that is held back by its power limit gives whoever runs first in a long series the higher clock; ratios are
 therefore taken from rounds. A turn is one replay of a CUDA graph of two calls on different inputs. Cases, contenders
-and FLOPs are the operator's own (``transect.ops.flash_attention``).
+and FLOPs are the operator's own (``transect.ops.attention.packed.flash_attention``).
 """
 
 from __future__ import annotations

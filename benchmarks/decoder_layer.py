@@ -37,9 +37,9 @@ from transect.models.linear import Linear
 from transect.models.norm import RMSNorm
 from transect.models.presets import PRESETS
 from transect.models.shapes import linear_shapes
-from transect.ops import gate_up
+from transect.ops.linear import gate_up
+from transect.ops.linear.stream_products import StreamProducts
 from transect.ops.opset import OpSet, dependent_launch, resolve_ops
-from transect.ops.stream_products import StreamProducts
 
 READ, RATE = 4.35e12, 750e12
 CONTEXT, BLOCK = 1024, 16

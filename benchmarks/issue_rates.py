@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import torch
 
 import record
-from transect.ops.cuda_build import find_nvcc
+from transect.ops.lang.cuda_build import find_nvcc
 
 SOURCE = Path(__file__).with_suffix(".cu")
 

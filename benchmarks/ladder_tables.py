@@ -1,4 +1,4 @@
-"""The matmul ladder of ``ops/matmul.cu`` as a table and a picture, from the rows of ``transect bench ops matmul``.
+"""The matmul ladder of ``ops/first/matmul.cu`` as a table and a picture, from the rows of ``transect bench ops matmul``.
 
 python benchmarks/ladder_tables.py    draws docs/images/ladder.png
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import ops_tables
 import record
-from transect.ops.matmul_ladder import RUNGS
+from transect.ops.first.matmul_ladder import RUNGS
 from transect.ops.tools import plots, results
 from transect.ops.tools.bench import Timing
 

@@ -1,4 +1,4 @@
-"""Products of 17 to 256 rows on one Hopper GPU: every plan of ``small_matmul_hopper.py`` beside cuBLAS.
+"""Products of 17 to 256 rows on one Hopper GPU: every plan of ``few_rows/hopper.py`` beside cuBLAS.
 
     python benchmarks/ops_many_rows.py OUT.json [--choices FILE] [--seconds S] [--only chosen] [--alone]
 
@@ -36,9 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from graph_time import graph_times
 from record import environment
-from transect.ops import gate_up, shapes, small_matmul
-from transect.ops import small_matmul_hopper as hopper
-from transect.ops.small_matmul_triton import Cut
+from transect.ops import shapes
+from transect.ops.linear import gate_up
+from transect.ops.linear.few_rows import hopper as hopper
+from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows.triton import Cut
 
 READ, RATE = 4.33e12, 777e12
 """Measured ceilings of the device: bytes and bfloat16 FLOPs a second."""

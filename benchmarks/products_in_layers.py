@@ -35,13 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 from decoder_layer import Chain
 from graph_time import graph_times
-from transect.ops import gate_up, small_matmul
-from transect.ops import small_matmul_cuda as cuda_rows
-from transect.ops import small_matmul_hopper as hopper
-from transect.ops.small_matmul_gluon import GluonCut
-from transect.ops.small_matmul_hopper import Choice
-from transect.ops.small_matmul_triton import Cut
-from transect.ops.stream_products import StreamProducts
+from transect.ops.linear import gate_up
+from transect.ops.linear.few_rows import cuda as cuda_rows
+from transect.ops.linear.few_rows import hopper as hopper
+from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows.gluon import GluonCut
+from transect.ops.linear.few_rows.hopper import Choice
+from transect.ops.linear.few_rows.triton import Cut
+from transect.ops.linear.stream_products import StreamProducts
 
 UNITS = 132
 SHARED = 220 * 1024
@@ -80,7 +81,7 @@ def hopper_plans(m: int, n: int, k: int, gated: bool) -> list[Choice]:
 
 
 def triton_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Cuts of ``small_matmul_triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of
+    """Cuts of ``few_rows/triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of
     wide weights up to six times."""
     found = []
     outputs = n // 2 if gated else n
@@ -103,7 +104,7 @@ def triton_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
 
 
 def gluon_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Cuts of ``small_matmul_gluon.py`` into at most as many tiles as there are multiprocessors, and no less than half
+    """Cuts of ``few_rows/gluon.py`` into at most as many tiles as there are multiprocessors, and no less than half
     as many, with the most buffers that fit."""
     found = []
     outputs = n // 2 if gated else n

@@ -34,8 +34,11 @@ from unittest.mock import patch
 import torch
 
 import record
-from transect.ops import cuda_build, int4_hopper, int4_rows, small_matmul_cuda, small_matmul_hopper
-from transect.ops.int4_packing import arrange, pack
+from transect.ops.lang import cuda_build
+from transect.ops.linear.few_rows import cuda as small_matmul_cuda
+from transect.ops.linear.few_rows import hopper as small_matmul_hopper
+from transect.ops.linear.packed import int4_hopper, int4_rows
+from transect.ops.linear.packed.int4_packing import arrange, pack
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 

@@ -8,15 +8,15 @@ from runner_fuzz import assert_same, random_arrivals, run_workload
 
 from transect.engine.batch import StepResult
 from transect.engine.clock import VirtualClock
-from transect.engine.gpu_graphs import GraphCache
-from transect.engine.gpu_runner import GPURunner
+from transect.engine.gpu.graphs import GraphCache
+from transect.engine.gpu.runner import GPURunner
+from transect.engine.gpu.step_plan import Variant
+from transect.engine.gpu.step_sizes import row_bucket, row_buckets, token_bucket
 from transect.engine.request import Request
 from transect.engine.runner import Runner
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.engine.step_plan import Variant
-from transect.engine.step_sizes import row_bucket, row_buckets, token_bucket
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, join_weights

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from transect.ops import int4_matmul
-from transect.ops.int4_packing import arrange, pack
+from transect.ops.linear.packed import int4_matmul
+from transect.ops.linear.packed.int4_packing import arrange, pack
 from transect.ops.registry import Unavailable
 
 Kernel = TypeVar("Kernel")

@@ -12,10 +12,10 @@ from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
 from transect.models.presets import PRESETS
-from transect.ops.jit import INTERPRETED
+from transect.ops.lang.jit import INTERPRETED
+from transect.ops.linear.stream_products import Stream
 from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
 from transect.ops.registry import get
-from transect.ops.stream_products import Stream
 from transect.train.lora import LoRALinear
 
 BLOCK = 4

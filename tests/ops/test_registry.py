@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from transect.ops.cuda import SOURCES
+from transect.ops.lang.cuda import SOURCES
 from transect.ops.registry import OnHost, Op, all_ops, get
 from transect.ops.tuning import bucket_name
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from transect.ops.cuda import SOURCES
+from transect.ops.lang.cuda import SOURCES
 from transect.ops.registry import all_ops, get
 from transect.ops.tools import results, sources
 from transect.ops.tools.bench import Timing
@@ -20,9 +20,7 @@ def test_imports_and_includes_are_followed() -> None:
     assert names("gelu") == {"gelu.py", "gelu.cu"}
     assert {"small_matmul.py", "small_matmul.cu", "few_rows.cuh", "tiles.py"} <= names("small_matmul")
     assert {"add_rms_norm.py", "rms_norm.py", "norms.py"} <= names("add_rms_norm")
-    assert {"flash_attention.py", "flash_attention_backward.py", "flash_attention_hopper.py"} <= names(
-        "flash_attention"
-    )
+    assert {"flash_attention.py", "packed/backward.py", "packed/hopper.py"} <= names("flash_attention")
     for name in OPS:
         assert f"{name}.py" in names(name)
         assert not {"registry.py", "shapes.py", "jit.py"} & names(name)

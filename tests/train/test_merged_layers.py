@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.memory.merged import merged_kept
-from transect.ops.jit import INTERPRETED
-from transect.ops.linear_cross_entropy_torch import linear_cross_entropy
+from transect.ops.lang.jit import INTERPRETED
+from transect.ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from transect.ops.opset import resolve_ops
 from transect.train.batches import Batch
 from transect.train.config import LoRAConfig

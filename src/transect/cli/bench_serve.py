@@ -11,7 +11,7 @@ from .bench_shared import show, write
 from .serve import keys_in
 
 if TYPE_CHECKING:
-    from ..bench.load_test import Result
+    from ..bench.report import Result
 
 REQUESTS, OUTPUT_TOKENS = 100, "128"
 
@@ -76,7 +76,8 @@ def command(
     """Load any OpenAI-compatible server and report latencies, rates and goodput. Exits with 1 where none succeeded."""
     import asyncio
 
-    from ..bench import load_test, plots
+    from ..bench import plots
+    from ..bench import report as load_test
     from ..bench.energy import EnergyMeter, Nvml
     from ..bench.lengths import Lengths
     from ..bench.objectives import Objectives

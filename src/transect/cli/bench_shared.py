@@ -54,7 +54,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     import torch
 
     from ..bench.floors import Rates, processor_ceilings, storage_of
-    from ..engine.gpu_build import device_for
+    from ..engine.gpu.build import device_for
     from ..engine.llm import LLM
     from ..hardware.device import detect
     from ..hardware.measured import ceilings
@@ -88,7 +88,7 @@ def device_type(device: str) -> str:
         ValueError: there is no such device.
     """
     from ..engine.config import EngineConfig
-    from ..engine.gpu_build import device_for
+    from ..engine.gpu.build import device_for
 
     found: str = device_for(EngineConfig(model="any", device=device))[0].type  # type: ignore[arg-type]
     return found

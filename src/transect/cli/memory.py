@@ -118,8 +118,8 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     from dataclasses import asdict
 
     from ..engine.config import EngineConfig
+    from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
-    from ..engine.step_sizes import row_buckets
     from ..models.cost import Storage, weight_bytes
     from ..models.memory.serving import ServingPlan, serving
     from ..models.memory.terms import gib

@@ -12,10 +12,10 @@ from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
 from .batch import Executor
 from .clock import WallClock
-from .compilers import Compilers
 from .config import EngineConfig
 from .core import EngineCore
-from .gpu_build import build_gpu, device_for
+from .gpu.build import build_gpu, device_for
+from .gpu.compilers import Compilers
 from .kv_size import KVSize, free_memory, kv_size
 from .runner import Runner
 from .scheduler import Scheduler

@@ -13,8 +13,8 @@ from ..text.number_text import NumberText
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
-from .compilers import compiling
 from .config import EngineConfig
+from .gpu.compilers import compiling
 from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
 from .interrupts import HeldInterrupts
 from .limits import max_length

@@ -20,9 +20,9 @@ import msgspec
 import zmq
 
 from . import wire
-from .compilers import compiling
 from .config import EngineConfig
 from .core import EngineCore
+from .gpu.compilers import compiling
 from .request import Request
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull

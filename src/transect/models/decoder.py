@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..ops.embed_tokens import placed
 from ..ops.opset import OpSet, resolve_ops
+from ..ops.position.embed_tokens import placed
 from .attention import Attention
 from .config import ModelConfig
 from .context import AttentionContext

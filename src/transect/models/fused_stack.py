@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops import embed_tokens
-from ..ops.stream_products import Stream, StreamProducts
+from ..ops.linear.stream_products import Stream, StreamProducts
+from ..ops.position import embed_tokens
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer

@@ -17,11 +17,11 @@ Begin with ``vector_add.py``, which has every part of an operator at its smalles
 Products:
 
 * ``linear.py``: matrix product with bias; on a GPU one of the two below, by the number of rows
-* ``matmul.py``: many rows, with fused epilogues; ``matmul_kernels.py``: its device code; ``matmul_tiles.py``: how it is
+* ``matmul.py``: many rows, with fused epilogues; ``many_rows/triton.py``: its device code; ``many_rows/tiling.py``: how it is
   cut; ``matmul_ladder.py``: in CUDA C++, from naive to tensor cores
-* ``small_matmul.py``: up to 256 rows, bound by the weight's bytes; ``small_matmul_triton.py``: its Triton kernels;
-  ``small_matmul_gluon.py``: small weights on Hopper, asked for before the input is there;
-  ``small_matmul_cuda.py``: up to 16 rows, or 32 of a small weight; ``small_matmul_hopper.py``: from 17 rows on Hopper;
+* ``small_matmul.py``: up to 256 rows, bound by the weight's bytes; ``few_rows/triton.py``: its Triton kernels;
+  ``few_rows/gluon.py``: small weights on Hopper, asked for before the input is there;
+  ``few_rows/cuda.py``: up to 16 rows, or 32 of a small weight; ``few_rows/hopper.py``: from 17 rows on Hopper;
   ``stream_products.py``: with the norms between products in them
 * ``gate_up.py``: gate and up projections of an MLP in one product, with the gate
 * ``int4_matmul.py``: by 4-bit weights; ``int4_rows.py``, ``int4_hopper.py``: for few rows on Hopper;
@@ -34,14 +34,14 @@ Of a decoder layer:
 * ``swiglu.py``, ``gelu.py``: activations of the MLP; ``softmax.py``: over the last dimension, by itself;
   ``softmax_kernels.py``: its device code
 * ``attention.py``: causal attention over packed documents (training, whole prompts): on a GPU ``flash_attention.py``,
-  ``flash_attention_backward.py`` (what they share: ``attention_tiles.py``), and for Hopper
-  ``flash_attention_hopper.py``, ``flash_attention_backward_hopper.py``
-* ``paged_batch.py``: the ragged batch of an engine step, and what is worked out from it once per step
+  ``packed/backward.py`` (what they share: ``packed/tiling.py``), and for Hopper
+  ``packed/hopper.py``, ``packed/backward_hopper.py``
+* ``paged/batch.py``: the ragged batch of an engine step, and what is worked out from it once per step
 * ``kv_cache_write.py``: keys and values into the paged cache; ``rotary_kv_write.py``: both in one launch, with the
   QK-norm of some models before
 * ``paged_attention.py``: causal attention through the block table: in torch ``paged_attention_torch.py``, on a GPU
-  ``paged_prefill.py`` for prefill chunks (for Hopper ``paged_attention_hopper.py``) and ``paged_decode.py`` for rows of
-  one query (for Hopper ``paged_decode_hopper.py``); what the Triton kernels share: ``paged_tile.py``
+  ``paged/prefill.py`` for prefill chunks (for Hopper ``paged/prefill_hopper.py``) and ``paged/decode.py`` for rows of
+  one query (for Hopper ``paged/decode_hopper.py``); what the Triton kernels share: ``paged/tile.py``
 
 Before and after the layers, and for training:
 

@@ -14,24 +14,14 @@ from typing import Any
 
 import torch
 
-from . import (  # noqa: F401  (each import enters the operator into the registry)
-    add_layer_norm,
-    add_rms_norm,
-    attention,
-    embed_tokens,
-    gate_up,
-    gelu,
-    kv_cache_write,
-    layer_norm,
-    linear,
-    paged_attention,
-    rms_norm,
-    rotary,
-    rotary_kv_write,
-    swiglu,
-)
+from .activation import gelu, swiglu  # noqa: F401
+from .attention.packed import attention  # noqa: F401
+from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
+from .linear import gate_up, linear  # noqa: F401
+from .linear.stream_products import StreamProducts
+from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm  # noqa: F401
+from .position import embed_tokens, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
-from .stream_products import StreamProducts
 
 
 @dataclass(frozen=True, slots=True)

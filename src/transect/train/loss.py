@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..models.context import VarlenContext
 from ..models.decoder import Decoder
-from ..ops.linear_cross_entropy_cpu import LinearCrossEntropy
-from ..ops.linear_cross_entropy_torch import linear_cross_entropy
+from ..ops.loss.linear_cross_entropy_cpu import LinearCrossEntropy
+from ..ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from ..ops.registry import Unavailable, get
 from .batches import IGNORE, Batch
 
@@ -29,7 +29,7 @@ def token_loss(device: torch.device) -> TokenLoss:
         except Unavailable as reason:
             log.warning("the loss runs in torch: %s", reason)
             return linear_cross_entropy
-    from ..ops import linear_cross_entropy as module  # noqa: F401  (enters the operator)
+    from ..ops.loss import linear_cross_entropy as module  # noqa: F401  (enters the operator)
 
     fused = get("linear_cross_entropy").implementations["triton"].autograd
     assert fused is not None

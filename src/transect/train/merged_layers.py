@@ -37,7 +37,11 @@ from torch.autograd.function import once_differentiable
 from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer, Stack
-from ..ops import add_rms_norm, flash_attention, flash_attention_backward, rms_norm, rotary, swiglu
+from ..ops.activation import swiglu
+from ..ops.attention.packed import backward as flash_attention_backward
+from ..ops.attention.packed import flash_attention
+from ..ops.norm import add_rms_norm, rms_norm
+from ..ops.position import rotary
 from .activations import Kept as Plan
 from .activations import stack_with
 from .merged_products import Product, Scratch, product

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from ..models.linear import Linear
-from ..ops import matmul
-from ..ops.int4_dequantize import triton_dequantize
-from ..ops.jit import multiprocessors
+from ..ops.lang.jit import multiprocessors
+from ..ops.linear.many_rows import matmul
+from ..ops.linear.packed.int4_dequantize import triton_dequantize
 from .lora import LoRALinear
 from .qlora import Int4Linear
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..models.decoder import Decoder
 from ..models.linear import Linear
-from ..ops.int4_dequantize import reference as dequantize_reference
-from ..ops.int4_dequantize import triton_dequantize
-from ..ops.int4_packing import pack
+from ..ops.linear.packed.int4_dequantize import reference as dequantize_reference
+from ..ops.linear.packed.int4_dequantize import triton_dequantize
+from ..ops.linear.packed.int4_packing import pack
 
 
 class Int4Linear(nn.Module):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...hardware.ceilings import Ceilings
-from ..jit import triton
+from ..lang.jit import triton
 from ..registry import Case, Cost, OnHost, Op, Unavailable
 from . import accuracy, timing
 

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..cuda_build import SOURCES, compile_source, ptx_of
-from ..jit import INTERPRETED, triton
+from ..lang.cuda_build import SOURCES, compile_source, ptx_of
+from ..lang.jit import INTERPRETED, triton
 from ..registry import Kernel, Unavailable
 from . import machine_code
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import tuning
-from ..cuda import SOURCES
+from ..lang.cuda import SOURCES
 from ..registry import Op
 
 SHARED = frozenset({"cuda", "jit", "numerics", "opset", "peers", "registry", "shapes", "tuning"})

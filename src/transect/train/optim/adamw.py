@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...ops.adamw import FusedAdamW, Step
+from ...ops.optim.adamw import FusedAdamW, Step
 from .base import Optimizer
 
 

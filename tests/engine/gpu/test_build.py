@@ -1,0 +1,140 @@
+"""What an engine on a GPU is made of."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from transect.engine.config import EngineConfig
+from transect.engine.gpu import build as gpu_build
+from transect.models.cost import Storage
+from transect.models.presets import PRESETS
+from transect.ops import opset
+from transect.ops.lang import jit
+from transect.ops.opset import OpSet, resolve_ops
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "deterministic", "early", "streams", "told"),
+    [
+        ((9, 0), None, False, True, True, True),
+        ((9, 0), None, True, True, False, True),
+        ((9, 0), None, False, False, False, False),
+        ((8, 0), None, False, True, False, False),
+        ((9, 4), "6.3", False, True, False, False),  # an MI300X, whose number means something else
+    ],
+)
+def test_on_hopper_launches_are_dependent_and_norms_in_the_products_unless_batches_may_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    hip: str | None,
+    deterministic: bool,
+    early: bool,
+    streams: bool,
+    told: bool,
+) -> None:
+    def write(*, pdl: bool) -> bool:
+        return pdl
+
+    def of_the_cpu(device: Any, backends: Any, *, batch_invariant: bool) -> OpSet:
+        assert batch_invariant == deterministic
+        return replace(resolve_ops("cpu"), kv_cache_write=write)
+
+    monkeypatch.setattr(gpu_build, "resolve_ops", of_the_cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(gpu_build, "has_dependent_launch", jit.dependent_launch.__wrapped__)  # asks anew each time
+    ops = gpu_build.gpu_ops(torch.device("cuda", 0), deterministic=deterministic, early=early)
+    assert (ops.stream_products is not None) == streams
+    assert ops.kv_cache_write() == told
+
+
+def test_where_triton_can_keep_nothing_it_is_said_before_the_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert triton.knobs.cache.dir == str(tmp_path / "file" / "cache")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="set TRITON_CACHE_DIR"):
+        gpu_build.build_gpu(EngineConfig(model="x"), None, torch.device("cuda", 0))  # type: ignore[arg-type]
+
+
+def test_a_triton_cache_that_may_only_be_read_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    gpu_build._check_triton_cache()
+    assert caplog.text.count("set TRITON_CACHE_DIR") == 1
+
+
+def test_torch_has_no_graphs_nor_padding_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its paged attention asks the device for lengths, which a capture does not allow, and every token has a row."""
+    monkeypatch.setattr(opset, "_target", lambda device: "sm_89")
+    config = EngineConfig(model="x")
+    ops = resolve_ops("cpu", ("triton", "torch"))
+    assert gpu_build.by_torch(ops)
+    assert gpu_build.without_graphs(config, ops).cuda_graphs == "off"
+    assert caplog.text.count("without CUDA graphs") == 1 and "triton does not run on sm_89" in caplog.text
+    kernels = replace(ops, chosen=(("paged_attention", "triton"),))
+    assert gpu_build.without_graphs(config, kernels) == config
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    model, device = PRESETS["qwen3-0.6b"], torch.device("cuda", 0)
+    tricks = [gpu_build.runner_tricks(config, model, torch.bfloat16, device, o) for o in (ops, kernels)]
+    assert [each["pad_tokens"] for each in tricks] == [1, None]
+    assert [each["copy_kernels"] for each in tricks] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "dtype", "deterministic", "fine"),
+    [
+        ((9, 0), None, torch.bfloat16, False, True),
+        ((9, 0), None, torch.bfloat16, True, False),
+        ((9, 0), None, torch.float32, False, False),
+        ((8, 0), None, torch.bfloat16, False, False),
+        ((9, 0), "6.3", torch.bfloat16, False, False),  # an MI250X
+    ],
+)
+def test_batches_have_fine_sizes_where_products_take_any(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    hip: str | None,
+    dtype: torch.dtype,
+    deterministic: bool,
+    fine: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    config = EngineConfig(model="x", deterministic=deterministic)
+    device = torch.device("cuda", 0)
+    tricks = gpu_build.runner_tricks(config, PRESETS["qwen3-0.6b"], dtype, device, resolve_ops("cpu"))
+    assert tricks["fine_rows"] == fine
+
+
+def test_steps_of_large_models_are_filled_up_where_that_is_asked_for() -> None:
+    half = Storage(linear=16, embed=16, head=16, norm=16, activation=16, kv=16)
+
+    def tokens(model: str, **settings: Any) -> int | None:
+        return gpu_build.fill_tokens(EngineConfig(model=model, **settings), PRESETS[model], half)
+
+    assert tokens("llama-3.1-8b", fill_steps=True) == tokens("qwen3-8b", fill_steps=True) == 256
+    assert tokens("llama-3.1-8b", fill_steps=True, max_num_seqs=300) == 512
+    assert tokens("llama-3.1-8b", fill_steps=True, max_num_seqs=16) == 256
+    assert tokens("qwen3-0.6b", fill_steps=True) is None
+    for settings in (
+        {},
+        {"fill_steps": False},
+        {"fill_steps": True, "max_mixed_tokens": 1024},
+        {"fill_steps": True, "policy": "static"},
+        {"fill_steps": True, "max_num_seqs": 64, "max_num_batched_tokens": 256},
+    ):
+        assert tokens("llama-3.1-8b", **settings) is None
