@@ -26,7 +26,7 @@ import torch
 
 import record
 from transect.bench.lengths import Lengths
-from transect.bench.report import WorkSource
+from transect.bench.levels import WorkSource
 from transect.bench.summary import distribution
 from transect.bench.workload import Work, throughput_protocol
 from transect.engine.llm import LLM
