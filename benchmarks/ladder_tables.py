@@ -1,4 +1,4 @@
-"""The matmul ladder of ``ops/first/matmul.cu`` as a table and a picture, from the rows of ``transect bench ops matmul``.
+"""The matmul ladder of ``ops/first/matmul.cu`` as a table and a picture, from rows of ``transect bench ops matmul``.
 
 python benchmarks/ladder_tables.py    draws docs/images/ladder.png
 """

@@ -171,7 +171,7 @@ def every_lane() -> None:
     """Run ``int4_matmul.cu`` built so that every lane of a warp arrives at its barriers."""
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(shutil.copytree(cuda_build.SOURCES, Path(folder) / "ops"))
-        source = sources / "int4_matmul.cu"
+        source = sources / "linear" / "packed" / "int4_matmul.cu"
         source.write_text("#define TRANSECT_EVERY_LANE\n" + source.read_text())
         with patch.object(cuda_build, "SOURCES", sources):
             int4_plans(rows_only=True)

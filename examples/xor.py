@@ -28,9 +28,9 @@ only the line before it and what the forward pass kept:
 Then every weight moves against its gradient: W <- W - r dW.
 
 The three ways: *by hand*, the formulas above as code; *operators*, the forward pass written with this project's
-operators, whose gradients are registered with torch (``ops/linear/many_rows/matmul.py``, ``gelu.py``, ``softmax.py``, ``dot.py``);
-*autograd*, with torch's own. All in float64 (on a CPU, where our operators then run their references), from the same
-weights. They must agree to the last digit printed, in every step.
+operators, whose gradients are registered with torch (``matmul.py``, ``gelu.py``, ``softmax.py``, ``dot.py`` under
+``ops/``); *autograd*, with torch's own. All in float64 (on a CPU, where our operators then run their references), from
+the same weights. They must agree to the last digit printed, in every step.
 
     python examples/xor.py
 """

@@ -11,7 +11,7 @@ A server under load:
 * ``http_stream.py`` a small HTTP/1.1 client that times every piece of a streamed answer as it arrives
 * ``target.py``      which server, and what one request to it looks like
 * ``load.py``        open loop (arrivals do not wait for answers) and closed loop (fixed concurrency)
-* ``load_test.py``  levels of load, one after the other
+* ``levels.py``      a load test: levels of load, one after the other
 * ``objectives.py``  latency objectives, for goodput
 * ``summary.py``     percentiles, rates, goodput, errors by kind. ``plots.py``: pictures of them
 

@@ -76,10 +76,10 @@ def command(
     """Load any OpenAI-compatible server and report latencies, rates and goodput. Exits with 1 where none succeeded."""
     import asyncio
 
-    from ..bench import levels as load_test
     from ..bench import plots
     from ..bench.energy import EnergyMeter, Nvml
     from ..bench.lengths import Lengths
+    from ..bench.levels import WorkSource, concurrency_levels, rate_levels, records_table, run_levels, trace_level
     from ..bench.objectives import Objectives
     from ..bench.target import Target, served_model
 
@@ -95,20 +95,20 @@ def command(
     output = None if output_tokens is None else Lengths.parse(output_tokens)
     if output is None and conversations is None:
         output = Lengths.parse(OUTPUT_TOKENS)
-    source = load_test.WorkSource(Lengths.parse(prompt_tokens), output, conversations, highest_id, seed)
+    source = WorkSource(Lengths.parse(prompt_tokens), output, conversations, highest_id, seed)
     if trace is not None:
-        levels = [load_test.trace_level(source, trace, speed, requests)]
+        levels = [trace_level(source, trace, speed, requests)]
     elif concurrency is not None:
-        levels = load_test.concurrency_levels(source, requests or REQUESTS, concurrency)
+        levels = concurrency_levels(source, requests or REQUESTS, concurrency)
     else:
-        levels = load_test.rate_levels(source, requests or REQUESTS, request_rate or [1.0], burstiness)
+        levels = rate_levels(source, requests or REQUESTS, request_rate or [1.0], burstiness)
     extra = _object(extra_body)
     name = model or asyncio.run(served_model(url, key))
     target = Target(url, name, key, endpoint, temperature, ignore_eos, extra, timeout)  # type: ignore[arg-type]
     before = source.draw(warm_up, "warm-up")
     counts = ", ".join(f"{len(level.work)} at {level}" for level in levels)
     print(f"{url}, model {name}, {endpoint}, seed {seed}; requests: {warm_up} to warm up, {counts}", flush=True)
-    test = load_test.run_levels(target, levels, warm_up=before, objectives=objectives, meter=meter)
+    test = run_levels(target, levels, warm_up=before, objectives=objectives, meter=meter)
     results = asyncio.run(test)
     _show(results)
     if plot is not None:
@@ -117,7 +117,7 @@ def command(
         settings = {"url": url, "model": name, "endpoint": endpoint, "seed": seed, "warm_up": warm_up}
         lengths = {"prompt_tokens": str(source.prompt), "output_tokens": str(source.output)}
         levels_json = [result.summary for result in results]
-        requests_json = list(load_test.records_table(results))
+        requests_json = list(records_table(results))
         write(json, {"settings": {**settings, **lengths}, "levels": levels_json, "requests": requests_json})
     return 0 if all(result.summary["succeeded"] for result in results) else 1
 

@@ -197,6 +197,9 @@ class Op:
     """Why ``error_ratio`` is not 2, where it is not."""
 
 
+FAMILIES = ("first", "norm", "activation", "position", "linear", "attention", "sampling", "loss", "optim", "comm")
+"""Folders that operators live in."""
+
 _OPS: dict[str, Op] = {}
 
 
@@ -216,9 +219,9 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """Every entry, by name; imports each file of this folder."""
-    folder = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules(import_module(folder).__path__):
-        if not module.ispkg:
-            import_module(f"{folder}.{module.name}")
+    """Every entry, by name; imports each file of the families."""
+    for family in FAMILIES:
+        package = import_module(f".{family}", __package__)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
     return [_OPS[name] for name in sorted(_OPS)]

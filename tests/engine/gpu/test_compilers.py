@@ -23,9 +23,9 @@ pytest.importorskip("triton")
 KERNEL = """
 import torch
 from triton.runtime import driver
-from transect.engine.compilers import CompileTarget
-from transect.ops.collecting import collected
-from transect.ops.small_matmul_triton import _rows
+from transect.engine.gpu.compilers import CompileTarget
+from transect.ops.lang.collecting import collected
+from transect.ops.linear.few_rows.triton import _rows
 
 driver.set_active(CompileTarget(90))
 x = torch.zeros(16, 16, dtype=torch.bfloat16)
@@ -195,8 +195,8 @@ def test_an_answer_is_one_piece_of_the_pipe(capfd):
     ],
 )
 def test_kernels_are_looked_for_again_when_a_source_has_changed(path, tmp_path, monkeypatch):
-    copied = shutil.copytree(Path(compilers.__file__).parent.parent, tmp_path / "transect")
-    monkeypatch.setattr(compilers, "__file__", str(copied / "engine" / "compilers.py"))
+    copied = shutil.copytree(Path(compilers.__file__).parents[2], tmp_path / "transect")
+    monkeypatch.setattr(compilers, "__file__", str(copied / "engine" / "gpu" / "compilers.py"))
     before = sources_digest()
     with open(copied / path, "a") as file:
         file.write(" ")

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from transect.ops import opset  # noqa: F401
-from transect.ops.attention.packed import attention  # noqa: F401
+from transect.ops.attention.packed import attention
 from transect.ops.cpu import build
 from transect.ops.cpu.library import load
 from transect.ops.cpu.training import Kernels
-from transect.ops.loss import linear_cross_entropy_cpu, linear_cross_entropy_torch  # noqa: F401
+from transect.ops.loss import linear_cross_entropy_cpu, linear_cross_entropy_torch
 from transect.ops.registry import Unavailable, get
 from transect.ops.tools.accuracy import check
 

@@ -13,9 +13,9 @@ SCRIPT = """
 import threading
 import torch, triton
 from triton.runtime import driver
-from transect.engine.compilers import CompileTarget
-from transect.ops.collecting import collected
-from transect.ops.small_matmul_triton import _rows
+from transect.engine.gpu.compilers import CompileTarget
+from transect.ops.lang.collecting import collected
+from transect.ops.linear.few_rows.triton import _rows
 
 driver.set_active(CompileTarget(90))
 x, weight = torch.zeros(32, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)

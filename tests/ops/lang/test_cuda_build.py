@@ -14,7 +14,7 @@ from transect.ops.lang import cuda, cuda_build
 from transect.ops.registry import Unavailable
 
 SOURCE = f"""
-#include "{cuda_build.SOURCES}/parts.cuh"
+#include "{cuda_build.SOURCES}/lang/parts.cuh"
 
 #define TRANSECT_PARTS 3
 

@@ -32,7 +32,7 @@ def test_what_benchmarks_compile_compiles(name: str, tmp_path: Path) -> None:
 def test_every_lane_arrives_where_the_sanitizer_is_to_judge(tmp_path: Path) -> None:
     """The build for the sanitizer compiles, with arrivals in as many places, and is another one."""
     folder = Path(shutil.copytree(cuda_build.SOURCES, tmp_path / "ops", ignore=shutil.ignore_patterns("*.py", "cpu")))
-    source = folder / "int4_matmul.cu"
+    source = folder / "linear" / "packed" / "int4_matmul.cu"
     arrivals = re.compile(r"^\s*(@%p\d+ )?mbarrier\.arrive\.shared::cta\.b64", re.MULTILINE)
     ordinary = cuda_build.ptx_of(source, "sm_90")
     source.write_text("#define TRANSECT_EVERY_LANE\n" + source.read_text())

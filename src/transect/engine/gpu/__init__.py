@@ -1,1 +1,12 @@
-"""."""
+"""What the engine needs on a GPU, beyond what it needs everywhere.
+
+* ``build.py``            start-up: load the model, measure what a step needs, size the cache, capture graphs
+* ``memory.py``           where the GPU's memory goes
+* ``warm_kernels.py``     which kernels an engine needs; ``compilers.py``: processes that compile them meanwhile
+* ``runner.py``           ``GPURunner``, the executor; it works a step ahead of its tokens
+* ``step_plan.py``        a batch laid out as a step; ``step_sizes.py``: the few sizes that steps have
+* ``sequence_table.py``   what steps are filled from; ``step_inputs.py``: a step's numbers in one piece of memory
+* ``step_ring.py``        that memory for the steps under way, and its way to the device
+* ``graphs.py``           CUDA graphs of steps
+* ``device_sampling.py``, ``adjust_state.py``: draws, penalties and logprobs on the device
+"""

@@ -1,9 +1,9 @@
 """What adjusts the logits of requests with a bias, penalties or min_tokens, kept on the device from step to step.
 
-Each such choice has a line in two tables of ``ops/sampling/adjust_logits.py``: how often it has used each token, and its bias
-(-inf where a token must not be drawn now). The device adds a step's tokens to the counts itself, so nothing is sent in
-a steady step. A line is written when a choice first draws, when it returns after others have taken its line, and when
-``min_tokens`` is reached.
+Each such choice has a line in two tables of ``ops/sampling/adjust_logits.py``: how often it has used each token, and
+its bias (-inf where a token must not be drawn now). The device adds a step's tokens to the counts itself, so nothing is
+sent in a steady step. A line is written when a choice first draws, when it returns after others have taken its line,
+and when ``min_tokens`` is reached.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def runner_tricks(
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": config.copy_kernels and not by_torch(ops),
-        # Products on Hopper take any number of rows (ops/linear/few_rows/small_matmul.py), but not in deterministic mode.
+        # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
         "fine_rows": dtype == torch.bfloat16
         and not config.deterministic
         and not torch.version.hip

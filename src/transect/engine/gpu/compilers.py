@@ -5,7 +5,9 @@ CUDA C++ libraries, imports torch, Triton and the operators once, and forks work
 compiles for a target. Which kernels are needed is found by the engine (``warm_kernels.py``) and sent one by one; what
 is compiled goes to Triton's cache on disk, from where the engine loads it.
 
-    python -m transect.engine.gpu.compilers CONFIG BUILD     (kernels as pickles on standard input, answers on the output)
+    python -m transect.engine.gpu.compilers CONFIG BUILD
+
+It reads kernels as pickles from its standard input and answers on its standard output.
 
 It leads a process group of its own, which is ended as a whole: by the engine, or by itself when the engine is gone.
 
@@ -158,9 +160,9 @@ def sources_digest() -> str:
     import triton
 
     key = hashlib.sha256(triton.__version__.encode())
-    package = Path(__file__).parent.parent
-    # In engine/ it is decided which steps there are, in ops/tuned how kernels are cut up.
-    patterns = ("ops/*.py", "ops/tuned/**/*.json", "models/*.py", "engine/*.py")
+    package = Path(__file__).parents[2]
+    # engine/ decides which steps there are, ops/tuned how kernels are cut.
+    patterns = ("ops/**/*.py", "ops/tuned/**/*.json", "models/**/*.py", "engine/**/*.py")
     for path in sorted(path for pattern in patterns for path in package.glob(pattern)):
         key.update(path.read_bytes())
     return key.hexdigest()

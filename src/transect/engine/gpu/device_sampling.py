@@ -1,7 +1,7 @@
 """From logits to tokens without the host: what a step's graph ends with.
 
-Adjusted logits (``ops/sampling/adjust_logits.py``), draws (``ops/sampling/sampling.py``) and logprobs of the drawn tokens, all left in
-tensors on the device. ``LogprobTensors`` turns the last into what a ``StepResult`` holds, on the host.
+Adjusted logits (``ops/sampling/adjust_logits.py``), draws (``ops/sampling/sampling.py``) and logprobs of the drawn
+tokens stay in tensors on the device. ``LogprobTensors`` turns the last into what a ``StepResult`` holds, on the host.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..registry import Unavailable
 from .cuda_build import CUDA_TARGETS as CUDA_TARGETS
-from .cuda_build import SOURCES as SOURCES
 from .cuda_build import build, check, library_path
 
 _skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=False)
@@ -38,7 +37,7 @@ def _target() -> str:
 
 
 def library(name: str) -> ctypes.CDLL:
-    """``ops/NAME.cu``, built for torch's current GPU (once, kept in the user's cache) and loaded.
+    """``NAME.cu``, built for torch's current GPU (once, kept in the user's cache) and loaded.
 
     Raises:
         Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
@@ -52,7 +51,7 @@ def _load(name: str, target: str) -> ctypes.CDLL:
 
 
 def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
-    """A launcher of ``ops/NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
+    """A launcher of ``NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
     arguments by letter: p pointer, i int, l long long, f float.
 
     Raises:
@@ -96,7 +95,7 @@ def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device 
 
 
 def launcher(name: str, symbol: str) -> Callable[..., None]:
-    """``extern "C"`` function ``symbol`` of ``ops/NAME.cu``, built for torch's current GPU.
+    """``extern "C"`` function ``symbol`` of ``NAME.cu``, built for torch's current GPU.
 
     Tensors become pointers, and the current stream is added.
 
@@ -129,7 +128,7 @@ def _launcher(name: str, symbol: str, target: str) -> Callable[..., None]:
 
 
 def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """What ``Implementation.load`` of a CUDA C++ implementation is: builds ``ops/NAME.cu``, then gives ``call``.
+    """What ``Implementation.load`` of a CUDA C++ implementation is: builds ``NAME.cu``, then gives ``call``.
 
     Raises (when called):
         Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.

@@ -1,4 +1,4 @@
-"""The CUDA C++ sources of this folder: found, and built with nvcc for one device. No torch here.
+"""The CUDA C++ sources of ``ops/``: found, and built with nvcc for one device. No torch here.
 
 Every ``.cu`` file is complete in itself: kernels, and ``extern "C"`` launchers on raw pointers.
 So nvcc alone compiles them, with no torch headers, and ctypes is all the binding that they need (``cuda.py``).
@@ -22,7 +22,8 @@ from ...hardware.cache import cache_folder
 from ...hardware.cores import usable_cores
 from ..registry import Unavailable
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent.parent
+"""The folder ``ops``; a source stands in the family of its operator, and its name is unique."""
 CUDA_TARGETS = ("sm_80", "sm_90")
 TOOLKIT = "/usr/local/cuda"
 """Where NVIDIA's installers put it."""
@@ -33,8 +34,20 @@ _PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
 
 
 def sources() -> list[Path]:
-    """All CUDA C++ files of this folder."""
-    return sorted(SOURCES.glob("*.cu"))
+    """All CUDA C++ files, whatever their family."""
+    return sorted(SOURCES.rglob("*.cu"))
+
+
+def source(name: str) -> Path:
+    """The one file called ``name`` (``gelu.cu``, ``hopper.cuh``).
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next(SOURCES.rglob(name), None)
+    if found is None:
+        raise ValueError(f"no CUDA C++ source is called {name}; there are: {', '.join(p.name for p in sources())}")
+    return found
 
 
 def architecture(target: str) -> str:
@@ -179,14 +192,14 @@ def library_folder() -> Path:
 
 
 def library_path(name: str, target: str) -> Path:
-    """Where the library of ``ops/NAME.cu`` is kept in the user's cache; its name tells the source's version."""
-    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cuh")))
-    digest = hashlib.sha256((SOURCES / f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
+    """Where the library of ``NAME.cu`` is kept in the user's cache; its name tells the source's version."""
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.cuh")))
+    digest = hashlib.sha256(source(f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
     return library_folder() / f"{name}-{digest}-{target}.so"
 
 
 def build(name: str, target: str) -> Path:
-    """The library of ``ops/NAME.cu``, built if it is not there yet: of several processes by one, the others wait.
+    """The library of ``NAME.cu``, built if it is not there yet: of several processes by one, the others wait.
 
     Errors as in ``check`` and ``compile_source``.
     """
@@ -197,6 +210,6 @@ def build(name: str, target: str) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not output.exists():
                 temporary = output.with_suffix(f".{os.getpid()}.tmp")
-                compile_library(SOURCES / f"{name}.cu", target, temporary)
+                compile_library(source(f"{name}.cu"), target, temporary)
                 temporary.replace(output)
     return output

@@ -12,7 +12,7 @@ from transect.ops.attention.paged import decode_hopper as module
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.decode_hopper import PagedDecode, Plan, choose
 from transect.ops.attention.paged.paged_attention import reference
-from transect.ops.lang import cuda
+from transect.ops.lang import cuda_build
 from transect.ops.registry import Unavailable
 
 LENGTHS = [
@@ -173,14 +173,14 @@ def test_what_it_does_not_take_is_said() -> None:
 
 
 def test_the_source_compiles_the_stages_that_are_known_here() -> None:
-    source = (cuda.SOURCES / "paged_decode_hopper.cu").read_text()
+    source = cuda_build.source("paged_decode_hopper.cu").read_text()
     listed = re.findall(r"^  TRANSECT_PAGED\((\d+), (\d), (\d+)\)$", source, re.M)
     known = [(d, tiles, stages) for d, stages in module.STAGES.items() for tiles in (1, 2)]
     assert [tuple(map(int, line)) for line in listed] == known
 
 
 def test_the_launcher_is_called_with_what_the_source_says() -> None:
-    source = (cuda.SOURCES / "paged_decode_hopper.cu").read_text()
+    source = cuda_build.source("paged_decode_hopper.cu").read_text()
     (parameters,) = re.findall(r'^extern "C" int transect_paged_decode\(([^)]*)\)', source, re.M)
     letters = {"int": "i", "long long": "l", "float": "f"}
     kinds = [re.sub(r"\s*\w+$", "", one.strip()) for one in parameters.split(",")]

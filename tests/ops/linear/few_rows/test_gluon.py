@@ -74,7 +74,7 @@ def test_where_it_cannot_run_norms_are_kernels_of_their_own() -> None:
 
 COMPILE = """
 import json
-from transect.ops.small_matmul_gluon import kernels
+from transect.ops.linear.few_rows.gluon import kernels
 from transect.ops.tools.compile import compile_kernel
 for kernel in kernels():
     print(json.dumps(compile_kernel(kernel, "sm_90", sass=False).assembly))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from cuda_kernels import check_chain, loaded, product_inputs
 
-from transect.ops.lang import cuda
+from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
 from transect.ops.linear.few_rows.hopper import (
     CUTS,
@@ -28,7 +28,7 @@ SIZES = [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 2048), (1024, 3072
 
 
 def test_the_source_compiles_the_cuts_that_are_known_here() -> None:
-    source = (cuda.SOURCES / "small_matmul_hopper.cu").read_text()
+    source = cuda_build.source("small_matmul_hopper.cu").read_text()
     listed = re.findall(r"^  TRANSECT_CUT\(([\d, ]+)\)$", source, re.M)
     assert {tuple(int(part) for part in line.split(",")) for line in listed} == set(CUTS)
     assert len(listed) == len(CUTS)

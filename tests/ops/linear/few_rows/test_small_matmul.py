@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from cuda_kernels import check_chain, loaded, product_inputs
 
-from transect.ops.lang import cuda
+from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import cuda as small_matmul_cuda
 from transect.ops.linear.few_rows import small_matmul
 from transect.ops.linear.few_rows.triton import Cut
@@ -16,7 +16,7 @@ from transect.ops.registry import Unavailable
 
 
 def test_the_source_compiles_the_kernels_that_are_known_here() -> None:
-    source = (cuda.SOURCES / "small_matmul.cu").read_text()
+    source = cuda_build.source("small_matmul.cu").read_text()
     listed = re.findall(r"^  TRANSECT_ROWS\((\d), (\d)\)$", source, re.M)
     assert sorted((int(columns), int(stages)) for columns, stages in listed) == sorted(small_matmul_cuda.KERNELS)
 
