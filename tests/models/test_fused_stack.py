@@ -14,7 +14,7 @@ from transect.models.fused_stack import FusedStack, Fusions, join_weights, unsui
 from transect.models.presets import PRESETS
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear.stream_products import Stream
-from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
+from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
 from transect.train.lora import LoRALinear
 
@@ -192,7 +192,7 @@ def test_triton_kernels(new):
     kernels = {name: get(name).implementations.get("triton") for name in OPERATORS}
     loaded = {name: kernel.load() for name, kernel in kernels.items() if kernel is not None}
     assert {"linear", "gate_up", "add_rms_norm", "rotary_kv_write", "paged_attention"} <= set(loaded)
-    ops = dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
+    ops = with_dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
     model = build(CONFIGS["qwen3"], ops)
     join_weights(model)
     plain, fused = both(model, new=new)

@@ -22,9 +22,9 @@ from ...models.load import kv_dtype
 from ...models.load_device import load_on_device
 from ...models.memory.serving import kept_for_graphs
 from ...models.resolve import ModelSource
-from ...ops.lang.jit import dependent_launch as has_dependent_launch
+from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
-from ...ops.opset import OpSet, dependent_launch, resolve_ops
+from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
 from ..batch import Draw, ScheduledBatch, ScheduledRow
 from ..config import EngineConfig
@@ -144,7 +144,7 @@ def build_gpu(
     _check_weights(config, weight_bytes(model_config, storage), free, total)
     longest = config.max_model_len or model_config.max_position
     limits: dict[str, Any] = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest}
-    ops = gpu_ops(device, deterministic=config.deterministic, early=config.dependent_launch)
+    ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.dependent_launch)
     config = without_graphs(config, ops)
     tricks = runner_tricks(config, model_config, dtype, device, ops)
     work = warm_kernels.Work(
@@ -266,13 +266,14 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 
 
-def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = True) -> OpSet:
-    """The operators of an engine on a GPU; ``early``: with dependent launch where the GPU has it (Hopper)."""
+def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
+    """The operators of an engine on a GPU; ``dependent_launch``: with dependent launch where the GPU has it
+    (Hopper)."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
-    early = early and has_dependent_launch(device)
-    if early and not deterministic:
+    dependent_launch = dependent_launch and has_dependent_launch(device)
+    if dependent_launch and not deterministic:
         ops = replace(ops, stream_products=StreamProducts(device))
-    return dependent_launch(ops, early)
+    return with_dependent_launch(ops, dependent_launch)
 
 
 def by_torch(ops: OpSet) -> bool:

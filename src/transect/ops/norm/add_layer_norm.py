@@ -45,17 +45,19 @@ def triton_add_layer_norm(
     eps: float,
     *,
     out: tuple[Tensor, Tensor] | None = None,
-    pdl: bool = False,
+    dependent_launch: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch. ``out``: where norm and sum go; ``(x, residual)`` updates the stream in place.
 
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper). ValueError if x and residual differ
-    in shape or dtype, or past ``norms.MAX_WIDTH``.
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ValueError if x and
+    residual differ in shape or dtype, or past ``norms.MAX_WIDTH``.
     """
     function = layer_norm.forward_kernel
     vectors = (weight, bias)
-    return launch_forward("add_layer_norm", function, x, residual, vectors, eps, out=out, pdl=pdl, config=config)
+    return launch_forward(
+        "add_layer_norm", function, x, residual, vectors, eps, out=out, dependent_launch=dependent_launch, config=config
+    )
 
 
 def triton_backward(
