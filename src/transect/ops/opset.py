@@ -19,7 +19,7 @@ from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
 from .linear import gate_up, linear  # noqa: F401
 from .linear.stream_products import StreamProducts
-from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm  # noqa: F401
+from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
 from .position import embed_tokens, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
 
@@ -31,7 +31,6 @@ class OpSet:
     rms_norm: Callable[..., Any]
     layer_norm: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
-    add_layer_norm: Callable[..., Any]
     rotary: Callable[..., Any]
     swiglu: Callable[..., Any]
     gate_up: Callable[..., Any]

@@ -42,7 +42,7 @@ from ..ops.attention.packed import backward as flash_attention_backward
 from ..ops.attention.packed import flash_attention
 from ..ops.norm import add_rms_norm, rms_norm
 from ..ops.position import rotary
-from .activations import Kept as Plan
+from .activations import Checkpointing as Plan
 from .activations import stack_with
 from .merged_products import Product, Scratch, product
 

@@ -47,17 +47,13 @@ def forward_kernel(
     x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, y_stride, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
+    """ROWS whole rows a program: one read, one write. Arguments are those of ``rms_norm.forward_kernel``, whose
+    launcher this shares; there is no ADD here, and so no residual and no sum."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * r_stride + col, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * n_cols + col, rounded, mask=inside)
-        x = rounded.to(tl.float32)
     w = tl.load(w_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / n_cols
@@ -77,7 +73,7 @@ def backward_kernel(
     in registers.
 
     The loads of the next STAGES - 1 tiles are on their way to shared memory while a tile is worked on. The sums of a
-    row are taken in two rounds: those of x and g, then those of the centred x. With ADD, up is added to dL/dx.
+    row are taken in two rounds: those of x and g, then those of the centred x. There is no ADD here, and so no up.
     """
     wait_for_previous(DEPENDENT_LAUNCH)
     col = tl.arange(0, BLOCK)[None, :]
@@ -99,8 +95,6 @@ def backward_kernel(
         dw += tl.sum(g * x, 0, keep_dims=True)
         db += tl.sum(g, 0, keep_dims=True)
         dx = r * (gw - mean_gw - x * (r * dot / n_cols))
-        if ADD:
-            dx += tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     let_next_begin(DEPENDENT_LAUNCH)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)

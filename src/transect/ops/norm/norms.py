@@ -1,7 +1,7 @@
 """What the norms share: launching their kernels, adding up the gradients of the weights, shapes to measure.
 
 Shapes: x and the residual stream ``[..., D]``, weight and bias ``[D]``. The kernels themselves, and the math, are in
-``rms_norm.py`` and ``layer_norm.py``; with a residual added first, in ``add_rms_norm.py`` and ``add_layer_norm.py``.
+``rms_norm.py`` and ``layer_norm.py``; with a residual added first, in ``add_rms_norm.py``.
 """
 
 from __future__ import annotations
