@@ -15,6 +15,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# Test processes share the machine: threads that wait for each other would spin. Set before torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
