@@ -10,6 +10,7 @@ from pathlib import Path
 import effort
 import pytest
 from hypothesis import HealthCheck, settings
+from remembered import Remembered
 
 # A test fails by what it finds, not by how busy the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -98,6 +99,12 @@ def pytest_testnodedown(node) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if count := config.stash[left_out]:
         terminalreporter.write_line(f"{count} tests were left out that `make prove` runs")
+
+
+@pytest.fixture(scope="session")
+def remembered(pytestconfig: pytest.Config) -> Remembered:
+    """Keeps what compilers said about the same inputs in an earlier run."""
+    return Remembered(pytestconfig)
 
 
 @pytest.fixture(scope="session")

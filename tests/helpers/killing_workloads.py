@@ -19,9 +19,7 @@ from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler_config import SchedulerConfig
 
 FILE = Path(__file__).parent.parent / "engine" / "killing_workloads.json"
-ALL_KINDS = st.one_of(
-    workloads(lag=1), workloads(lag=0), workloads(lag=1, storm=True), workloads(lag=0, storm=True)
-)
+ALL_KINDS = st.one_of(workloads(lag=1), workloads(lag=0), workloads(lag=1, storm=True), workloads(lag=0, storm=True))
 
 
 def violation(workload: Workload, **classes: type) -> str | None:
