@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from commands import run_here
 from training_runs import tiny_run
 
 from transect.train import checkpoint
@@ -118,11 +119,12 @@ def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> Non
         (("--resume", "--run", "runs/none"), "no checkpoint to go on from"),
     ],
 )
-def test_mistakes_get_one_line(folder, arguments, message: str) -> None:
-    code, out = finish(folder, *arguments)
-    assert code == 2
-    assert out.startswith("transect: error: ") and len(out.splitlines()) == 1
-    assert message in out
+def test_mistakes_get_one_line(folder, arguments, message: str, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+    done = run_here("train", *arguments)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("transect: error: ") and len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
 
 
 def test_the_log_is_json_lines_with_every_step_once(folder) -> None:

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from registered import kernel_entries, marks
+
 from transect.ops.registry import Implementation, Op, Unavailable, all_ops
 from transect.ops.tools.accuracy import LAYOUTS, check
 
@@ -12,10 +14,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts bfloat16 off instead of rounding it, so there the 16-bit format tested is float16.
 DTYPES = ("float32", "bfloat16", "float16") if DEVICE == "cuda" else ("float32", "float16")
 ENTRIES = [
-    pytest.param(op, made, id=f"{op.name}-{label}")
-    for op in all_ops()
-    for label, made in op.implementations.items()
-    if made.backend in ("triton", "cuda")
+    pytest.param(op, made, dtype, id=f"{name}-{dtype}", marks=marks(made))
+    for op, made, name in kernel_entries()
+    for dtype in DTYPES
+    if dtype in made.dtypes
 ]
 
 
@@ -27,13 +29,10 @@ def loadable(implementation: Implementation) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("op", "implementation"), ENTRIES)
+@pytest.mark.parametrize(("op", "implementation", "dtype"), ENTRIES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_error_against_float64(op: Op, implementation: Implementation, dtype: str) -> None:
     loadable(implementation)
-    if dtype not in implementation.dtypes:
-        pytest.skip(f"computes in {', '.join(implementation.dtypes)}")
     torch.set_num_threads(1)
     # In the interpreter strides are tried in one dtype, and small results drawn half as often: it is slow.
     quick = {} if DEVICE == "cuda" else {"draws": 8, "layouts": LAYOUTS if dtype == "float32" else LAYOUTS[:1]}
