@@ -1,10 +1,13 @@
 """Every kernel in the registry against float64, both directions, in the interpreter (or on the GPU)."""
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from effort import proving
 from registered import kernel_entries, marks
 
 from transect.ops.registry import Implementation, Op, Unavailable, all_ops
@@ -29,14 +32,31 @@ def loadable(implementation: Implementation) -> None:
         pytest.skip(str(error))
 
 
+def parts(op: Op, dtype: str) -> list[dict[str, Any]]:
+    """What is checked: everything on a GPU. The interpreter is slow: there strides are tried in one dtype, and small
+    results drawn half as often; without ``--prove`` only the first example has strides, and two draws are made."""
+    if DEVICE == "cuda":
+        return [{}]
+    strides = LAYOUTS if dtype == "float32" else LAYOUTS[:1]
+    if proving():
+        return [{"draws": 8, "layouts": strides}]
+    examples = list(op.examples())
+    return [
+        {"draws": 2, "layouts": strides, "examples": examples[:1]},
+        {"draws": 2, "layouts": LAYOUTS[:1], "examples": examples[1:]},
+    ]
+
+
 @pytest.mark.parametrize(("op", "implementation", "dtype"), ENTRIES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_error_against_float64(op: Op, implementation: Implementation, dtype: str) -> None:
     loadable(implementation)
     torch.set_num_threads(1)
-    # In the interpreter strides are tried in one dtype, and small results drawn half as often: it is slow.
-    quick = {} if DEVICE == "cuda" else {"draws": 8, "layouts": LAYOUTS if dtype == "float32" else LAYOUTS[:1]}
-    findings = list(check(op, implementation, getattr(torch, dtype), DEVICE, **quick))
+    findings = [
+        finding
+        for chosen in parts(op, dtype)
+        for finding in check(op, implementation, getattr(torch, dtype), DEVICE, **chosen)
+    ]
     if not findings:
         pytest.skip("takes none of the examples (it has shapes of its own in the GPU tests)")
     assert [finding for finding in findings if not finding.passed] == []
