@@ -41,7 +41,7 @@ def example_of(op: Op, made: Implementation, which: int = 0) -> dict[str, Any]:
     for example in op.examples():
         placed = {key: place(key, value) for key, value in example.items()}
         filled = all(v.numel() for v in example.values() if isinstance(v, torch.Tensor))
-        if filled and not (made.refuses and made.refuses(**placed)):
+        if filled and not (made.refusal and made.refusal(**placed)):
             found.append(placed)
     if len(found) <= which:
         pytest.skip("takes none of the examples")

@@ -1,8 +1,8 @@
 """What a device needs at the least to run a model: the floor that measured times stand beside.
 
-It is the work that cannot be avoided (``models.cost.least_cost``) at the device's rates: the matrices of the layers, the
-head and attention each take as long as their bytes or their FLOPs, whichever takes longer. MFU and MBU are these FLOPs
-and bytes over the measured time, as shares of what the device can do.
+It is the work that cannot be avoided (``models.cost.least_cost``) at the device's rates: the matrices of the layers,
+the head and attention each take as long as their bytes or their FLOPs, whichever takes longer. MFU and MBU are these
+FLOPs and bytes over the measured time, as shares of what the device can do.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A source to a ``Decoder`` that is ready to run on a device.
 
 ``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
-``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways to
-compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute in float32 from exactly
-what the file holds; plain torch, for which quantized weights are dequantized when they are loaded; and, on a GPU, the
-fused stack.
+``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
+to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute in float32 from
+exactly what the file holds; plain torch, for which quantized weights are dequantized when they are loaded; and, on a
+GPU, the fused stack.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .config import ModelConfig
 from .cost import weight_bytes
 from .decoder import Decoder
 from .fused_stack import FusedStack, Fusions
-from .fused_stack import unsuitable as unsuitable_for_fusion
+from .fused_stack import refusal as refusal_to_fuse
 from .native import (
     keep_packed,
     native_model,
     packed_matrices,
     packed_path,
+    refusal,
     run_natively,
     take_packed,
-    unsuitable,
 )
 from .resolve import ModelSource
 from .staging import Staging, dense_values
@@ -200,7 +200,7 @@ def kernels(
     elif dtype not in ("auto", "float32"):
         reason = f"the C++ kernels compute in float32, not {dtype}"
     else:
-        reason = unsuitable(config, block_size, quantization)
+        reason = refusal(config, block_size, quantization)
     if reason is None:
         try:
             library = cpu_library.load(threads or torch.get_num_threads())
@@ -269,7 +269,7 @@ def load_on_device(
     model = allocated(Decoder(source.config, "meta", dtype, ops=ops, kinds=kinds), device)
     with progress(source) as advance:
         fill(model, stored_weights(source, seed, dtype, device), advance=advance)
-    if unsuitable_for_fusion(source.config) is None:
+    if refusal_to_fuse(source.config) is None:
         model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
     return model
 

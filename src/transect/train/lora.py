@@ -1,7 +1,7 @@
 r"""Low-rank adapters on the matrices of a model (Hu et al. 2021, arXiv:2106.09685), which are all that is trained then.
 
-``models/weights/adapted.py`` is a weight with an adapter. The weights of the plain model that computes the same, which any
-engine serves, are those that each weight says it stands for (``plain_state``).
+``models/weights/adapted.py`` is a weight with an adapter. The weights of the plain model that computes the same, which
+any engine serves, are those that each weight says it stands for (``plain_state``).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from transect.ops.opset import OpSet, resolve_ops
 
 
 @pytest.mark.parametrize(
-    ("capability", "hip", "deterministic", "early", "streams", "told"),
+    ("capability", "hip", "deterministic", "dependent_launch", "streams", "told"),
     [
         ((9, 0), None, False, True, True, True),
         ((9, 0), None, True, True, False, True),
@@ -34,12 +34,12 @@ def test_on_hopper_launches_are_dependent_and_norms_in_the_products_unless_batch
     capability: tuple[int, int],
     hip: str | None,
     deterministic: bool,
-    early: bool,
+    dependent_launch: bool,
     streams: bool,
     told: bool,
 ) -> None:
-    def write(*, pdl: bool) -> bool:
-        return pdl
+    def write(*, dependent_launch: bool) -> bool:
+        return dependent_launch
 
     def of_the_cpu(device: Any, backends: Any, *, batch_invariant: bool) -> OpSet:
         assert batch_invariant == deterministic
@@ -48,8 +48,8 @@ def test_on_hopper_launches_are_dependent_and_norms_in_the_products_unless_batch
     monkeypatch.setattr(gpu_build, "resolve_ops", of_the_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(gpu_build, "has_dependent_launch", jit.dependent_launch.__wrapped__)  # asks anew each time
-    ops = gpu_build.gpu_ops(torch.device("cuda", 0), deterministic=deterministic, early=early)
+    monkeypatch.setattr(gpu_build, "has_dependent_launch", jit.has_dependent_launch.__wrapped__)  # asks anew each time
+    ops = gpu_build.gpu_ops(torch.device("cuda", 0), deterministic=deterministic, dependent_launch=dependent_launch)
     assert (ops.stream_products is not None) == streams
     assert ops.kv_cache_write() == told
 

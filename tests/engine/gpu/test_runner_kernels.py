@@ -16,7 +16,7 @@ from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.ops.lang.jit import INTERPRETED
-from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
+from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
 
 VOCAB, BLOCK = 61, 4
@@ -51,7 +51,7 @@ def test_padding_is_never_seen(options):
     plain.init_weights(0.3, torch.Generator().manual_seed(0))
     kernels = {name: get(name).implementations.get("triton") for name in OPERATORS}
     loaded = {name: kernel.load() for name, kernel in kernels.items() if kernel is not None}
-    ops = dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
+    ops = with_dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
     model = Decoder(TINY, dtype=torch.float32, ops=ops).requires_grad_(False)
     model.load_state_dict(plain.state_dict())
     model.stack = FusedStack(model, max_positions=TINY.max_position)

@@ -72,7 +72,9 @@ def test_what_fails_is_a_row_with_its_reason() -> None:
 
 
 def test_refused_shapes_directions_and_only() -> None:
-    made = Implementation("cpu", lambda: lambda x: x, ("cpu",), refuses=lambda x: "too small" if x.numel() < 9 else "")
+    made = Implementation(
+        "cpu", lambda: lambda x: x, ("cpu",), refusal=lambda x: "too small" if x.numel() < 9 else None
+    )
     op = _op(implementations={"cpu": made}, examples=lambda: [{"x": torch.ones(2)}], directions=("forward", "both"))
     assert [(r.contender, r.direction, r.reason) for r in _rows(op)] == [
         ("cpu", "forward", "too small"),

@@ -1,5 +1,6 @@
 """What the engine needs on a GPU, beyond what it needs everywhere.
 
+* ``options.py``          ``GPUOptions``: switches of what makes it fast
 * ``build.py``            start-up: load the model, measure what a step needs, size the cache, capture graphs
 * ``memory.py``           where the GPU's memory goes
 * ``warm_kernels.py``     which kernels an engine needs; ``compilers.py``: processes that compile them meanwhile

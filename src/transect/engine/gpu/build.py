@@ -23,9 +23,9 @@ from ...models.memory.serving import kept_for_graphs
 from ...models.resolve import ModelSource
 from ...models.storage import Storage, storage_for
 from ...models.weights.int4_serving import kinds_for
-from ...ops.lang.jit import dependent_launch as has_dependent_launch
+from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
-from ...ops.opset import OpSet, dependent_launch, resolve_ops
+from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
 from ..batch import Draw, ScheduledBatch, ScheduledRow
 from ..config import EngineConfig
@@ -145,7 +145,7 @@ def build_gpu(
     _check_weights(config, weight_bytes(model_config, storage), free, total)
     longest = config.max_model_len or model_config.max_position
     limits: dict[str, Any] = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest}
-    ops = gpu_ops(device, deterministic=config.deterministic, early=config.dependent_launch)
+    ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
     config = without_graphs(config, ops)
     tricks = runner_tricks(config, model_config, dtype, device, ops)
     work = warm_kernels.Work(
@@ -153,8 +153,8 @@ def build_gpu(
         dtype=dtype,
         block_size=config.block_size,
         deterministic=config.deterministic,
-        dependent_launch=config.dependent_launch,
-        fused_operators=config.fused_operators,
+        dependent_launch=config.gpu.dependent_launch,
+        fused_operators=config.gpu.fused_operators,
         whole_prompts=tricks["whole_prompts"],
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
@@ -172,8 +172,8 @@ def build_gpu(
         ops=ops,
         max_positions=longest,
         seed=config.seed or 0,
-        fusions=Fusions.all(config.fused_operators),
-        kinds=kinds_for(config.quantization, device, early=config.dependent_launch),
+        fusions=Fusions.all(config.gpu.fused_operators),
+        kinds=kinds_for(config.quantization, device, dependent_launch=config.gpu.dependent_launch),
     )
     times.done("weights")
     weights = model.nbytes
@@ -216,7 +216,7 @@ def build_gpu(
         caches[1],
         **limits,
         graphs=config.cuda_graphs != "off",
-        sample_on_device=config.device_sampling,
+        sample_on_device=config.gpu.device_sampling,
         **tricks,
     )
     times.done("KV cache")
@@ -240,17 +240,17 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """What ``GPURunner`` is to do on this device, by the names of its arguments."""
     return {
-        "whole_prompts": WHOLE_PROMPTS if config.prompt_attention and not config.deterministic else None,
-        "prune_last_layer": config.prune_last_layer,
+        "whole_prompts": WHOLE_PROMPTS if config.gpu.prompt_attention and not config.deterministic else None,
+        "prune_last_layer": config.gpu.prune_last_layer,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
-        "copy_kernels": config.copy_kernels and not by_torch(ops),
+        "copy_kernels": config.gpu.copy_kernels and not by_torch(ops),
         # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
         "fine_rows": dtype == torch.bfloat16
         and not config.deterministic
         and not torch.version.hip
         and torch.cuda.get_device_capability(device) == (9, 0),
-        "graph_tokens": graph_tokens(model) if config.prefill_graphs and config.cuda_graphs != "off" else 0,
+        "graph_tokens": graph_tokens(model) if config.gpu.prefill_graphs and config.cuda_graphs != "off" else 0,
         # torch's operators take no tokens that belong to no row.
         "pad_tokens": 1 if by_torch(ops) else None,
     }
@@ -270,13 +270,14 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 
 
-def gpu_ops(device: torch.device, *, deterministic: bool = False, early: bool = True) -> OpSet:
-    """The operators of an engine on a GPU; ``early``: with dependent launch where the GPU has it (Hopper)."""
+def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
+    """The operators of an engine on a GPU; ``dependent_launch``: with dependent launch where the GPU has it
+    (Hopper)."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
-    early = early and has_dependent_launch(device)
-    if early and not deterministic:
+    dependent_launch = dependent_launch and has_dependent_launch(device)
+    if dependent_launch and not deterministic:
         ops = replace(ops, stream_products=StreamProducts(device))
-    return dependent_launch(ops, early)
+    return with_dependent_launch(ops, dependent_launch)
 
 
 def by_torch(ops: OpSet) -> bool:

@@ -1,8 +1,9 @@
-r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is (``ops/linear/packed/int4_matmul.py``), for inference.
+r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is, for inference
+(``ops/linear/packed/int4_matmul.py``).
 
-It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a zero
-in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and inputs
-with zeros.
+It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a
+zero in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and
+inputs with zeros.
 
 The same rounding on other ways to compute: ``rounded`` gives the values that the codes stand for, and ``affine_groups``
 the codes for the C++ CPU kernels, which have a scale for each 32 numbers, here four times the same.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ...formats.affine import AffineGroups
 from ...ops.activation import swiglu
-from ...ops.lang.jit import dependent_launch, runs_triton
+from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.packed import int4_matmul
 from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
@@ -48,18 +49,20 @@ class Int4Products:
     """``[T, 2 F] -> silu(first half) * second half [T, F]``."""
 
     @classmethod
-    def on(cls, device: torch.device | str, *, early: bool = False) -> Int4Products:
-        """The fastest that run on ``device``; ``early``: with dependent launch where the device has it."""
+    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
+        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
         if not runs_triton(torch.empty(0, device=device)):
             return cls(int4_matmul.reference, lambda both: swiglu.by_exp(*both.chunk(2, dim=-1)))
-        early = early and dependent_launch(torch.device(device))
+        dependent = dependent and has_dependent_launch(torch.device(device))
         product = int4_matmul.best_launcher()
-        return cls(partial(product, pdl=early), partial(gate_up.gate_halves, pdl=early))
+        return cls(
+            partial(product, dependent_launch=dependent), partial(gate_up.gate_halves, dependent_launch=dependent)
+        )
 
 
 class ServingInt4(Weight):
-    """Buffer ``arranged``: int32 ``[I / 128, O / 16, 256 + 16]`` as ``int4_packing.arrange`` gives it; joined with others,
-    a view along its second dimension."""
+    """Buffer ``arranged``: int32 ``[I / 128, O / 16, 256 + 16]`` as ``int4_packing.arrange`` gives it; joined with
+    others, a view along its second dimension."""
 
     arranged: Tensor
 
@@ -149,19 +152,20 @@ class ServingInt4(Weight):
         return TrainingPart(self.out_features, self.in_features, like, fill)
 
 
-def kinds_for(quantization: str | None, device: torch.device | str, *, early: bool = False) -> Kinds | None:
+def kinds_for(quantization: str | None, device: torch.device | str, *, dependent_launch: bool = False) -> Kinds | None:
     """The kinds of weight of a model that is served on a GPU, as ``EngineConfig`` names them; None: all are dense. With
-    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``early`` as in ``Int4Products.on``."""
+    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``dependent_launch`` as ``dependent`` in
+    ``Int4Products.on``."""
     if quantization is None:
         return None
-    products = Int4Products.on(device, early=early)
+    products = Int4Products.on(device, dependent=dependent_launch)
     int4: WeightKind = partial(ServingInt4, products=products)
     return lambda name: Dense if name == "head" else int4
 
 
 def served_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its device; K'
-    is K rounded up to whole groups."""
+    """A dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its device;
+    K' is K rounded up to whole groups."""
     spare = -weight.shape[1] % SERVING_GROUP
     whole = torch.cat((weight, weight[:, -1:].expand(-1, spare)), 1) if spare else weight
     return codes_of(whole, SERVING_GROUP, SCALES)

@@ -11,7 +11,7 @@ from effort import quick_first
 pytest.importorskip("triton")
 
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.attention.paged.decode import Cut
+from transect.ops.attention.paged.decode import Tiling
 from transect.ops.attention.paged.kv_cache_write import example_batch
 from transect.ops.attention.paged.paged_attention import PagedTriton, reference
 from transect.ops.lang.jit import INTERPRETED
@@ -57,7 +57,7 @@ def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, p
     batch = example_batch(rows, 16, 64).to(DEVICE)
     tokens = sum(new for new, _ in rows)
     q = 2 * sample(tokens, 6, 16).to(DEVICE)
-    attend = PagedTriton(cut=Cut(programs=programs))
+    attend = PagedTriton(singles=Tiling(programs=programs))
     expected = reference(q, *caches(), batch, SCALE, window)
     torch.testing.assert_close(attend(q, *caches(), batch, SCALE, window), expected, rtol=0, atol=2e-5)
     larger = roomy(batch, 9, 40)
@@ -99,7 +99,7 @@ def test_shares_may_begin_anywhere(rows: tuple, programs: int) -> None:
     """An item in one share, in two, in more than are combined at a time; shares of many items, and of none."""
     batch = example_batch(rows, 16, 64).to(DEVICE)
     q = 2 * sample(len(rows), 6, 16).to(DEVICE)
-    out = PagedTriton(cut=Cut(programs=programs))(q, *caches(), batch, SCALE)
+    out = PagedTriton(singles=Tiling(programs=programs))(q, *caches(), batch, SCALE)
     torch.testing.assert_close(out, reference(q, *caches(), batch, SCALE), rtol=0, atol=2e-5)
 
 
@@ -108,7 +108,7 @@ def test_more_rows_than_programs() -> None:
     rows = tuple((1, 1 + 7 * (row % 5)) for row in range(21))
     batch = roomy(example_batch(rows, 16, 64).to(DEVICE), 40, 12)
     q = 2 * sample(40, 6, 16).to(DEVICE)
-    out = PagedTriton(cut=Cut(programs=1))(q, *caches(), batch, SCALE)
+    out = PagedTriton(singles=Tiling(programs=1))(q, *caches(), batch, SCALE)
     expected = reference(q[:21], *caches(), example_batch(rows, 16, 64).to(DEVICE), SCALE)
     torch.testing.assert_close(out[:21], expected, rtol=0, atol=2e-5)
     assert not out[21:].any()
