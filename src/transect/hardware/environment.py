@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..version import __version__
 from .cpu import processor_name
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
-    """The machine and the software; packages that are not installed are left out."""
+    """The machine, this project's version and commit, and the versions of ``packages``; missing packages are left out."""
     versions = {}
     for name in packages:
         try:
@@ -30,6 +31,7 @@ def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": versions,
+        "version": __version__,
         "commit": commit(),
     }
 
