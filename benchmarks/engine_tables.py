@@ -102,7 +102,8 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
             rows.append((model, "throughput", *cells, spread, f"{row['of_floor']:.0%}"))
             if plain := row.get("unfilled_tokens_per_s"):
                 share = f"{plain / row['floor_tokens_per_s']:.0%}"
-                rows.append((model, "throughput, `fill_steps=False`", cells[0], f"{plain:,.0f} tok/s", "one run", share))
+                work = "throughput, `fill_steps=False`"
+                rows.append((model, work, cells[0], f"{plain:,.0f} tok/s", "one run", share))
     head = ("model", "work", "floor", "median", "runs from - to", "of floor")
     return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput"))
 

@@ -99,7 +99,7 @@ def page() -> str:
 
 
 def memory_bound_short() -> str:
-    """A line for each operator and direction of ``memory_bound``: the case that moves most bytes.
+    """A line for each operator of ``memory_bound``: the forward case that moves most bytes.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -111,7 +111,7 @@ def memory_bound(one_each: bool = False) -> str:
     """The operators bound by memory, at 200 MB and more: the quickest of ours beside its floor and torch.
 
     Args:
-        one_each: of each operator and direction, only the case that moves most bytes.
+        one_each: show only the forward case that moves most bytes, for each operator.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -125,10 +125,11 @@ def memory_bound(one_each: bool = False) -> str:
         "| operator | shape | direction | by | µs | TB/s | of floor | torch µs |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    largest = {(op, direction): case for (op, case, direction), _ in sorted(groups.items(), key=lambda g: g[1][0]["bytes"])}
+    by_bytes = sorted(groups, key=lambda group: groups[group][0]["bytes"])
+    largest = {(op, direction): case for op, case, direction in by_bytes if direction == "forward"}
     shown = []
     for (op, case, direction), rows in groups.items():
-        if one_each and largest[op, direction] != case:
+        if one_each and largest.get((op, direction)) != case:
             continue
         ours = [row for row in rows if not row["is_peer"] and row["contender"] not in ("torch", "reference")]
         if not ours:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
-    """The machine, this project's version and commit, and the versions of ``packages``; missing packages are left out."""
+    """The machine, the version and commit of this project, and the versions of installed ``packages``."""
     versions = {}
     for name in packages:
         try:
