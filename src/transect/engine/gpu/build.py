@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from ...models.config import ModelConfig
-from ...models.cost import Storage, kv_bytes_per_token, weight_bytes
+from ...models.cost import kv_bytes_per_token, weight_bytes
 from ...models.decoder import Decoder
 from ...models.fused_stack import Fusions
-from ...models.load import kv_dtype
-from ...models.load_device import load_on_device
+from ...models.load import kv_dtype, load_on_device
 from ...models.memory.serving import kept_for_graphs
 from ...models.resolve import ModelSource
+from ...models.storage import Storage, storage_for
+from ...models.weights.int4_serving import kinds_for
 from ...ops.lang.jit import dependent_launch as has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, dependent_launch, resolve_ops
@@ -139,8 +140,8 @@ def build_gpu(
     max_seqs, max_tokens = config.limits("cuda")
     free, total = torch.cuda.mem_get_info(device)
     others = total - free
-    bits = dtype.itemsize * 8
-    storage = Storage(linear=bits, embed=bits, head=bits, norm=bits, activation=bits, kv=bits)
+    _check_quantization(config)
+    storage = storage_for(dtype.itemsize, config.quantization)
     _check_weights(config, weight_bytes(model_config, storage), free, total)
     longest = config.max_model_len or model_config.max_position
     limits: dict[str, Any] = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest}
@@ -157,6 +158,7 @@ def build_gpu(
         whole_prompts=tricks["whole_prompts"],
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
+        quantization=config.quantization,
         **limits,
     )
     times.done("CUDA")
@@ -171,9 +173,10 @@ def build_gpu(
         max_positions=longest,
         seed=config.seed or 0,
         fusions=Fusions.all(config.fused_operators),
+        kinds=kinds_for(config.quantization, device, early=config.dependent_launch),
     )
     times.done("weights")
-    weights = int(weight_bytes(model_config, storage))
+    weights = model.nbytes
     before = torch.cuda.memory_allocated(device)
     compiled = warming.wait()
     times.done(f"{compiled} kernels compiled" if warming.collected else "kernels from the cache")
@@ -223,6 +226,7 @@ def build_gpu(
     name = torch.cuda.get_device_name(device)
     kernels = "torch's operators" if by_torch(ops) else "Triton kernels"
     how = [f"{kernels} on {name} in {str(dtype).removeprefix('torch.')}"]
+    how += [] if config.quantization is None else ["the layers' weights in 4 bits"]
     how += [f"CUDA graphs {config.cuda_graphs}"] + (["batch-invariant"] if config.deterministic else [])
     used = sum(cache.nbytes for cache in caches)
     report = (*account.lines(used), f"start-up: {times}")
@@ -328,6 +332,14 @@ def _check_triton_cache() -> None:
         raise ValueError(f"Triton has no place for compiled kernels ({error}): {advice}") from error
     if not os.access(folder, os.W_OK):
         log.warning("Triton cannot write to %s, and will fail for kernels that it does not hold: %s", folder, advice)
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    if config.quantization is not None and config.deterministic:
+        raise ValueError(
+            "products in 4 bits on a GPU add up in another order for other numbers of rows: leave out either "
+            "quantization or deterministic"
+        )
 
 
 def _check_weights(config: EngineConfig, needed: float, free: int, total: int) -> None:
