@@ -39,8 +39,8 @@ def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
 def commit(root: Path = ROOT) -> str:
     """The commit that the sources in ``root`` are, with ``+changes`` when tracked files differ from it.
 
-    A copied tree without a git history says it in a file ``COMMIT`` beside ``src``, written by whoever copied it.
-    ``unknown`` where neither is there.
+    A copied tree without a git history may name its commit in a file ``COMMIT`` beside ``src``. Where neither is there,
+    the answer is ``unknown``.
     """
     note = root / "COMMIT"
     if note.is_file():
