@@ -37,6 +37,7 @@ from transect.models.load import allocated
 from transect.models.norm import RMSNorm
 from transect.models.presets import PRESETS
 from transect.models.shapes import linear_shapes
+from transect.models.weights.dense import Dense
 from transect.ops.linear import gate_up
 from transect.ops.linear.stream_products import StreamProducts
 from transect.ops.opset import OpSet, dependent_launch, resolve_ops

@@ -92,8 +92,8 @@ def batch_floor(
 ) -> tuple[Floor, Floor]:
     """(prefill, decode) of sequences of (prompt tokens, output tokens) that all run together.
 
-    One prefill computes all prompts and draws every first token. Then each step decodes the sequences that still
-    have tokens to draw.
+    One prefill computes all prompts and draws every first token. Then each step decodes the sequences that still have
+    tokens to draw.
     """
     lengths = list(lengths)
     prefill = step_floor(config, [Row(prompt, prompt) for prompt, _ in lengths], rates, storage)
@@ -108,7 +108,8 @@ def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool, quanti
     """Bits per number of the weights and the KV cache in an engine of this ``dtype``.
 
     ``keeps_quantized``: the C++ kernels run, which keep a GGUF file's matrices in their own formats. Other weights are
-    bfloat16, or float32 where ``dtype`` says so. ``quantization``: of the layers' matrices, as in ``EngineConfig``.
+    bfloat16, or float32 where ``dtype`` says so. ``quantization``: the format of the layers' matrices, as in
+    ``EngineConfig``.
     """
     dense = 32.0 if dtype == "float32" else 16.0
     if source.kind != "gguf" or not keeps_quantized:

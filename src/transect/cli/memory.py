@@ -58,8 +58,8 @@ def command(
         }  # fmt: skip
         _train(source, settings, kind, budget, json)
     else:
-        settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype, "quantization": quantization,
-                    "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
+        settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
+                    "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
         _serve(source, settings, kind, budget, json)
 
 

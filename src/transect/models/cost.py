@@ -1,17 +1,18 @@
 """What a step of a model costs at the least: FLOPs, bytes and memory, from the configuration alone (no torch).
 
-A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Weights count
-as they are stored (``storage.py``), and a ``Weight`` counts its own product by the same ``product_cost``. There are two
-accounts of a step:
+A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Weights
+count as they are stored (``storage.py``), and a ``Weight`` counts its own product by the same ``product_cost``. There
+are two accounts of a step:
 
 * ``step_cost`` follows the operators: each input read once, each output written once. It adds up to a floor for running
   the model operator by operator, and equals what the operators declare themselves.
-* ``least_cost`` is the work that no way to run the model can avoid: matrices, with what goes into each projection once and
-  comes out of it, keys and values, the head. Norms, rotations, additions and sampling are left out. ``bench/floors.py``
-  makes the floors of it that measured times stand beside.
+* ``least_cost`` is the work that no way to run the model can avoid: matrices, with what goes into each projection once
+  and comes out of it, keys and values, the head. Norms, rotations, additions and sampling are left out.
+  ``bench/floors.py`` makes the floors of it that measured times stand beside.
 
 An embedding table is gathered: its rows count, the table does not; the output head, though it may share that table, is
-read whole. Decode is bound by reading weights and cache, prefill by arithmetic: ``Cost.intensity`` of a step says which.
+read whole. Decode is bound by reading weights and cache, prefill by arithmetic: ``Cost.intensity`` of a step says
+which.
 """
 
 from __future__ import annotations

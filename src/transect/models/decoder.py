@@ -160,8 +160,8 @@ class Decoder(nn.Module):
         return sum(t.nbytes for t in (*self.parameters(), *self.buffers()))
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
-        """Every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. What a weight
-        is made of inside (an adapter's base) is its own business."""
+        """Every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. What a
+        weight is made of inside (an adapter's base) is its own business."""
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             for where, half in (("attention", layer.attention), ("mlp", layer.mlp)):

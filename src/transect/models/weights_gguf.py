@@ -57,8 +57,8 @@ class _Place:
 def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
     """Every weight of ``weight_shapes(config)`` once.
 
-    Packed matrices are read as ``QuantizedTensor`` (views of the file, or copies where rows were reordered), all else as
-    torch tensors of the file's dtype.
+    Packed matrices are read as ``QuantizedTensor`` (views of the file, or copies where rows were reordered), all else
+    as torch tensors of the file's dtype.
 
     Raises:
         ValueError: a tensor is missing, superfluous, of the wrong shape, or holds numbers that are not finite; the

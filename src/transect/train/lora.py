@@ -1,7 +1,7 @@
 r"""Low-rank adapters on the matrices of a model (Hu et al. 2021, arXiv:2106.09685); only the adapters are trained.
 
-``models/weights/adapted.py`` is a weight with an adapter. ``plain_state`` merges the adapters: it gives the weights of the
-plain model that computes the same, which any engine can serve.
+``models/weights/adapted.py`` is a weight with an adapter. ``plain_state`` merges the adapters: it gives the weights of
+the plain model that computes the same, which any engine can serve.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def attach(model: Decoder, config: LoRAConfig, *, seed: int) -> list[str]:
 
 
 def _place(name: str, targets: tuple[str, ...]) -> tuple[int, str, int]:
-    """The number of an adapter: by layer, attention before MLP, then in the order of the targets. Its seed follows from it."""
+    """The place of an adapter: by layer, attention before MLP, then in the order of the targets. Its seed follows from
+    it."""
     _, layer, where, target = name.split(".")
     return int(layer), where, targets.index(target)
 

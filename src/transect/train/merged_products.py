@@ -123,8 +123,8 @@ class AdaptedProduct(Product):
         self.scratch = scratch
         if any(part.parameter is not None and part.parameter.requires_grad for part in parts):
             raise ValueError(
-                "a matrix that is trained shares its input with others that are not its kind, and merged layers have no "
-                "gradient for that: train with merged = false"
+                "a matrix that is trained shares its input with others that are not of its kind, and merged layers "
+                "have no gradient for that: train with merged = false"
             )
         given = [part.adapter for part in parts if part.adapter is not None]
         self.scale = given[0].scale if given else 1.0

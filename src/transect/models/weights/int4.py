@@ -24,7 +24,7 @@ from .weight import Dimension, TrainingPart, Weight, part_of, shard_bias
 
 
 class Int4(Weight):
-    """Buffers: ``codes [O, I / 2]`` uint8 as ``int4_packing.pack`` gives them, ``scale`` and ``zero`` ``[O, I / G]``."""
+    """Buffers: ``codes [O, I / 2]`` uint8 as ``int4_packing.pack`` gives them; ``scale``, ``zero`` ``[O, I / G]``."""
 
     codes: Tensor
     scale: Tensor

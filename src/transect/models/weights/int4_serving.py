@@ -1,8 +1,9 @@
-r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is (``ops/linear/packed/int4_matmul.py``), for inference.
+r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is, for inference
+(``ops/linear/packed/int4_matmul.py``).
 
-It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a zero
-in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and inputs
-with zeros.
+It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a
+zero in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and
+inputs with zeros.
 
 The same rounding on other ways to compute: ``rounded`` gives the values that the codes stand for, and ``affine_groups``
 the codes for the C++ CPU kernels, which have a scale for each 32 numbers, here four times the same.
@@ -58,8 +59,8 @@ class Int4Products:
 
 
 class ServingInt4(Weight):
-    """Buffer ``arranged``: int32 ``[I / 128, O / 16, 256 + 16]`` as ``int4_packing.arrange`` gives it; joined with others,
-    a view along its second dimension."""
+    """Buffer ``arranged``: int32 ``[I / 128, O / 16, 256 + 16]`` as ``int4_packing.arrange`` gives it; joined with
+    others, a view along its second dimension."""
 
     arranged: Tensor
 
@@ -160,8 +161,8 @@ def kinds_for(quantization: str | None, device: torch.device | str, *, early: bo
 
 
 def served_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its device; K'
-    is K rounded up to whole groups."""
+    """A dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its device;
+    K' is K rounded up to whole groups."""
     spare = -weight.shape[1] % SERVING_GROUP
     whole = torch.cat((weight, weight[:, -1:].expand(-1, spare)), 1) if spare else weight
     return codes_of(whole, SERVING_GROUP, SCALES)

@@ -24,8 +24,8 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class Packed(Weight):
-    """Without values until it is loaded or ``take`` is called. ``half``: dense matrices are kept in bfloat16, not as they
-    come; ``int4``: all are kept in 4 bits (``int4_serving.py``)."""
+    """Without values until it is loaded or ``take`` is called. ``half``: dense matrices are kept in bfloat16, not as
+    they come; ``int4``: all are kept in 4 bits (``int4_serving.py``)."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """``Projection``: named matrices that share an input, one below the other.
 
-``qkv`` is q, k, v; ``gate_up`` is gate and up, or up alone. Its parts are children of the module that it belongs to, so a
-part keeps its own name in files, in an optimizer and in a checkpoint (``layers.0.attention.q.weight``), and is replaced
-there (``attention.q = Adapted(attention.q, ...)``). They may be of different kinds. Where they are of one kind that can be
-joined, they lie in one storage and a stack multiplies by all of them at once. A projection of one matrix (``o``, ``down``,
-``head``) is that ``Weight`` itself.
+``qkv`` is q, k, v; ``gate_up`` is gate and up, or up alone. Its parts are children of the module that it belongs to, so
+a part keeps its own name in files, in an optimizer and in a checkpoint (``layers.0.attention.q.weight``), and is
+replaced there (``attention.q = Adapted(attention.q, ...)``). They may be of different kinds. Where they are of one kind
+that can be joined, they lie in one storage and a stack multiplies by all of them at once. A projection of one matrix
+(``o``, ``down``, ``head``) is that ``Weight`` itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .weight import Product, StreamProduct, Weight
 
 
 class Half(nn.Module):
-    """Half a layer: a module whose weights are parts of projections. Whoever puts another weight in the place of one puts
+    """Half a layer: a module whose weights are parts of projections. Who puts another weight in the place of one puts
     it into the projection too."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,7 +104,7 @@ class Projection(Weight):
         names = dict.fromkeys(part.format.name for part in self.matrices)
         return WeightFormat(" and ".join(names), 8 * self.nbytes / (self.out_features * self.in_features))
 
-    # ---- abilities: those of the joined weight, if there is one ----------------------------------------------------------
+    # ---- abilities: those of the joined weight, if there is one --------------------------------------------------------
 
     def join(self) -> Weight | None:
         """Lay the parts in one storage, where their kind can; None where it cannot. Done once, and again after parts or

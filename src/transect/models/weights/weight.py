@@ -1,9 +1,9 @@
 """``Weight``: one matrix of a model in some number format. Everything that is done with a matrix is asked of it here.
 
-A kind of weight must know two things: its product (``forward``) and the values it stands for (``dense``). The rest has a
-default that works for every kind, or says in a sentence that this kind cannot. What makes a stack fast is an *ability*: a
-method that returns what a stack calls, or None, which is the default. A stack asks once, when it is built, and keeps plain
-callables; it never looks at a kind's type nor at its tensors.
+A kind of weight must know two things: its product (``forward``) and the values it stands for (``dense``). The rest has
+a default that works for every kind, or says in a sentence that this kind cannot. What makes a stack fast is an
+*ability*: a method that returns what a stack calls, or None, which is the default. A stack asks once, when it is built,
+and keeps plain callables; it never looks at a kind's type nor at its tensors.
 
 =====================  ===================================================================  ==================
 ability                what it returns                                                      who asks
@@ -122,7 +122,7 @@ class Weight(nn.Module):
         """The values that it stands for, ``[O, I]``; with a gradient where the kind is trained as such."""
         raise NotImplementedError
 
-    # ---- what every kind knows, or says why not ------------------------------------------------------------------------
+    # ---- what every kind knows, or says why not ----------------------------------------------------------------------
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
@@ -222,7 +222,8 @@ class Weight(nn.Module):
         own = [name for name, p in self.named_parameters() if p.requires_grad]
         if own:
             raise ValueError(
-                f"{type(self).__name__} brings no gradient of {', '.join(own)} to merged layers: train with merged = false"
+                f"{type(self).__name__} brings no gradient of {', '.join(own)} to merged layers: "
+                "train with merged = false"
             )
 
         def fill(out: Tensor) -> None:
