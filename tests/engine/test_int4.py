@@ -55,7 +55,7 @@ def test_matrices_are_held_in_4_bits_and_the_head_as_it_was(tiny):
 @pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is chosen before its import, where there is no GPU")
 @pytest.mark.parametrize("fused", [True, False])
 def test_on_the_kernels_of_a_gpu(tiny, fused):
-    """In Triton's interpreter: the products in 4 bits, joined and filled up to whole groups, with the gate after them."""
+    """In Triton's interpreter: products in 4 bits, joined and filled up to whole groups, with the gate after them."""
     source = resolve(tiny)
     exact = load_model(source, dtype="float32", native=False, quantization="int4")
     ops = resolve_ops("cpu")

@@ -196,6 +196,8 @@ def build_gpu(
     captured += 0 if captured_fill is None else len(filled_rows(captured_fill))
     graphs = kept_for_graphs(model_config.vocab_size, max_seqs, captured)
     graphs += int(peak * min(1.0, tricks["graph_tokens"] / max_tokens))
+    if captured:
+        graphs += max(weight.workspace for _, weight in model.projections())
     account = MemoryAccount(
         total=total,
         usable=int(total * config.gpu_memory_utilization),
