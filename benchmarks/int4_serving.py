@@ -5,9 +5,9 @@
 Decode: random weights of a true shape, prompts of 512 tokens, 256 steps, so 640 tokens of context on average; wall time
 of a step as the caller of ``LLM.step`` sees it. Floors as in ``transect.bench.floors``, with the rates of
 ``engine_gpu.py`` and the bits that each engine's weights take. For each engine also where the time of a step of one
-sequence goes, kernel by kernel. Quality: perplexity of a fixed text by the model's own weights, by its weights in 4 bits
-on the GPU, and by the values that these stand for on plain torch in float32, with the text that each continues greedily;
-left out where the model is not there. Two minutes on an H200.
+sequence goes, kernel by kernel. Quality: perplexity of a fixed text by the model's own weights, by its weights in 4
+bits on the GPU, and by the values that these stand for on plain torch in float32, with the text that each continues
+greedily; left out where the model is not there. Two minutes on an H200.
 """
 
 from __future__ import annotations
