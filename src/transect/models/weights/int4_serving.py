@@ -94,6 +94,11 @@ class ServingInt4(Weight):
         return int4_matmul.dense(self.arranged, self.out_features, self._dtype)[:, : self.in_features]
 
     @property
+    def workspace(self) -> int:
+        """With many rows the matrix is rebuilt."""
+        return self._dtype.itemsize * self.out_features * self.arranged.shape[0] * CHUNK
+
+    @property
     def format(self) -> WeightFormat:
         return int4_format()
 

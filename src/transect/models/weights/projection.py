@@ -100,6 +100,11 @@ class Projection(Weight):
         return sum(part.nbytes for part in self.matrices)
 
     @property
+    def workspace(self) -> int:
+        whole = self.join()
+        return max(part.workspace for part in (self.matrices if whole is None else (whole,)))
+
+    @property
     def format(self) -> WeightFormat:
         names = dict.fromkeys(part.format.name for part in self.matrices)
         return WeightFormat(" and ".join(names), 8 * self.nbytes / (self.out_features * self.in_features))

@@ -141,6 +141,11 @@ class Weight(nn.Module):
         return sum(t.nbytes for t in tensors if t is not self.bias)
 
     @property
+    def workspace(self) -> int:
+        """Bytes that its product takes beside input and output while it runs, at the most."""
+        return 0
+
+    @property
     def format(self) -> WeightFormat:
         """Its number format, and the bits that a number takes in it."""
         return WeightFormat(type(self).__name__, 8 * self.nbytes / (self.out_features * self.in_features))
