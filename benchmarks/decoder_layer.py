@@ -32,11 +32,12 @@ from graph_time import graph_times
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, Fusions, join_weights
-from transect.models.linear import Linear
+from transect.models.fused_stack import FusedStack, Fusions
+from transect.models.load import allocated
 from transect.models.norm import RMSNorm
 from transect.models.presets import PRESETS
 from transect.models.shapes import linear_shapes
+from transect.models.weights.dense import Dense
 from transect.ops.linear import gate_up
 from transect.ops.linear.stream_products import StreamProducts
 from transect.ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -71,8 +72,7 @@ class Chain:
         self.plain_ops = resolve_ops("cuda", ("triton", "torch"))
         streams = StreamProducts(torch.device("cuda", torch.cuda.current_device()))
         self.ops = dataclasses.replace(with_dependent_launch(self.plain_ops), stream_products=streams)
-        self.model = Decoder(self.config, "meta", torch.bfloat16, ops=self.ops)
-        join_weights(self.model, "cuda")
+        self.model = allocated(Decoder(self.config, "meta", torch.bfloat16, ops=self.ops), "cuda")
         torch.manual_seed(0)
         self.model.init_weights()
         per_row = CONTEXT // BLOCK
@@ -92,8 +92,8 @@ class Chain:
         """All layers, as a call, on ``ops`` with ``replaced`` instead of some."""
         self.model.ops = dataclasses.replace(ops or self.ops, **replaced)
         for module in self.model.modules():
-            if isinstance(module, Linear):
-                module.op = self.model.ops.linear
+            if isinstance(module, Dense):
+                module.ops = self.model.ops
             elif isinstance(module, RMSNorm):
                 module.op = self.model.ops.rms_norm
         stack = FusedStack(self.model, max_positions=CONTEXT, fusions=fusions)

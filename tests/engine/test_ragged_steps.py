@@ -19,7 +19,7 @@ from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, join_weights
+from transect.models.fused_stack import FusedStack
 from transect.ops.opset import resolve_ops
 
 VOCAB = 61
@@ -43,7 +43,6 @@ def model(request):
     decoder = Decoder(CONFIG, dtype=torch.float32, ops=ops).requires_grad_(False)
     decoder.init_weights(0.3, torch.Generator().manual_seed(0))
     if request.param == "fused":
-        join_weights(decoder)
         decoder.stack = FusedStack(decoder, max_positions=128)
     return decoder
 

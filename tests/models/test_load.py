@@ -11,8 +11,9 @@ from transformers.initialization import no_init_weights
 
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.models.context import VarlenContext
-from transect.models.load import kernels, kv_dtype, load_model, load_weights
+from transect.models.load import kernels, kv_dtype, load_model, stored_weights
 from transect.models.resolve import resolve
+from transect.models.stored import read_all
 from transect.models.weights_hf import places
 from transect.ops.cpu import build
 from transect.ops.cpu import library as cpu_library
@@ -54,7 +55,7 @@ def test_quantized_models_compute_with_the_dequantized_values(tmp_path, type_nam
     theirs = make_model("smollm2")
     source = resolve(str(write_gguf(tmp_path / "m.gguf", theirs, type_name)))
     plain = load_model(source, dtype="float32", native=False)
-    weights = dict(load_weights(source))
+    weights = dict(read_all(stored_weights(source)))
     for name, parameter in plain.state_dict().items():
         weight = weights["embed.weight" if name == "head.weight" else name]
         value = torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedTensor) else weight.float()

@@ -13,11 +13,12 @@ from tiny_checkpoints import FAMILIES, make_model
 
 from transect.models.config import ModelConfig
 from transect.models.shapes import weight_shapes
-from transect.models.weights_hf import load_hf, save_hf
+from transect.models.stored import read_all
+from transect.models.weights_hf import save_hf, stored_hf
 
 
 def read(directory):
-    return dict(load_hf(directory, ModelConfig.from_hf_directory(directory)))
+    return dict(read_all(stored_hf(directory, ModelConfig.from_hf_directory(directory))))
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +104,12 @@ def test_a_second_copy_of_tied_embeddings_and_old_buffers_are_ignored(tmp_path, 
     copied(llama, tmp_path, clutter)
     assert read(tmp_path).keys() == read(llama).keys()
     config = dataclasses.replace(ModelConfig.from_hf_directory(llama), tied_embeddings=True)
-    assert "head.weight" not in dict(load_hf(tmp_path, config))
+    assert "head.weight" not in dict(read_all(stored_hf(tmp_path, config)))
 
 
 def refuses(directory, message):
     with pytest.raises(ValueError, match=message) as caught:
-        load_hf(directory, ModelConfig.from_hf_directory(directory))
+        read_all(stored_hf(directory, ModelConfig.from_hf_directory(directory)))
     assert "\n" not in str(caught.value) and str(directory) in str(caught.value)
 
 
@@ -139,7 +140,7 @@ def test_tensors_that_do_not_fit_the_configuration(tmp_path, llama, change, mess
 def test_an_absurd_number_of_layers_is_refused_at_once(llama):
     config = dataclasses.replace(ModelConfig.from_hf_directory(llama), n_layers=2**31)
     with pytest.raises(ValueError, match=r"21 tensors cannot be the 2147483648 layers of config.json"):
-        load_hf(llama, config)
+        read_all(stored_hf(llama, config))
 
 
 def test_missing_files(tmp_path, llama):
@@ -182,7 +183,7 @@ def test_random_damage_never_makes_anything_but_a_value_error(tmp_path, llama, d
     (tmp_path / "model.safetensors").write_bytes(damaged)
     config = ModelConfig.from_hf_directory(llama)
     try:
-        weights = dict(load_hf(tmp_path, config))
+        weights = dict(read_all(stored_hf(tmp_path, config)))
     except ValueError as error:
         assert "\n" not in str(error)
     else:

@@ -70,7 +70,8 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     torch.set_num_threads(threads)
     library = None
     if device.type == "cpu":
-        choice = {"dtype": settings.dtype, "native": settings.native, "block_size": settings.block_size}
+        names = ("dtype", "native", "block_size", "quantization")
+        choice = {name: getattr(settings, name) for name in names}
         library, _ = kernels(source.config, threads=threads, **choice)  # type: ignore[arg-type]
     packed = library is not None
     compute = "float32" if packed else str(kv_dtype(settings.dtype)).removeprefix("torch.")
@@ -78,7 +79,10 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     rates = Rates.of(limits if library is None else processor_ceilings(limits, library), compute)
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     llm = LLM(**fields)
-    return Subject(llm, source.config, rates, storage_of(source, settings.dtype, keeps_quantized=packed))
+    # Plain torch on a CPU multiplies by the values that codes of 4 bits stand for.
+    quantization = settings.quantization if packed or device.type == "cuda" else None
+    storage = storage_of(source, settings.dtype, keeps_quantized=packed, quantization=quantization)
+    return Subject(llm, source.config, rates, storage)
 
 
 def device_type(device: str) -> str:

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import BUILTIN, Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .engine_options import (
+    BUILTIN,
+    Device,
+    Dtype,
+    MaxModelLen,
+    ModelArgument,
+    Native,
+    Quantization,
+    Threads,
+    engine_config,
+)
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
 
@@ -22,6 +32,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
@@ -35,6 +46,7 @@ def command(
         model,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         threads=threads,
         native=native,

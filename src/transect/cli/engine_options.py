@@ -15,6 +15,9 @@ ModelArgument = Annotated[
     str, typer.Argument(help="A built-in name, a .gguf file, a directory in Hugging Face layout, or a hub id.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16 or float32.")]
+Quantization = Annotated[
+    str | None, typer.Option(help="int4: the layers' matrices are rounded to 4 bits when they are loaded.")
+]
 LoadFormat = Annotated[
     str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Quantization, Threads, engine_config
 
 
 def command(
@@ -22,6 +22,7 @@ def command(
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
@@ -40,6 +41,7 @@ def command(
         model,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         threads=threads,
         native=native,

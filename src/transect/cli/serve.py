@@ -28,6 +28,7 @@ from .engine_options import (
     ModelArgument,
     Native,
     PrefixCaching,
+    Quantization,
     Threads,
     engine_config,
 )
@@ -64,6 +65,7 @@ def command(
     dependent_launch: DependentLaunch = True,
     device_sampling: DeviceSampling = True,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
@@ -102,6 +104,7 @@ def command(
         dependent_launch=dependent_launch,
         device_sampling=device_sampling,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

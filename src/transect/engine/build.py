@@ -98,7 +98,13 @@ def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSiz
     """The model and its cache in the memory of the host, and which kernels run."""
     threads = config.cpu_threads()
     torch.set_num_threads(threads)
-    choice = {"dtype": config.dtype, "native": config.native, "threads": threads, "block_size": config.block_size}
+    choice = {
+        "dtype": config.dtype,
+        "native": config.native,
+        "threads": threads,
+        "block_size": config.block_size,
+        "quantization": config.quantization,
+    }
     library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
     model = load_model(source, seed=config.seed or 0, deterministic=config.deterministic, **choice)  # type: ignore[arg-type]
     if library is not None:

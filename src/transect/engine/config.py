@@ -27,6 +27,8 @@ class EngineConfig:
             is a directory that holds one, or a name of ``models.presets``.
         dtype: ``auto`` (the file's own formats, KV cache in bfloat16), ``float32`` (exactly the dequantized model) or
             ``bfloat16`` (on torch alone). On a GPU ``auto`` is bfloat16.
+        quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
+            multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
@@ -68,6 +70,7 @@ class EngineConfig:
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: str = "auto"
+    quantization: Literal["int4"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
@@ -95,6 +98,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}")
+        if self.quantization not in (None, "int4"):
+            raise ValueError(f"quantization must be int4, or left out, not {self.quantization!r}")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):

@@ -35,7 +35,7 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Te
 def batch_logprobs(model: Decoder, batch: Batch) -> Tensor:
     """``token_logprobs`` of a batch of packed documents under the model, ``[T]``."""
     hidden_TD = model(batch.tokens_T, batch.positions_T, VarlenContext(batch.cu_seqlens, model.ops))
-    return token_logprobs(hidden_TD, model.head.weight, batch.labels_T)
+    return token_logprobs(hidden_TD, model.head.dense(), batch.labels_T)
 
 
 def document_sums(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss) -> Tensor:
     """Mean loss over the batch's labels, a scalar. The batch is on the model's device."""
     context = VarlenContext(batch.cu_seqlens, model.ops)
     hidden_TD = model(batch.tokens_T, batch.positions_T, context)
-    return loss(hidden_TD, model.head.weight, batch.labels_T, IGNORE)
+    return loss(hidden_TD, model.head.dense(), batch.labels_T, IGNORE)
 
 
 @torch.no_grad()

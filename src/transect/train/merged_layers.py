@@ -108,13 +108,12 @@ class MergedLayer:
 
     def __init__(self, layer: Layer, plan: Plan, scratch: Scratch) -> None:
         attention, mlp = layer.attention, layer.mlp
-        assert mlp.gate is not None
         self.plan = plan
         self.head_dim, self.scale, self.window = attention.head_dim, attention.scale, attention.window
-        self.qkv = product([attention.q, attention.k, attention.v], scratch)
-        self.o = product([attention.o], scratch)
-        self.gate_up = product([mlp.gate, mlp.up], scratch)
-        self.down = product([mlp.down], scratch)
+        self.qkv = product(attention.qkv, scratch)
+        self.o = product(attention.o, scratch)
+        self.gate_up = product(mlp.gate_up, scratch)
+        self.down = product(mlp.down, scratch)
         self.first, self.second = layer.attention_norm, layer.mlp_norm
         self.products = (self.qkv, self.o, self.gate_up, self.down)
         self.parameters = [

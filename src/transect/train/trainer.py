@@ -27,9 +27,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..models.load import load_weights
+from ..models.load import fill, stored_weights
 from ..models.resolve import resolve
-from .adapted_product import calling_thread_alone
+from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
 from .checkpoint import Checkpoint, Snapshot, Writer
 from .config import TrainConfig
@@ -243,10 +243,7 @@ class Trainer:
                         raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                     parameter.copy_(checkpoint.tensors[f"weight/{name}"])
             else:
-                own = self.model.state_dict()
-                for name, weight in load_weights(resolve(str(checkpoint.path))):
-                    assert isinstance(weight, torch.Tensor)
-                    own[name].copy_(weight)
+                fill(self.model, stored_weights(resolve(str(checkpoint.path))))
         moments = {
             name.removeprefix("optimizer/"): t
             for name, t in checkpoint.tensors.items()

@@ -13,7 +13,7 @@ from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, join_weights
+from transect.models.fused_stack import FusedStack
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
@@ -51,7 +51,6 @@ def test_padding_is_never_seen(options):
     ops = with_dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
     model = Decoder(TINY, dtype=torch.float32, ops=ops).requires_grad_(False)
     model.load_state_dict(plain.state_dict())
-    join_weights(model)
     model.stack = FusedStack(model, max_positions=TINY.max_position)
     rng = random.Random(3)
     config = SchedulerConfig(

@@ -11,8 +11,9 @@ import torch
 
 from ...models.decoder import Decoder
 from ...models.fused_stack import Fusions
-from ...models.load_device import load_on_device
+from ...models.load import load_on_device
 from ...models.resolve import ModelSource
+from ...models.weights.int4_serving import kinds_for
 from . import warm_kernels
 from .compilers import Compilers
 from .setup import Setup
@@ -63,6 +64,7 @@ def load(setup: Setup, source: ModelSource, compilers: Compilers | None, times: 
         whole_prompts=tricks["whole_prompts"],
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
+        quantization=config.quantization,
         **setup.limits,
     )
     warming = warm_kernels.start(work, setup.ops, setup.device, compilers, setup.asked)
@@ -76,6 +78,7 @@ def load(setup: Setup, source: ModelSource, compilers: Compilers | None, times: 
         max_positions=setup.limits["max_model_len"],
         seed=config.seed or 0,
         fusions=Fusions.all(config.gpu.fused_operators),
+        kinds=kinds_for(config.quantization, setup.device, dependent_launch=config.gpu.dependent_launch),
     )
     times.done("weights")
     allocated = torch.cuda.memory_allocated(setup.device)

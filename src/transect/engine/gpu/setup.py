@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ...models.config import ModelConfig
-from ...models.cost import Storage, kv_bytes_per_token, weight_bytes
+from ...models.cost import kv_bytes_per_token, weight_bytes
 from ...models.load import kv_dtype
+from ...models.storage import Storage, storage_for
 from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -63,11 +64,6 @@ class Setup:
     """Bytes of the GPU."""
 
     @property
-    def weights(self) -> int:
-        """Bytes of the weights."""
-        return int(weight_bytes(self.model, self.storage))
-
-    @property
     def kv_per_token(self) -> float:
         """Bytes of the cache that a token takes."""
         return kv_bytes_per_token(self.model, self.storage)
@@ -89,8 +85,8 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device) -> Se
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
     free, total = torch.cuda.mem_get_info(device)
-    bits = dtype.itemsize * 8
-    storage = Storage(linear=bits, embed=bits, head=bits, norm=bits, activation=bits, kv=bits)
+    _check_quantization(config)
+    storage = storage_for(dtype.itemsize, config.quantization)
     _check_weights(config, weight_bytes(model, storage), free, total)
     longest = config.max_model_len or model.max_position
     ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
@@ -168,6 +164,14 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     tokens = row_bucket(max(seqs, FILL_TOKENS))
     asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    if config.quantization is not None and config.deterministic:
+        raise ValueError(
+            "products in 4 bits on a GPU add up in another order for other numbers of rows: leave out either "
+            "quantization or deterministic"
+        )
 
 
 def _check_weights(config: EngineConfig, needed: float, free: int, total: int) -> None:

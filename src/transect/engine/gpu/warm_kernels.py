@@ -21,7 +21,9 @@ import torch
 
 from ...models.config import ModelConfig
 from ...models.decoder import Decoder
-from ...models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
+from ...models.fused_stack import FusedStack, Fusions, unsuitable
+from ...models.load import allocated
+from ...models.weights.int4_serving import kinds_for
 from ...ops.lang.collecting import CollectedKernel, collected
 from ...ops.lang.jit import INTERPRETED
 from ...ops.opset import OpSet
@@ -49,6 +51,7 @@ class Work:
     whole_prompts: tuple[int, int] | None = None
     fine_rows: bool = False
     copy_kernels: bool = False
+    quantization: str | None = None
 
 
 @dataclass(slots=True)
@@ -97,9 +100,8 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
-    model = Decoder(config, "meta", work.dtype, ops=ops)
-    join_weights(model, device)
-    model.requires_grad_(False)
+    kinds = kinds_for(work.quantization, device, dependent_launch=work.dependent_launch)
+    model = allocated(Decoder(config, "meta", work.dtype, ops=ops, kinds=kinds), device)
     stacks: list[FusedStack] = []
     if unsuitable(config) is None:
         fusions = Fusions.all(work.fused_operators)

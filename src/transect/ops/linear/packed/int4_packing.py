@@ -66,12 +66,17 @@ def arrange(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     Raises:
         ValueError: K is not a multiple of 128.
     """
-    n, half = codes.shape
-    k, groups = 2 * half, scale.shape[1]
+    return arrange_codes(unpack(codes, 2 * codes.shape[1] // scale.shape[1]), scale, zero)
+
+
+def arrange_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """As ``arrange``, of codes one to a byte, uint8 ``[N, K]``; a row may have an odd number of groups."""
+    n, k = codes.shape
+    groups = scale.shape[1]
     if k % CHUNK:
         raise ValueError(f"int4 groups: to arrange a weight for int4_matmul K must be a multiple of {CHUNK}, not {k}")
     group, blocks, chunks = k // groups, -(-n // 16), k // CHUNK
-    whole = F.pad(unpack(codes, group), (0, 0, 0, blocks * 16 - n))
+    whole = F.pad(codes, (0, 0, 0, blocks * 16 - n))
     #             block, row / 8, row % 8, chunk, 64 k, 32 k, 16 k, 8 k, thread, pair
     parts = whole.view(blocks, 2, 8, chunks, 2, 2, 2, 2, 4, 2)
     words = torch.zeros((blocks, 8, chunks, 2, 2, 2, 4), dtype=torch.int32, device=codes.device)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.cpu.training import Kernels, kernels
-from ..ops.registry import Unavailable
+from ...ops.cpu.training import Kernels, kernels
+from ...ops.registry import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ def calling_thread_alone() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def adapted_product(native: Kernels, x_TI: Tensor, base: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """x ``[T, I]`` through ``base`` (a ``Linear`` whose weight ``[O, I]`` is frozen) with a ``[r, I]`` and b ``[O, r]``
-    -> ``[T, O]``; float32."""
-    y: Tensor = _AdaptedProduct.apply(native, x_TI, base.weight, a, b, scale)
-    return y if base.bias is None else y + base.bias
+def adapted_product(native: Kernels, x_TI: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """x ``[T, I]`` through a frozen weight ``[O, I]`` with a ``[r, I]`` and b ``[O, r]`` beside it -> ``[T, O]``;
+    float32."""
+    y: Tensor = _AdaptedProduct.apply(native, x_TI, weight, a, b, scale)
+    return y
 
 
 class _AdaptedProduct(torch.autograd.Function):

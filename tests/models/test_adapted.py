@@ -4,10 +4,11 @@ import pytest
 import torch
 from training_runs import tiny_run
 
-from transect.models.linear import Linear
+from transect.models.weights.adapted import Adapted
+from transect.models.weights.dense import Dense
 from transect.ops.cpu.training import kernels
+from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
-from transect.train.lora import LoRALinear
 from transect.train.trainer import Trainer
 
 
@@ -24,10 +25,10 @@ def native():
 @pytest.mark.parametrize(("tokens", "inputs", "outputs", "rank"), [(1, 3, 2, 1), (37, 50, 45, 5), (64, 800, 33, 16)])
 def test_values_and_gradients(native, tokens: int, inputs: int, outputs: int, rank: int, bias: bool) -> None:
     torch.manual_seed(0)
-    base = Linear(inputs, outputs, bias, op=torch.nn.functional.linear).requires_grad_(False)
+    base = Dense(outputs, inputs, bias, ops=resolve_ops()).requires_grad_(False)
     for parameter in base.parameters():
         parameter.normal_()
-    layer = LoRALinear(base, inputs, outputs, rank, 8.0, seed=0, native=native)
+    layer = Adapted(base, rank, 8.0, seed=0, native=native)
     with torch.no_grad():
         layer.b.normal_()
     x, grad = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
@@ -44,9 +45,9 @@ def test_values_and_gradients(native, tokens: int, inputs: int, outputs: int, ra
 
 
 def test_no_gradient_is_made_for_an_input_that_wants_none(native) -> None:
-    base = Linear(8, 8, op=torch.nn.functional.linear).requires_grad_(False)
+    base = Dense(8, 8, ops=resolve_ops()).requires_grad_(False)
     base.weight.normal_()
-    layer = LoRALinear(base, 8, 8, 2, 2.0, seed=0, native=native)
+    layer = Adapted(base, 2, 2.0, seed=0, native=native)
     x = torch.randn(3, 8)
     layer(x).sum().backward()
     assert x.grad is None
@@ -55,7 +56,7 @@ def test_no_gradient_is_made_for_an_input_that_wants_none(native) -> None:
 
 def test_a_run_is_that_of_torch_alone(native, tmp_path) -> None:
     fast, plain = (Trainer(tiny_run(tmp_path, task="lora", lora={"rank": 4})) for _ in range(2))
-    adapters = [module for module in plain.model.modules() if isinstance(module, LoRALinear)]
+    adapters = [module for module in plain.model.modules() if isinstance(module, Adapted)]
     assert adapters
     for adapter in adapters:
         assert adapter.native is not None
