@@ -10,7 +10,7 @@ from gpu_engine import gpu_model
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, Fusions, unsuitable
+from transect.models.fused_stack import FusedStack, Fusions, refusal
 from transect.models.load import allocated
 from transect.models.presets import PRESETS
 from transect.models.weights.adapted import Adapted
@@ -216,4 +216,4 @@ def test_other_contexts_and_models():
     model.stack = FusedStack(model, max_positions=64)
     assert torch.equal(model(torch.arange(8), context.positions(), context), plain)
     gpt2 = dataclasses.replace(TINY, architecture="gpt2", norm="layernorm", gated_mlp=False, activation="gelu_tanh")
-    assert unsuitable(TINY) is None and "RMSNorm" in str(unsuitable(gpt2))
+    assert refusal(TINY) is None and "RMSNorm" in str(refusal(gpt2))

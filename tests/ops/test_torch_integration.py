@@ -8,15 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from transect.ops.registry import Implementation, Op, Unavailable, all_ops
+from registered import kernel_entries, marks
+
+from transect.ops.registry import Implementation, Op, Unavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ENTRIES = [
-    pytest.param(op, made, id=f"{op.name}-{label}")
-    for op in all_ops()
-    for label, made in op.implementations.items()
-    if made.backend in ("triton", "cuda")
-]
+ENTRIES = [pytest.param(op, made, id=name, marks=marks(made)) for op, made, name in kernel_entries()]
 WITH_GRADIENT = [entry for entry in ENTRIES if entry.values[1].autograd is not None]
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from effort import quick_first
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
 from transect.engine.gpu.runner import GPURunner
@@ -33,13 +34,15 @@ TINY = ModelConfig(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not INTERPRETED, reason="Triton's interpreter is chosen before its import, on machines without a GPU"
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"whole_prompts": (2, 0), "prune_last_layer": True}, {"graph_tokens": 9, "copy_kernels": True}]
+    "options",
+    quick_first(
+        [{"whole_prompts": (2, 0), "prune_last_layer": True}, {"graph_tokens": 9, "copy_kernels": True}, {}], 1
+    ),
 )
 def test_padding_is_never_seen(options):
     """Rows, tokens and draws that belong to nobody, beside caches whose unowned slots hold NaN."""

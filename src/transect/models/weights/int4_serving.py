@@ -49,13 +49,15 @@ class Int4Products:
     """``[T, 2 F] -> silu(first half) * second half [T, F]``."""
 
     @classmethod
-    def on(cls, device: torch.device | str, *, dependent_launch: bool = False) -> Int4Products:
-        """The fastest that run on ``device``; ``dependent_launch``: with dependent launch where the device has it."""
+    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
+        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
         if not runs_triton(torch.empty(0, device=device)):
             return cls(int4_matmul.reference, lambda both: swiglu.by_exp(*both.chunk(2, dim=-1)))
-        how = {"dependent_launch": dependent_launch and has_dependent_launch(torch.device(device))}
+        dependent = dependent and has_dependent_launch(torch.device(device))
         product = int4_matmul.best_launcher()
-        return cls(partial(product, **how), partial(gate_up.gate_halves, **how))
+        return cls(
+            partial(product, dependent_launch=dependent), partial(gate_up.gate_halves, dependent_launch=dependent)
+        )
 
 
 class ServingInt4(Weight):
@@ -152,11 +154,11 @@ class ServingInt4(Weight):
 
 def kinds_for(quantization: str | None, device: torch.device | str, *, dependent_launch: bool = False) -> Kinds | None:
     """The kinds of weight of a model that is served on a GPU, as ``EngineConfig`` names them; None: all are dense. With
-    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``dependent_launch`` as in
+    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``dependent_launch`` as ``dependent`` in
     ``Int4Products.on``."""
     if quantization is None:
         return None
-    products = Int4Products.on(device, dependent_launch=dependent_launch)
+    products = Int4Products.on(device, dependent=dependent_launch)
     int4: WeightKind = partial(ServingInt4, products=products)
     return lambda name: Dense if name == "head" else int4
 
