@@ -123,7 +123,9 @@ def tiling_of(
     if gated and (rows > ROWS[0] or ranks > 1 or columns != COLUMNS or n % 32 or config["warps"] * teams > MOST_GATED):
         return None
     per = max(columns, -(-n // (16 * clusters[ranks] * config["blocks"])))
-    per += per % 2 if gated else 0
+    if gated:  # whole pairs in a block, and in each of its passes
+        passes = -(-per // (config["warps"] * columns))
+        per = passes * 2 * -(-per // (2 * passes))
     wide = tiles_at_once(RowsTiling(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
     if (ranks * teams > 1 and wide < per) or (gated and wide % 2):
         return None
