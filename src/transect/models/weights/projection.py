@@ -123,7 +123,7 @@ class Projection(Weight):
         )
         if not self._is_joined or not known:
             with torch.no_grad():
-                made = parts[0].join_with(parts[1:])
+                made = parts[0].join_with(parts[1:], gated=self.names == ("gate", "up"))
             self._joined = () if made is None else (made,)
             self._joined_from = tuple(t for part in parts for t in (*part.parameters(), *part.buffers()))
             self._is_joined = True
