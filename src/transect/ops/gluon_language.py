@@ -52,6 +52,7 @@ def _first_of(module: Any, *names: str) -> Any:
 try:
     from triton.experimental import gluon  # type: ignore[no-redef]
     from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language._core import builtin
     from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
         fence_async_shared,
         mbarrier,
@@ -66,20 +67,12 @@ try:
     async_load = _first_of(tma, "async_load", "async_copy_global_to_shared")
     tensor_descriptor = TensorDescriptor.from_tensor
     _missing = ""
-    _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
-    if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+    _reinterpret = _first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
-        @gluon.jit
-        def reinterpreted(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-redef, no-untyped-def]
-            """Shared memory seen with another dtype, shape and layout."""
-            return memory.reinterpret(dtype, shape, layout)
-
-    else:
-
-        @gluon.jit
-        def reinterpreted(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-redef, no-untyped-def]
-            """Shared memory seen with another dtype, shape and layout."""
-            return memory._reinterpret(dtype, shape, layout)
+    @builtin
+    def reinterpreted(memory, dtype, shape, layout, _semantic=None):  # type: ignore[no-redef, no-untyped-def]
+        """Shared memory seen with another dtype, shape and layout."""
+        return _reinterpret(memory, dtype, shape, layout, _semantic=_semantic)
 
 except (ImportError, AttributeError) as error:
     gluon = gl = mbarrier = tma = fence_async_shared = None

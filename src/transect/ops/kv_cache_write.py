@@ -26,7 +26,7 @@ from .jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from .numerics import sample
 from .paged_batch import PagedBatch
 from .registry import Case, Cost, Implementation, Kernel, Op, register
-from .tiles import after_previous
+from .tiles import after_previous, also
 
 
 def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
@@ -68,7 +68,7 @@ def _write_kernel(
     page, offset = slot(token, tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
     head = tl.arange(0, HEADS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
-    inside = (head < n_heads) & (col < size) & (page >= 0)
+    inside = also((head < n_heads) & (col < size), page >= 0)
     token = token.to(tl.int64)
     k = tl.load(k_ptr + token * k_token + head * k_head + col, mask=inside)
     v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=inside)

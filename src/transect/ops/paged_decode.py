@@ -30,7 +30,7 @@ from .jit import INTERPRETED, kernel, multiprocessors, next_power_of_2, tl
 from .paged_batch import PagedBatch
 from .paged_tile import walk
 from .registry import Kernel
-from .tiles import let_next_begin, wait_for_previous
+from .tiles import also, let_next_begin, wait_for_previous
 
 
 @kernel
@@ -84,7 +84,7 @@ def _decode(  # type: ignore[no-untyped-def]
     high = tl.minimum(length, low + size)
     j = low + tl.arange(0, BN)
     table = tables + row.to(tl.int64) * table_b
-    block = tl.load(table + j // BLOCK, (j < high) & (j >= oldest) & (pieces > 0), 0, cache_modifier=".cg")
+    block = tl.load(table + j // BLOCK, also((j < high) & (j >= oldest), pieces > 0), 0, cache_modifier=".cg")
     wait_for_previous(EARLY)
     if pieces > 0:
         head = kv_head * G + tl.arange(0, BM)

@@ -32,7 +32,7 @@ from .paged_batch import PagedBatch
 from .registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from .rotary import CHOICES, check_shapes, joined_projection, turned_by
 from .rotary import rule as plain_rule
-from .tiles import let_next_begin, wait_for_previous
+from .tiles import also, let_next_begin, wait_for_previous
 from .tuning import Config, choose
 
 
@@ -96,7 +96,7 @@ def _kernel(
         wait_for_previous(EARLY)
         if group < q_groups + k_groups:
             head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
-            inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
+            inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = k_ptr + token * k_token + head * k_head + plane
             a, b = turned_by(x_ptr, k_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
             if k_out_ptr is not None:
@@ -108,7 +108,7 @@ def _kernel(
             tl.store(out + n_planes, b.to(k_cache_ptr.dtype.element_ty), mask=inside)
         else:
             head = (group - q_groups - k_groups) * HEADS + tl.arange(0, HEADS)[:, None]
-            inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
+            inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = v_ptr + token * v_token + head * v_head + plane
             first = tl.load(x_ptr, mask=inside)
             second = tl.load(x_ptr + n_planes, mask=inside)
