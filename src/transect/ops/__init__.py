@@ -7,7 +7,8 @@ What all of them lean on:
 * ``opset.py``: ``resolve_ops`` picks an implementation of every operator of the decoder for a device, once
 * ``numerics.py``: dtypes to compute in, sample inputs; ``counting.py``: how much causal attention looks at
 * ``jit.py``: where Triton kernels run; ``gluon_language.py``: Gluon under one set of names for every Triton;
-  ``tiles.py``: what kernels on tiles share; ``cuda_build.py``: builds the ``.cu`` files, ``cuda.py``: calls them; ``collecting.py``: which Triton kernels some work needs, found without launching any
+  ``tiles.py``: what kernels on tiles share; ``cuda_build.py``: builds the ``.cu`` files, ``cuda.py``: calls them;
+  ``collecting.py``: which Triton kernels some work needs, found without launching any
 * ``norms.py``: what the four norms share; ``peers.py``: ``torch.compile`` as a peer
 * ``tuning.py``, ``tuned/``: launch configurations found on a device; ``shapes.py``: true shapes of known models
 
