@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from effort import quick_first
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
 from transect.engine.gpu.runner import GPURunner
@@ -61,7 +62,7 @@ def executors(model, config, **options):
     return Runner(model, *caches), GPURunner(model, *padded, **limits, **options)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", quick_first(range(30), 8))
 def test_same_tokens_as_the_cpu_runner(model, seed):
     torch.set_num_threads(1)
     rng = random.Random(seed)
@@ -74,7 +75,7 @@ def test_same_tokens_as_the_cpu_runner(model, seed):
         assert_same(expected, found, arrivals)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick_first(range(6), 2))
 def test_draws_on_the_host_are_the_same(model, seed):
     torch.set_num_threads(1)
     rng = random.Random(seed)
