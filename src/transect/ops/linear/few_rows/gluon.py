@@ -151,7 +151,7 @@ def early_weights(  # type: ignore[no-untyped-def]
     COUNT: gl.constexpr, LEAVING: gl.constexpr, LEFT: gl.constexpr, TAKING: gl.constexpr, TAKEN: gl.constexpr,
 ):  # fmt: skip
     """One tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row tiles;
-    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``small_matmul_triton._rows``.
+    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``few_rows/triton._rows``.
     """
     WIDTH: gl.constexpr = 2 * BN if GATED else BN
     BYTES: gl.constexpr = (WIDTH + BM) * BK * 2

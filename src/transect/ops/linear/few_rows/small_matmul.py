@@ -84,7 +84,7 @@ def best_launcher() -> Callable[..., Tensor]:
 
     Which one runs is decided by the device, the shape, the strides, the dtype and ``dependent_launch`` alone. Where the
     CUDA kernels cannot be built, that is said once, in the log. Counters are its own (see
-    ``small_matmul_triton.Counters``).
+    ``few_rows/triton.Counters``).
     """
     triton_rows = TritonRows()
     built: dict[torch.device, CudaRows | None] = {}
