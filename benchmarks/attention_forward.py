@@ -60,7 +60,7 @@ def race(op: Op, case: Case, names: Sequence[str], rounds: int) -> dict[str, Any
     graphs, refused = {}, {}
     for name, call in callables(op, names).items():
         made = op.implementations.get(name)
-        refused[name] = made.refuses(**inputs[0]) if made and made.refuses else ""
+        refused[name] = made.refusal(**inputs[0]) if made and made.refusal else None
         if not refused[name]:
             graphs[name] = graph_of(call, inputs)
     turns: dict[str, list[float]] = {name: [] for name in graphs}

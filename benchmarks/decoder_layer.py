@@ -40,7 +40,7 @@ from transect.models.shapes import linear_shapes
 from transect.models.weights.dense import Dense
 from transect.ops.linear import gate_up
 from transect.ops.linear.stream_products import StreamProducts
-from transect.ops.opset import OpSet, dependent_launch, resolve_ops
+from transect.ops.opset import OpSet, resolve_ops, with_dependent_launch
 
 READ, RATE = 4.35e12, 750e12
 CONTEXT, BLOCK = 1024, 16
@@ -71,7 +71,7 @@ class Chain:
         self.rows = rows
         self.plain_ops = resolve_ops("cuda", ("triton", "torch"))
         streams = StreamProducts(torch.device("cuda", torch.cuda.current_device()))
-        self.ops = dataclasses.replace(dependent_launch(self.plain_ops), stream_products=streams)
+        self.ops = dataclasses.replace(with_dependent_launch(self.plain_ops), stream_products=streams)
         self.model = allocated(Decoder(self.config, "meta", torch.bfloat16, ops=self.ops), "cuda")
         torch.manual_seed(0)
         self.model.init_weights()
@@ -145,7 +145,7 @@ class Chain:
         norm = first.attention_norm
         yield "add_rms_norm", all_layers(lambda l: ops.add_rms_norm(x, x, norm.weight, norm.eps)), 0.0
         if rows <= 256:
-            yield "gate (of gate_up)", all_layers(lambda l: gate_up.gate_halves(both, pdl=True)), 0.0
+            yield "gate (of gate_up)", all_layers(lambda l: gate_up.gate_halves(both, dependent_launch=True)), 0.0
 
 
 def variants(chain: Chain) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -154,12 +154,12 @@ def variants(chain: Chain) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "norms in products off", chain.stack(stream_products=None)
     for name in ("qkv", "gate_up", "add_norm", "rotary_write"):
         yield f"{name} off", chain.stack(Fusions(**{name: False}))
-    yield "pdl off", chain.stack(ops=dependent_launch(chain.plain_ops, False))
+    yield "dependent launch off", chain.stack(ops=with_dependent_launch(chain.plain_ops, False))
     yield "products by cuBLAS", chain.stack(linear=F.linear, gate_up=_cublas_gate_up, stream_products=None)
 
 
 def _cublas_gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return gate_up.gate_halves(F.linear(x, weight, bias), pdl=True)
+    return gate_up.gate_halves(F.linear(x, weight, bias), dependent_launch=True)
 
 
 def run(name: str, rows: int, replays: int, quick: bool) -> dict[str, Any]:

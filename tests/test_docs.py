@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from commands import UNLIKE_HERE, run_here
+from effort import proving
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -38,17 +42,29 @@ def _commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "command"), _commands())
-def test_commands_in_the_pages_run(smollm2, page: str, command: str) -> None:
-    shell = f"{sys.executable} -m {command}"
-    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def test_commands_in_the_pages_run(smollm2, page: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process where that is the same; with ``--prove`` all in processes of their own."""
+    arguments = shlex.split(command, comments=True)[1:]
+    plain = not set(command) & set("*|<>&$~") and arguments[0] not in UNLIKE_HERE
+    if plain and not proving():
+        monkeypatch.chdir(ROOT)
+        done = run_here(*arguments)
+    else:
+        shell = f"{sys.executable} -m {command}"
+        done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{page}: {command}\n{done.stderr}"
     assert done.stdout.strip()
 
 
 @pytest.mark.parametrize(("page", "program"), _blocks("python"))
-def test_programs_in_the_pages_run(smollm2, tmp_path: Path, page: str, program: str) -> None:
+def test_programs_in_the_pages_run(smollm2, tmp_path: Path, capsys, page: str, program: str) -> None:
+    """In this process; with ``--prove`` each in one of its own."""
     file = tmp_path / "program.py"
     file.write_text(program)
+    if not proving():
+        runpy.run_path(str(file), run_name="__main__")
+        assert capsys.readouterr().out.strip()
+        return
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, f"{page}:\n{done.stderr}"

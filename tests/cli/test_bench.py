@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from commands import run_here
 
 TRANSECT = [sys.executable, "-m", "transect"]
-PATIENCE_S = 90
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -30,8 +30,7 @@ def shape(tmp_path_factory):
 
 
 def run(*arguments):
-    done = subprocess.run([*TRANSECT, "bench", *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
-    return done
+    return run_here("bench", *arguments)
 
 
 def test_latency(shape, tmp_path):

@@ -10,13 +10,13 @@ from gpu_engine import gpu_model
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, Fusions, unsuitable
+from transect.models.fused_stack import FusedStack, Fusions, refusal
 from transect.models.load import allocated
 from transect.models.presets import PRESETS
 from transect.models.weights.adapted import Adapted
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear.stream_products import Stream
-from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
+from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
 
 BLOCK = 4
@@ -190,7 +190,7 @@ def test_triton_kernels(new):
     kernels = {name: get(name).implementations.get("triton") for name in OPERATORS}
     loaded = {name: kernel.load() for name, kernel in kernels.items() if kernel is not None}
     assert {"linear", "gate_up", "add_rms_norm", "rotary_kv_write", "paged_attention"} <= set(loaded)
-    ops = dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
+    ops = with_dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
     model = build(CONFIGS["qwen3"], ops)
     plain, fused = both(model, new=new)
     model = build(CONFIGS["qwen3"], resolve_ops("cpu"))
@@ -216,4 +216,4 @@ def test_other_contexts_and_models():
     model.stack = FusedStack(model, max_positions=64)
     assert torch.equal(model(torch.arange(8), context.positions(), context), plain)
     gpt2 = dataclasses.replace(TINY, architecture="gpt2", norm="layernorm", gated_mlp=False, activation="gelu_tanh")
-    assert unsuitable(TINY) is None and "RMSNorm" in str(unsuitable(gpt2))
+    assert refusal(TINY) is None and "RMSNorm" in str(refusal(gpt2))

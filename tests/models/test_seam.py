@@ -18,7 +18,7 @@ from transect.models.weights.adapted import Adapted
 from transect.models.weights.weight import Weight
 from transect.ops.cpu import library as cpu_library
 from transect.ops.lang.jit import INTERPRETED
-from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
+from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import Unavailable, get
 from transect.train.activations import stack_with
 from transect.train.merged_layers import MergedLayers
@@ -104,7 +104,7 @@ def logits(model, context):
 def triton_ops():
     kernels = {name: get(name).implementations.get("triton") for name in OPERATORS}
     loaded = {name: kernel.load() for name, kernel in kernels.items() if kernel is not None}
-    return dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
+    return with_dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
 
 
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["plain", "biased"])

@@ -265,6 +265,7 @@ def test_body_that_never_says_how_long_it_is(server):
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.prove  # test_schema.py sends more of them, without the processes
 def test_generated_requests_find_no_5xx(own_server):
     server = own_server("--max-model-len", "64")
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .load import Record
-from .report import Result
+from .levels import Result
 from .summary import PERCENTILES
 
 COLOURS = ("#0b7285", "#f08c00", "#c92a2a")

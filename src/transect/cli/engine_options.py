@@ -50,7 +50,8 @@ PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished promp
 
 
 def engine_config(model: str, **settings: Any) -> EngineConfig:
-    """An ``EngineConfig`` of the settings that were given; None leaves a field at its default.
+    """An ``EngineConfig`` of the settings that were given, those of its ``gpu`` among them; None leaves a field at its
+    default.
 
     The model is found, and fetched if needed, before anything starts, so that Ctrl-C ends a download at once.
 
@@ -58,8 +59,11 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         ValueError: a setting is out of range, or there is no such model.
     """
     from ..engine.config import EngineConfig
+    from ..engine.gpu.options import GPUOptions
     from ..models.resolve import resolve
 
-    config = EngineConfig(model=model, **{name: value for name, value in settings.items() if value is not None})
+    given = {name: value for name, value in settings.items() if value is not None}
+    switches = {name: given.pop(name) for name in GPUOptions.__dataclass_fields__ if name in given}
+    config = EngineConfig(model=model, gpu=GPUOptions(**switches), **given)
     resolve(model, load_format=config.load_format)
     return config

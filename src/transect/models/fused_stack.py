@@ -52,7 +52,7 @@ class Fusions:
         return cls(on, on, on, on, on)
 
 
-def unsuitable(config: ModelConfig) -> str | None:
+def refusal(config: ModelConfig) -> str | None:
     """Why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the fused layers are for RMSNorm, gated MLPs and rotary positions"
@@ -67,12 +67,12 @@ class FusedStack:
         max_positions: positions that the table of angles covers; longer sequences must not come.
 
     Raises:
-        ValueError: ``unsuitable`` says why.
+        ValueError: ``refusal`` says why.
     """
 
     def __init__(self, model: Decoder, *, max_positions: int, fusions: Fusions | None = None) -> None:
         config = model.config
-        reason = unsuitable(config)
+        reason = refusal(config)
         if reason is not None:
             raise ValueError(reason)
         assert model.rope is not None

@@ -25,15 +25,15 @@ from .config import ModelConfig
 from .cost import weight_bytes
 from .decoder import Decoder
 from .fused_stack import FusedStack, Fusions
-from .fused_stack import unsuitable as unsuitable_for_fusion
+from .fused_stack import refusal as refusal_to_fuse
 from .native import (
     keep_packed,
     native_model,
     packed_matrices,
     packed_path,
+    refusal,
     run_natively,
     take_packed,
-    unsuitable,
 )
 from .resolve import ModelSource
 from .staging import Staging, dense_values
@@ -200,7 +200,7 @@ def kernels(
     elif dtype not in ("auto", "float32"):
         reason = f"the C++ kernels compute in float32, not {dtype}"
     else:
-        reason = unsuitable(config, block_size, quantization)
+        reason = refusal(config, block_size, quantization)
     if reason is None:
         try:
             library = cpu_library.load(threads or torch.get_num_threads())
@@ -269,7 +269,7 @@ def load_on_device(
     model = allocated(Decoder(source.config, "meta", dtype, ops=ops, kinds=kinds), device)
     with progress(source) as advance:
         fill(model, stored_weights(source, seed, dtype, device), advance=advance)
-    if unsuitable_for_fusion(source.config) is None:
+    if refusal_to_fuse(source.config) is None:
         model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
     return model
 

@@ -89,7 +89,7 @@ class NativeStack:
         return self._rotation
 
 
-def unsuitable(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
+def refusal(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
     odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
     if quantization == "int4" and odd:
@@ -120,9 +120,9 @@ def native_model(
         int4: the layers' matrices are kept in 4 bits, whatever they come in.
 
     Raises:
-        ValueError: ``unsuitable`` says why.
+        ValueError: ``refusal`` says why.
     """
-    reason = unsuitable(config, block_size, "int4" if int4 else None)
+    reason = refusal(config, block_size, "int4" if int4 else None)
     if reason is not None:
         raise ValueError(reason)
     packed = partial(Packed, library=library, half=half)

@@ -5,7 +5,7 @@ Begin with ``first/vector_add.py``, which has every part of an operator at its s
 Families (each folder's docstring is its map):
 
 * ``first/``       where to begin: vector add, sum, dot, softmax, a ladder of matrix products in CUDA C++
-* ``norm/``        RMSNorm and LayerNorm, with and without the residual added first
+* ``norm/``        RMSNorm, with and without the residual added first, and LayerNorm
 * ``activation/``  GELU and SwiGLU
 * ``position/``    rotary embedding; the embedding rows that a step begins with
 * ``linear/``      matrix products: ``many_rows/`` (tensor cores), ``few_rows/`` (bytes), ``packed/`` (4-bit weights)

@@ -57,8 +57,8 @@ class Implementation:
     """Loads the ``torch.library`` operator over this implementation: same arguments, gradients, ``torch.compile``."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """What it computes in, by name."""
-    refuses: Callable[..., str] | None = None
-    """Takes the operator's arguments; a sentence saying why this implementation does not take them, or ``""``."""
+    refusal: Callable[..., str | None] | None = None
+    """Takes the operator's arguments; a sentence saying why this implementation does not take them, or None."""
     source: str = ""
     """Of a ``cuda`` implementation: its ``.cu`` file in this folder."""
 

@@ -89,7 +89,7 @@ def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:
     )
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """The micro-batches of one epoch."""
 
     def __len__(self) -> int: ...

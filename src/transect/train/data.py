@@ -16,7 +16,7 @@ import numpy as np
 
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
-from .batches import Batch, DocumentPlan, Plan, WindowPlan
+from .batches import Batch, DocumentPlan, EpochPlan, WindowPlan
 from .config import DataConfig
 from .tokens import SUFFIX, TokenStream, join, open_tokens, token_dtype
 
@@ -207,7 +207,7 @@ class Loader:
         self.config = config
         self.seed = seed
         self.position = Position()
-        self._plan_of: tuple[int, Plan] | None = None
+        self._plan_of: tuple[int, EpochPlan] | None = None
         plan = self._plan(0)
         left_out = getattr(plan, "left_out", 0)
         if left_out:
@@ -245,7 +245,7 @@ class Loader:
             return plan.in_order()
         return (plan.batch(index) for index in range(len(plan)))
 
-    def _plan(self, epoch: int) -> Plan:
+    def _plan(self, epoch: int) -> EpochPlan:
         if self._plan_of is None or self._plan_of[0] != epoch:
             kind = WindowPlan if self.stream.trained is None else DocumentPlan
             config = self.config

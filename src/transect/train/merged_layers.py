@@ -42,7 +42,7 @@ from ..ops.attention.packed import backward as flash_attention_backward
 from ..ops.attention.packed import flash_attention
 from ..ops.norm import add_rms_norm, rms_norm
 from ..ops.position import rotary
-from .activations import Kept as Plan
+from .activations import Checkpointing as Plan
 from .activations import stack_with
 from .merged_products import Product, Scratch, product
 
@@ -258,22 +258,22 @@ class _Node(torch.autograd.Function):
         return None, None, dx, dx if need_d else None, *gradients
 
 
-def cannot_merge(config: ModelConfig) -> str:
-    """Why the layers of such a model cannot be merged, in a sentence; empty if they can."""
+def refusal(config: ModelConfig) -> str | None:
+    """Why the layers of such a model cannot be merged, in a sentence; None if they can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
     if config.qk_norm:
         return "its queries and keys are normalised"
     if config.qkv_bias or config.o_bias or config.mlp_bias:
         return "its matrices have biases"
-    return ""
+    return None
 
 
 class MergedLayers:
     """A ``Decoder.stack`` over ``MergedLayer``, for packed documents; other contexts go through the model's own layers.
 
     Args:
-        model: on its device; ``cannot_merge(model.config)`` must be empty.
+        model: on its device; ``refusal(model.config)`` must be None.
         plan: which activations are kept.
         whole: so many layers, the last ones, keep everything whatever the plan.
     """
@@ -302,7 +302,7 @@ def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
     """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged. ``whole``
     as in ``MergedLayers``."""
     if merged and model.norm.weight.is_cuda:
-        reason = cannot_merge(model.config)
+        reason = refusal(model.config)
         if not reason:
             return MergedLayers(model, plan, whole)
         log.info("the layers run operator by operator: %s", reason)

@@ -29,7 +29,8 @@ from transect.ops.linear.few_rows.triton import _rows
 
 driver.set_active(CompileTarget(90))
 x = torch.zeros(16, 16, dtype=torch.bfloat16)
-tile = dict(BM=16, BN=16, BK=16, SPLIT=1, SWAP=False, EVEN=True, BULK=False, EARLY=False, GATED=False, SQUARES=1)
+tile = dict(BM=16, BN=16, BK=16, SPLIT=1, SWAP=False, EVEN=True, BULK=False, DEPENDENT_LAUNCH=False, GATED=False,
+SQUARES=1)
 
 def found(kernel):
     print(*kernel, sep="\\n")

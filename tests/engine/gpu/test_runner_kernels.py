@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from effort import quick_first
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
 from transect.engine.gpu.runner import GPURunner
@@ -15,7 +16,7 @@ from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.ops.lang.jit import INTERPRETED
-from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
+from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
 
 VOCAB, BLOCK = 61, 4
@@ -33,13 +34,15 @@ TINY = ModelConfig(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not INTERPRETED, reason="Triton's interpreter is chosen before its import, on machines without a GPU"
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"whole_prompts": (2, 0), "prune_last_layer": True}, {"graph_tokens": 9, "copy_kernels": True}]
+    "options",
+    quick_first(
+        [{"whole_prompts": (2, 0), "prune_last_layer": True}, {"graph_tokens": 9, "copy_kernels": True}, {}], 1
+    ),
 )
 def test_padding_is_never_seen(options):
     """Rows, tokens and draws that belong to nobody, beside caches whose unowned slots hold NaN."""
@@ -48,7 +51,7 @@ def test_padding_is_never_seen(options):
     plain.init_weights(0.3, torch.Generator().manual_seed(0))
     kernels = {name: get(name).implementations.get("triton") for name in OPERATORS}
     loaded = {name: kernel.load() for name, kernel in kernels.items() if kernel is not None}
-    ops = dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
+    ops = with_dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
     model = Decoder(TINY, dtype=torch.float32, ops=ops).requires_grad_(False)
     model.load_state_dict(plain.state_dict())
     model.stack = FusedStack(model, max_positions=TINY.max_position)

@@ -12,7 +12,7 @@ from transect.hardware.cores import usable_cores
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.slow,
+    pytest.mark.prove,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(usable_cores() < 4, reason="with fewer than 4 cores the engine compiles alone"),
 ]

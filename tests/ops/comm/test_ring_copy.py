@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from transect.ops.comm.ring_copy import reference, triton_ring_copy
-from transect.ops.lang.jit import INTERPRETED, dependent_launch
+from transect.ops.lang.jit import INTERPRETED, has_dependent_launch
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
@@ -51,13 +51,13 @@ def test_replays_follow_what_the_host_writes() -> None:
     questions, answers = (torch.zeros((rows, count), dtype=torch.int64, pin_memory=True) for _ in range(2))
     buffer = torch.zeros(count, dtype=torch.int64, device=DEVICE)
     turn = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    pdl = dependent_launch(DEVICE)
+    dependent_launch = has_dependent_launch(DEVICE)
     stream = torch.cuda.Stream()
 
     def step() -> None:
-        triton_ring_copy(questions, buffer, turn, pdl=pdl)
+        triton_ring_copy(questions, buffer, turn, dependent_launch=dependent_launch)
         buffer.mul_(2)
-        triton_ring_copy(buffer, answers, turn, advance=True, pdl=pdl)
+        triton_ring_copy(buffer, answers, turn, advance=True, dependent_launch=dependent_launch)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):

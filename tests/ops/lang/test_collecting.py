@@ -19,7 +19,7 @@ from transect.ops.linear.few_rows.triton import _rows
 
 driver.set_active(CompileTarget(90))
 x, weight = torch.zeros(32, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
-tile = dict(BM=32, BN=64, BK=128, SPLIT=1, SWAP=True, BULK=False, EARLY=True, GATED=False, SQUARES=1)
+tile = dict(BM=32, BN=64, BK=128, SPLIT=1, SWAP=True, BULK=False, DEPENDENT_LAUNCH=True, GATED=False, SQUARES=1)
 
 def run(even):
     out = torch.zeros(32, 64, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from cuda_kernels import loaded
 from transect.models.presets import PRESETS
 from transect.ops.linear import stream_products
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
-from transect.ops.linear.few_rows.cuda import Beside, CudaRows, Plan
+from transect.ops.linear.few_rows.cuda import Beside, CudaRows, CudaTiling
 from transect.ops.linear.stream_products import Stream, StreamProducts
 
 EPS = 1e-5
@@ -22,18 +22,18 @@ def test_what_cannot_stand_beside_a_product_is_said() -> None:
     x, row = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
     stream = torch.zeros(3, 32, dtype=torch.bfloat16)
     good = Beside(residual=stream, scale=row, squares=torch.zeros(3, 4))
-    assert good.refuses(x, 32) == ""
-    assert "multiple of 16" in Beside(residual=stream[:, :24], scale=row[:24]).refuses(x, 24)
-    assert "next norm's weight" in Beside(residual=stream).refuses(x, 32)
-    assert "[3, 48]" in Beside(residual=stream, scale=row).refuses(x, 48)
-    assert "contiguous" in Beside(residual=stream.T.contiguous().T, scale=row).refuses(x, 32)
-    assert "multiple of 64" in Beside(squares=torch.zeros(3, 3)).refuses(x[:, :48], 32)
-    assert "dtype" in Beside(residual=stream.float(), scale=row).refuses(x, 32)
-    assert "float32" in Beside(squares=torch.zeros(3, 4, dtype=torch.bfloat16)).refuses(x, 32)
+    assert good.refusal(x, 32) is None
+    assert "multiple of 16" in Beside(residual=stream[:, :24], scale=row[:24]).refusal(x, 24)
+    assert "next norm's weight" in Beside(residual=stream).refusal(x, 32)
+    assert "[3, 48]" in Beside(residual=stream, scale=row).refusal(x, 48)
+    assert "contiguous" in Beside(residual=stream.T.contiguous().T, scale=row).refusal(x, 32)
+    assert "multiple of 64" in Beside(squares=torch.zeros(3, 3)).refusal(x[:, :48], 32)
+    assert "dtype" in Beside(residual=stream.float(), scale=row).refusal(x, 32)
+    assert "float32" in Beside(squares=torch.zeros(3, 4, dtype=torch.bfloat16)).refusal(x, 32)
 
 
 def test_nothing_runs_here_that_was_not_measured() -> None:
-    products = StreamProducts(torch.device("cpu"), lambda m, n, k, gated: Plan(2, 2, 2) if n == 32 else None)
+    products = StreamProducts(torch.device("cpu"), lambda m, n, k, gated: CudaTiling(2, 2, 2) if n == 32 else None)
     x = torch.zeros(3, 32, dtype=torch.bfloat16)
     assert not products.takes(x, [(32, 32, False), (48, 32, False)])
     assert not products.takes(torch.zeros(33, 32, dtype=torch.bfloat16), [(32, 32, False)])
@@ -57,19 +57,19 @@ def test_one_row_of_a_measured_model_runs_here_on_an_h200(monkeypatch: pytest.Mo
 def test_without_a_gpu_nothing_runs_here_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unavailable() -> CudaRows:
+    def no_compiler() -> CudaRows:
         raise stream_products.Unavailable("no nvcc")
 
-    monkeypatch.setattr(stream_products, "CudaRows", unavailable)
-    products = StreamProducts(torch.device("cpu"), lambda m, n, k, gated: Plan(2, 2, 2))
+    monkeypatch.setattr(stream_products, "CudaRows", no_compiler)
+    products = StreamProducts(torch.device("cpu"), lambda m, n, k, gated: CudaTiling(2, 2, 2))
     for _ in range(2):
         assert not products.takes(torch.zeros(1, 64, dtype=torch.bfloat16), [(64, 64, False)])
     assert caplog.text.count("no nvcc") == 1
 
 
-ALONE = [Plan(2, 2, 2, 4), Plan(1, 4, 3), Plan(2, 6, 4), Plan(3, 3, 6)]
-SHARED = [Plan(2, 3, 2, 8, 4), Plan(3, 2, 3, 4, 2), Plan(2, 3, 4, 4, 8)]
-"""Plans of one rank and of several, of one group for a block and of more; deep rings take few rows."""
+ALONE = [CudaTiling(2, 2, 2, 4), CudaTiling(1, 4, 3), CudaTiling(2, 6, 4), CudaTiling(3, 3, 6)]
+SHARED = [CudaTiling(2, 3, 2, 8, 4), CudaTiling(3, 2, 3, 4, 2), CudaTiling(2, 3, 4, 4, 8)]
+"""Tilings of one rank and of several, of one group for a block and of more; deep rings take few rows."""
 
 
 @pytest.mark.gpu
@@ -94,9 +94,11 @@ def test_a_stream_is_what_norms_apart_make_of_it(m: int, dim: int, width: int) -
 
     want, of_torch = exact(torch.float64), exact(torch.bfloat16)
     limits = [2 * float((a.double() - b).norm()) for a, b in zip(of_torch, want, strict=True)]
-    gated_plans = cycle(plan for plan in ALONE if not plan.refuses(m))
-    for plan, gates in zip((plan for plan in ALONE + SHARED if not plan.refuses(m)), gated_plans, strict=False):
-        table = {(dim, width, False): plan, (2 * width, dim, False): plan, (2 * width, dim, True): gates}
+    gated_tilings = cycle(tiling for tiling in ALONE if not tiling.refusal(m))
+    for tiling, gates in zip(
+        (tiling for tiling in ALONE + SHARED if not tiling.refusal(m)), gated_tilings, strict=False
+    ):
+        table = {(dim, width, False): tiling, (2 * width, dim, False): tiling, (2 * width, dim, True): gates}
         products = StreamProducts(torch.device("cuda", 0), lambda _, n, k, gated, table=table: table[n, k, gated])
         assert products.takes(residual, table) and not products.takes(residual.float(), table)
         runs = []
@@ -104,9 +106,9 @@ def test_a_stream_is_what_norms_apart_make_of_it(m: int, dim: int, width: int) -
             stream = products.add(x, inward, residual, scale, EPS)
             runs.append((*stream[:3], products.linear(stream, outward), products.gate_up(stream, outward)))
         for got in runs[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(got, runs[0], strict=True)), (plan, gates)
+            assert all(torch.equal(a, b) for a, b in zip(got, runs[0], strict=True)), (tiling, gates)
         total, scaled, squares, both, gated = runs[0]
         for got, right, limit in zip((total, both, gated), want, limits, strict=True):
-            assert (got.double() - right).norm() <= limit, (plan, gates)
+            assert (got.double() - right).norm() <= limit, (tiling, gates)
         torch.testing.assert_close(scaled, total * scale)
         torch.testing.assert_close(squares, total.float().square().view(m, -1, 16).sum(-1))

@@ -68,8 +68,8 @@ def test_what_does_not_fit_is_said() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
-@pytest.mark.parametrize("pdl", [False, True])
-def test_a_step_from_its_ids_to_turned_heads_in_a_graph(pdl: bool) -> None:
+@pytest.mark.parametrize("dependent_launch", [False, True])
+def test_a_step_from_its_ids_to_turned_heads_in_a_graph(dependent_launch: bool) -> None:
     """As in a decoder: norm and rotation begin early where they are launched dependent, and miss nothing."""
     tokens, width, heads = 64, 1024, 8
     made = inputs(tokens, width, 128, torch.bfloat16)
@@ -80,16 +80,18 @@ def test_a_step_from_its_ids_to_turned_heads_in_a_graph(pdl: bool) -> None:
     kernels = {name: get(name).implementations["triton"].load() for name in ("rms_norm", "rotary_kv_write")}
     drawn = made["ids"].clone()
 
-    def step(early: bool) -> torch.Tensor:
-        x, rotation = triton_embed_tokens(**made, pdl=early)
-        normed = kernels["rms_norm"](x, weight, 1e-6, pdl=early).view(tokens, heads, 128)
+    def step(dependent_launch: bool) -> torch.Tensor:
+        x, rotation = triton_embed_tokens(**made, dependent_launch=dependent_launch)
+        normed = kernels["rms_norm"](x, weight, 1e-6, dependent_launch=dependent_launch).view(tokens, heads, 128)
         cos, sin = rotation.chunk(2, dim=-1)
-        return kernels["rotary_kv_write"](normed, normed, normed, cos, sin, *caches, batch, pdl=early)
+        return kernels["rotary_kv_write"](
+            normed, normed, normed, cos, sin, *caches, batch, dependent_launch=dependent_launch
+        )
 
-    step(pdl)
+    step(dependent_launch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        turned = step(pdl)
+        turned = step(dependent_launch)
     for number in range(50):
         made["ids"].copy_(drawn.roll(number))
         made["positions"].copy_(made["positions"].roll(1))

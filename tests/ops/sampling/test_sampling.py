@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from effort import quick_first
 
 pytest.importorskip("triton")
 
@@ -33,6 +35,7 @@ WIDE = (
     (1.0, 10**6, 1.0, 0.0),
     (0.9, 64, 0.8, 1e-9),
 )
+MORE_SETTINGS = ((1.0, 0, 1.0, 0.0), (0.7, 0, 0.8, 0.0))
 
 
 def on_cpu(made: dict) -> list[int | None]:
@@ -71,8 +74,13 @@ def normal(rows: int, vocab: int, seed: int, scale: float = 3.0) -> torch.Tensor
     return scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 777, 4099])
-@pytest.mark.parametrize("scale", [0.01, 3.0, 40.0])
+VOCABS, SCALES = (1, 2, 127, 128, 129, 777, 4099), (0.01, 3.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "scale"),
+    quick_first(itertools.product(VOCABS, SCALES), list(zip(VOCABS, itertools.cycle(SCALES), strict=False))),
+)
 def test_draws_are_those_of_the_engine(vocab: int, scale: float) -> None:
     made = sampling.inputs(normal(len(WIDE), vocab, seed=vocab, scale=scale), WIDE, seed=vocab)
     assert on_device(made) == on_cpu(made)
@@ -171,7 +179,9 @@ def test_logprobs_are_of_the_logits_as_given() -> None:
     torch.testing.assert_close(logprobs.double().cpu(), expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (0.7, 0, 0.8, 0.0), (1.5, 6, 1.0, 0.02)])
+@pytest.mark.parametrize(
+    "setting", [(1.5, 6, 1.0, 0.02), *(pytest.param(each, marks=pytest.mark.prove) for each in MORE_SETTINGS)]
+)
 def test_frequencies_follow_the_distribution(setting: tuple[float, int, float, float]) -> None:
     """Pearson's statistic of many draws from one row stays under its 99.99% quantile (normal approximation)."""
     logits = normal(1, 140, seed=12, scale=1.5)
@@ -196,7 +206,7 @@ def test_frequencies_follow_the_distribution(setting: tuple[float, int, float, f
     assert statistic < freedom + 3.72 * math.sqrt(2 * freedom) + 6
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quick_first([torch.float16, torch.bfloat16], 1))
 def test_half_logits_and_strided_rows(dtype: torch.dtype) -> None:
     made = sampling.inputs(normal(8, 500, seed=13).to(dtype), sampling.SETTINGS)
     expected = on_cpu(made)

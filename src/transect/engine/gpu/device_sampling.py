@@ -101,10 +101,10 @@ def measure_logprobs(logits_RV: Tensor, token_R: Tensor) -> LogprobTensors:
     )
 
 
-Sampler = Callable[[Tensor, Fields, Drawn, AdjustState, bool, bool], LogprobTensors | None]
+DeviceSampler = Callable[[Tensor, Fields, Drawn, AdjustState, bool, bool], LogprobTensors | None]
 
 
-def device_sampler(device: torch.device) -> Sampler:
+def device_sampler(device: torch.device) -> DeviceSampler:
     """``(logits_RV, fields, drawn, state, adjust, logprobs)``: draw into ``drawn``; logprobs where they are wanted.
 
     On a GPU with Triton the kernels; elsewhere the references of the operators.

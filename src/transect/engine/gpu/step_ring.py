@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.ring_copy import triton_ring_copy
-from ...ops.lang.jit import dependent_launch
+from ...ops.lang.jit import has_dependent_launch
 from .step_inputs import StepMemory
 
 RING = 3
@@ -48,7 +48,7 @@ class StepRing:
         self._turn = 0
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=arena.device) if kernels else None
         self._words = [t.view(torch.int64) for t in (self._sent, self._inputs, self._drawn, self._given)]
-        self._early = dependent_launch(arena.device)
+        self._dependent_launch = has_dependent_launch(arena.device)
 
     def memory(self) -> StepMemory:
         """Where the inputs of the next step go; waits for the device to be done with what stood there."""
@@ -66,13 +66,15 @@ class StepRing:
         """The first kernel of a step."""
         if self._device_turn is not None:
             sent, inputs, _, _ = self._words
-            triton_ring_copy(sent, inputs[: whole_lines(nbytes) // 8], self._device_turn, pdl=self._early)
+            triton_ring_copy(
+                sent, inputs[: whole_lines(nbytes) // 8], self._device_turn, dependent_launch=self._dependent_launch
+            )
 
     def give(self) -> None:
         """The last kernel of a step."""
         if self._device_turn is not None:
             _, _, drawn, given = self._words
-            triton_ring_copy(drawn, given, self._device_turn, advance=True, pdl=self._early)
+            triton_ring_copy(drawn, given, self._device_turn, advance=True, dependent_launch=self._dependent_launch)
 
     def ended(self) -> int:
         """A step has been launched: it is the next one's turn. Returns the turn of the step."""

@@ -21,7 +21,7 @@ import torch
 
 from ...models.config import ModelConfig
 from ...models.decoder import Decoder
-from ...models.fused_stack import FusedStack, Fusions, unsuitable
+from ...models.fused_stack import FusedStack, Fusions, refusal
 from ...models.load import allocated
 from ...models.weights.int4_serving import kinds_for
 from ...ops.lang.collecting import CollectedKernel, collected
@@ -100,10 +100,10 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
-    kinds = kinds_for(work.quantization, device, early=work.dependent_launch)
+    kinds = kinds_for(work.quantization, device, dependent_launch=work.dependent_launch)
     model = allocated(Decoder(config, "meta", work.dtype, ops=ops, kinds=kinds), device)
     stacks: list[FusedStack] = []
-    if unsuitable(config) is None:
+    if refusal(config) is None:
         fusions = Fusions.all(work.fused_operators)
         for streams in (ops.stream_products, None):
             model.ops = dataclasses.replace(ops, stream_products=streams)

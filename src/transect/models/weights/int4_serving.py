@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...formats.affine import AffineGroups
 from ...ops.activation import swiglu
-from ...ops.lang.jit import dependent_launch, runs_triton
+from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.packed import int4_matmul
 from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
@@ -49,13 +49,15 @@ class Int4Products:
     """``[T, 2 F] -> silu(first half) * second half [T, F]``."""
 
     @classmethod
-    def on(cls, device: torch.device | str, *, early: bool = False) -> Int4Products:
-        """The fastest that run on ``device``; ``early``: with dependent launch where the device has it."""
+    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
+        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
         if not runs_triton(torch.empty(0, device=device)):
             return cls(int4_matmul.reference, lambda both: swiglu.by_exp(*both.chunk(2, dim=-1)))
-        early = early and dependent_launch(torch.device(device))
+        dependent = dependent and has_dependent_launch(torch.device(device))
         product = int4_matmul.best_launcher()
-        return cls(partial(product, pdl=early), partial(gate_up.gate_halves, pdl=early))
+        return cls(
+            partial(product, dependent_launch=dependent), partial(gate_up.gate_halves, dependent_launch=dependent)
+        )
 
 
 class ServingInt4(Weight):
@@ -150,12 +152,13 @@ class ServingInt4(Weight):
         return TrainingPart(self.out_features, self.in_features, like, fill)
 
 
-def kinds_for(quantization: str | None, device: torch.device | str, *, early: bool = False) -> Kinds | None:
+def kinds_for(quantization: str | None, device: torch.device | str, *, dependent_launch: bool = False) -> Kinds | None:
     """The kinds of weight of a model that is served on a GPU, as ``EngineConfig`` names them; None: all are dense. With
-    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``early`` as in ``Int4Products.on``."""
+    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``dependent_launch`` as ``dependent`` in
+    ``Int4Products.on``."""
     if quantization is None:
         return None
-    products = Int4Products.on(device, early=early)
+    products = Int4Products.on(device, dependent=dependent_launch)
     int4: WeightKind = partial(ServingInt4, products=products)
     return lambda name: Dense if name == "head" else int4
 

@@ -104,7 +104,7 @@ class Projection(Weight):
         names = dict.fromkeys(part.format.name for part in self.matrices)
         return WeightFormat(" and ".join(names), 8 * self.nbytes / (self.out_features * self.in_features))
 
-    # ---- abilities: those of the joined weight, if there is one --------------------------------------------------------
+    # ---- abilities: those of the joined weight, if there is one ----
 
     def join(self) -> Weight | None:
         """Lay the parts in one storage, where their kind can; None where it cannot. Done once, and again after parts or

@@ -42,11 +42,11 @@ def reference(source: Tensor, target: Tensor, turn: Tensor, advance: bool = Fals
 @kernel
 def _copy_row(
     source_ptr, target_ptr, turn_ptr, n, source_row, target_row, rows,
-    BLOCK: tl.constexpr, ADVANCE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, ADVANCE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements at a time. With ADVANCE this is one program of one warp: what changes the turn has read it."""
-    wait_for_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    let_next_begin(DEPENDENT_LAUNCH)
     turn = tl.load(turn_ptr)
     source_ptr += turn.to(tl.int64) * source_row
     target_ptr += turn.to(tl.int64) * target_row
@@ -57,8 +57,8 @@ def _copy_row(
         tl.store(turn_ptr, (turn + 1) % rows)
 
 
-def refuses(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> str:
-    """Why the kernel does not take these, as a sentence, or ``""``."""
+def refusal(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> str | None:
+    """Why the kernel does not take these, as a sentence, or None."""
     ring, vector = (source, target) if source.dim() == 2 else (target, source)
     if ring.dim() != 2 or vector.dim() != 1 or ring.dtype != vector.dtype or len(vector) > ring.shape[1]:
         return (
@@ -69,19 +69,21 @@ def refuses(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False)
         return "ring_copy: elements of a row must lie side by side, and those of the vector"
     if turn.shape != (1,) or turn.dtype != torch.int32:
         return f"ring_copy: turn must be int32 [1], not {turn.dtype} {list(turn.shape)}"
-    return ""
+    return None
 
 
-def triton_ring_copy(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False, *, pdl: bool = False) -> None:
+def triton_ring_copy(
+    source: Tensor, target: Tensor, turn: Tensor, advance: bool = False, *, dependent_launch: bool = False
+) -> None:
     """``reference`` in one launch, which can be captured in a CUDA graph. The ring may be pinned host memory.
 
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper), and let the next one begin when that
-    one has ended.
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper), and let the next one
+    begin when that one has ended.
 
     Raises:
-        ValueError: ``refuses`` says why.
+        ValueError: ``refusal`` says why.
     """
-    reason = refuses(source, target, turn, advance)
+    reason = refusal(source, target, turn, advance)
     if reason:
         raise ValueError(reason)
     into = source.dim() == 2
@@ -91,7 +93,8 @@ def triton_ring_copy(source: Tensor, target: Tensor, turn: Tensor, advance: bool
     block, warps = (1024, 1) if advance else (256 if not INTERPRETED else 4096, 4)
     _copy_row[(1 if advance else max(1, -(-count // block)),)](
         source, target, turn, count, ring.stride(0) if into else 0, 0 if into else ring.stride(0), len(ring),
-        BLOCK=block, ADVANCE=advance, EARLY=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        BLOCK=block, ADVANCE=advance, DEPENDENT_LAUNCH=dependent_launch, num_warps=warps,
+        **({"launch_pdl": True} if dependent_launch else {}),
     )  # fmt: skip
 
 
@@ -140,8 +143,10 @@ def _kernels() -> Sequence[Kernel]:
     numbers = ("n", "source_row", "target_row")
     arguments |= dict.fromkeys((*numbers, "rows"), "i32")
     return [
-        Kernel("in", _copy_row, arguments, {"BLOCK": 256, "ADVANCE": False, "EARLY": False}, numbers),
-        Kernel("out", _copy_row, arguments, {"BLOCK": 1024, "ADVANCE": True, "EARLY": False}, numbers, warps=1),
+        Kernel("in", _copy_row, arguments, {"BLOCK": 256, "ADVANCE": False, "DEPENDENT_LAUNCH": False}, numbers),
+        Kernel(
+            "out", _copy_row, arguments, {"BLOCK": 1024, "ADVANCE": True, "DEPENDENT_LAUNCH": False}, numbers, warps=1
+        ),
     ]
 
 
@@ -153,7 +158,7 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
             "triton": Implementation(
-                "triton", available(triton_ring_copy), TRITON_TARGETS, batch_invariant=True, refuses=refuses
+                "triton", available(triton_ring_copy), TRITON_TARGETS, batch_invariant=True, refusal=refusal
             ),
         },
         examples=_examples,

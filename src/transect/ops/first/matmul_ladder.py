@@ -27,7 +27,7 @@ def cuda_matmul(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> Ten
     Raises:
         ValueError: a shape that the rung does not take, or an epilogue, of which it has none.
     """
-    reason = refuses(x, weight, rung=rung, **epilogue)
+    reason = refusal(x, weight, rung=rung, **epilogue)
     if reason:
         raise ValueError(f"matmul.cu: {reason}")
     (m, k), n = x.shape, weight.shape[0]
@@ -39,8 +39,8 @@ def cuda_matmul(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> Ten
     return c.to(x.dtype)
 
 
-def refuses(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> str:
-    """Why a rung does not take these arguments, or ``""``."""
+def refusal(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> str | None:
+    """Why a rung does not take these arguments, or None."""
     (m, k), n = x.shape, weight.shape[0]
     if any(value is not None and value != "" for value in epilogue.values()):
         return "the ladder has no fused epilogue"
@@ -48,7 +48,7 @@ def refuses(x: Tensor, weight: Tensor, *, rung: int, **epilogue: Any) -> str:
         return "this rung reads 16 bytes at a time: K and N must be multiples of 4"
     if rung == 5 and (m % 128 or n % 128 or k % 32):
         return "this rung has no edges: M and N must be multiples of 128, K of 32"
-    return ""
+    return None
 
 
 def rung(number: int) -> Implementation:
@@ -59,7 +59,7 @@ def rung(number: int) -> Implementation:
         cuda.available("matmul", call),
         cuda.CUDA_TARGETS,
         dtypes=("bfloat16",) if number == 5 else ("float32",),
-        refuses=functools.partial(refuses, rung=number),
+        refusal=functools.partial(refusal, rung=number),
         source="matmul.cu",
     )
 

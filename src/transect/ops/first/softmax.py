@@ -32,7 +32,7 @@ from .. import shapes
 from ..lang.jit import (
     TRITON_TARGETS,
     available,
-    dependent_launch,
+    has_dependent_launch,
     multiprocessors,
     next_power_of_2,
     require,
@@ -103,10 +103,12 @@ def _parts(x: Tensor, block: int) -> int:
 def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
     """A word for every part of every row, on their way to 0, and the options of the kernel that uses them next."""
     words = torch.empty(rows * parts, device=device, dtype=torch.int64)
-    early = dependent_launch(device)
-    clear_kernel[(-(-words.numel() // 1024),)](words, words.numel(), BLOCK=1024, EARLY=early, num_warps=4)
-    options: dict[str, Any] = {"PARTS": parts, "HELD": next_power_of_2(parts), "EARLY": early}
-    return words, options | ({"launch_pdl": True} if early else {})
+    dependent_launch = has_dependent_launch(device)
+    clear_kernel[(-(-words.numel() // 1024),)](
+        words, words.numel(), BLOCK=1024, DEPENDENT_LAUNCH=dependent_launch, num_warps=4
+    )
+    options: dict[str, Any] = {"PARTS": parts, "HELD": next_power_of_2(parts), "DEPENDENT_LAUNCH": dependent_launch}
+    return words, options | ({"launch_pdl": True} if dependent_launch else {})
 
 
 def triton_softmax(x: Tensor, *, config: Config | None = None) -> Tensor:

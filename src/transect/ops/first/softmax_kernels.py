@@ -115,18 +115,19 @@ def _again(x):
 
 
 @kernel
-def clear_kernel(words_ptr, n, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """No part has left its word. With EARLY the kernel that uses the words may begin now: it waits before it does."""
-    if EARLY:
+def clear_kernel(words_ptr, n, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """No part has left its word. With DEPENDENT_LAUNCH the kernel that uses the words may begin now: it waits before it
+    does."""
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(words_ptr + index, tl.zeros([BLOCK], tl.int64), mask=index < n)
 
 
 @kernel
-def _shared_words(words_ptr, part, word, PARTS: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr):
+def _shared_words(words_ptr, part, word, PARTS: tl.constexpr, HELD: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
     """Leave this part's word, which must not be 0; return those of all PARTS parts of the row, in HELD lanes."""
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
     tl.atomic_xchg(words_ptr + part, word, sem="relaxed")
     index = tl.arange(0, HELD)
@@ -137,7 +138,7 @@ def _shared_words(words_ptr, part, word, PARTS: tl.constexpr, HELD: tl.constexpr
 @kernel
 def split_kernel(
     x_ptr, y_ptr, words_ptr, n_cols, x_stride, y_stride,
-    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of a row a program, held in registers while the row's maximum and sum come together. Nothing is
     read or written again, so the caches are told to drop it first."""
@@ -152,7 +153,7 @@ def split_kernel(
     # the sum is at least 1 unless top is -inf, so the word is not 0
     low = total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
-    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD, EARLY)
+    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD, DEPENDENT_LAUNCH)
     tops = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     totals = words.to(tl.int32).to(tl.float32, bitcast=True)
     peak = tl.max(tops, 0)
@@ -166,7 +167,7 @@ def split_kernel(
 @kernel
 def split_backward_kernel(
     g_ptr, y_ptr, dx_ptr, words_ptr, n_cols, g_stride, y_stride,
-    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """As ``split_kernel``; what comes together is the product of g and y."""
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -176,7 +177,7 @@ def split_backward_kernel(
     y = tl.load(y_ptr + row * y_stride + col, mask=col < n_cols, other=0.0, eviction_policy="evict_first")
     share = _total(g.to(tl.float32) * y.to(tl.float32), y_ptr.dtype.element_ty == tl.float32)
     word = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
-    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD, EARLY)
+    words = _shared_words(words_ptr + row * PARTS, part, word, PARTS, HELD, DEPENDENT_LAUNCH)
     dots = words.to(tl.int32).to(tl.float32, bitcast=True)
     dot = tl.sum(tl.where(tl.arange(0, HELD) < PARTS, dots, 0.0), 0)
     dx = _again(y).to(tl.float32) * (_again(g).to(tl.float32) - dot)
@@ -230,7 +231,7 @@ def kernels() -> Sequence[Kernel]:
     strides, back_strides = {"x_stride": "i32", "y_stride": "i32"}, {"g_stride": "i32", "y_stride": "i32"}
     long, words = {"n_cols": "i32"}, {"words_ptr": "*i64", "n_cols": "i32"}
     sizes = ("n_cols", "x_stride", "y_stride", "g_stride")
-    tile, part = {"ROWS": 1, "BLOCK": 4096}, {"PARTS": 16, "HELD": 16, "BLOCK": 8192, "EARLY": False}
+    tile, part = {"ROWS": 1, "BLOCK": 4096}, {"PARTS": 16, "HELD": 16, "BLOCK": 8192, "DEPENDENT_LAUNCH": False}
     nvidia = ("sm_80", "sm_90")
 
     def split(name: str, function: Any, arguments: dict[str, str]) -> Kernel:
@@ -241,7 +242,10 @@ def kernels() -> Sequence[Kernel]:
 
     return [
         Kernel(
-            "no part's word is there", clear_kernel, {"words_ptr": "*i64", "n": "i32"}, {"BLOCK": 1024, "EARLY": False}
+            "no part's word is there",
+            clear_kernel,
+            {"words_ptr": "*i64", "n": "i32"},
+            {"BLOCK": 1024, "DEPENDENT_LAUNCH": False},
         ),
         Kernel("forward, 4096 wide", rows_kernel, {**forward, **row, **strides}, tile, sizes, warps=8),
         split("forward", split_kernel, {**forward, **words, **strides}),

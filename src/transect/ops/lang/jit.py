@@ -95,6 +95,6 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def dependent_launch(device: torch.device) -> bool:
+def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel on this device can be launched while the one before it still runs (Hopper and later)."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -16,25 +16,25 @@ INTERPRETS = tl.constexpr(INTERPRETED) if tl is not None else INTERPRETED
 
 
 @kernel
-def after_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """With EARLY this launch began while the kernel before it still ran (dependent launch, Hopper): let the next one
-    begin likewise, then wait for the one before. Not in the interpreter, where EARLY is False."""
-    if EARLY:
+def after_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """With DEPENDENT_LAUNCH this launch began while the kernel before it still ran (dependent launch, Hopper): let the
+    next one begin likewise, then wait for the one before. Not in the interpreter, where DEPENDENT_LAUNCH is False."""
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @kernel
-def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def let_next_begin(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first half of ``after_previous``: between the halves only what the kernel before does not write is read."""
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @kernel
-def wait_for_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The second half of ``after_previous``."""
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
 
 

@@ -28,7 +28,7 @@ from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from .few_rows import small_matmul
-from .linear import fixed_rows, fixed_tiles, whole_tile
+from .linear import fixed_rows, fixed_tiling, whole_tile
 from .linear import triton_fixed_rows as triton_fixed_linear
 from .many_rows import matmul
 
@@ -56,9 +56,9 @@ def by_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 @kernel
-def _halves(both, out, F, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _halves(both, out, F, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
     """A piece of one row (axis 0) of ``[T, 2 F]`` -> of ``[T, F]``; both contiguous."""
-    after_previous(EARLY)
+    after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
@@ -68,18 +68,20 @@ def _halves(both, out, F, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ig
     tl.store(out + row * F + column, y.to(out.dtype.element_ty), inside)
 
 
-def gate_halves(both: Tensor, *, pdl: bool = False) -> Tensor:
+def gate_halves(both: Tensor, *, dependent_launch: bool = False) -> Tensor:
     """``[T, 2 F]`` -> ``silu(first half) * second half``, ``[T, F]``.
 
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper).
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper).
     """
     rows, width = both.shape[0], both.shape[1] // 2
     out = both.new_empty((rows, width))
     if out.numel() == 0:
         return out
     block = 64 if INTERPRETED else min(1024, next_power_of_2(width))
-    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    _halves[(rows, -(-width // block))](both, out, width, BLOCK=block, EARLY=pdl, num_warps=4, **options)
+    options: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    _halves[(rows, -(-width // block))](
+        both, out, width, BLOCK=block, DEPENDENT_LAUNCH=dependent_launch, num_warps=4, **options
+    )
     return out
 
 
@@ -88,13 +90,18 @@ def _triton() -> Callable[..., Tensor]:
     few = available(small_matmul.best_launcher())()
     at_once = small_matmul.gated_launcher()
 
-    def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-        """As ``reference``, on the GPU; ``pdl``: the weight may be read while the kernel before still runs."""
+    def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
+        """As ``reference``, on the GPU; ``dependent_launch``: the weight may be read while the kernel before still
+        runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
-            y = at_once(x, weight, pdl=pdl) if bias is None else None
-            return gate_halves(few(x, weight, bias, pdl=pdl), pdl=pdl) if y is None else y
+            y = at_once(x, weight, dependent_launch=dependent_launch) if bias is None else None
+            return (
+                gate_halves(few(x, weight, bias, dependent_launch=dependent_launch), dependent_launch=dependent_launch)
+                if y is None
+                else y
+            )
         if bias is not None:
-            return gate_halves(matmul.matmul(x, weight, bias), pdl=pdl)
+            return gate_halves(matmul.matmul(x, weight, bias), dependent_launch=dependent_launch)
         gate, up = weight.chunk(2)
         return matmul.matmul(x, up, gate=gate)
 
@@ -107,7 +114,7 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     if bias is not None:
         return gate_halves(triton_fixed_linear(x, weight, bias))
     gate, up = weight.chunk(2)
-    return matmul.matmul(whole_tile(x), up, gate=gate, tiles=fixed_tiles(x, up.shape[0], gated=True))[:rows]
+    return matmul.matmul(whole_tile(x), up, gate=gate, tiling=fixed_tiling(x, up.shape[0], gated=True))[:rows]
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
@@ -154,7 +161,7 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     arguments = {"both": "*bf16", "out": "*bf16", "F": "i32"}
-    return [Kernel("halves", _halves, arguments, {"BLOCK": 1024, "EARLY": False}, ("F",))]
+    return [Kernel("halves", _halves, arguments, {"BLOCK": 1024, "DEPENDENT_LAUNCH": False}, ("F",))]
 
 
 register(

@@ -34,7 +34,7 @@ from ..numerics import sample
 from ..registry import Cost, Implementation, Op, register
 from .few_rows import small_matmul
 from .many_rows import matmul
-from .many_rows.tiling import SMALL, Tiles
+from .many_rows.tiling import SMALL, Tiling
 
 ROWS = 16
 """Block of ``fixed_rows``."""
@@ -75,17 +75,18 @@ def _triton() -> Callable[..., Tensor]:
     """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
     few = available(small_matmul.best_launcher())()
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-        """As ``reference``, on the GPU; ``pdl``: the weight may be read while the kernel before still runs."""
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
+        """As ``reference``, on the GPU; ``dependent_launch``: the weight may be read while the kernel before still
+        runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
-            return few(x, weight, bias, pdl=pdl)
+            return few(x, weight, bias, dependent_launch=dependent_launch)
         return matmul.matmul(x, weight, bias)
 
     return linear
 
 
-def fixed_tiles(x: Tensor, outputs: int, gated: bool = False) -> Tiles:
-    """Tiles of ``triton_fixed_rows`` for x ``[T, I]``.
+def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> Tiling:
+    """The tiling of ``triton_fixed_rows`` for x ``[T, I]``.
 
     They depend on the number of rows, but no sum does: whatever the tile, an output's products are added in the order
     of k, in steps of 16, by the same tensor-core instruction (Hopper's takes 64 rows at least, hence tiles of 64 even
@@ -95,26 +96,26 @@ def fixed_tiles(x: Tensor, outputs: int, gated: bool = False) -> Tiles:
     if INTERPRETED:
         return SMALL
     if x.element_size() == 4:
-        return Tiles(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
+        return Tiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
     hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
     narrow = outputs <= 8192
     if rows <= 64:
-        tiles = Tiles(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
+        tiling = Tiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
     elif rows <= 128:
-        tiles = Tiles(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
+        tiling = Tiling(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
     elif rows <= 512:
-        tiles = Tiles(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
+        tiling = Tiling(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
     else:
-        tiles = Tiles(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
+        tiling = Tiling(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
     if not hopper:
-        return replace(tiles, bn=min(tiles.bn, 128), bk=64, stages=3, halves=False)
-    return replace(tiles, persistent=True)
+        return replace(tiling, bn=min(tiling.bn, 128), bk=64, stages=3, halves=False)
+    return replace(tiling, persistent=True)
 
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``reference``, on the GPU; a row's result does not depend on how many rows there are."""
     rows = x.shape[0]
-    return matmul.matmul(whole_tile(x), weight, bias, tiles=fixed_tiles(x, weight.shape[0]))[:rows]
+    return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
 
 
 def whole_tile(x: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from ..registry import Unavailable
 from .few_rows import hopper as small_matmul_hopper
-from .few_rows.cuda import CUDA_ROWS, Beside, CudaRows, Plan
-from .few_rows.gluon import GluonCut, GluonRows, unavailable
-from .few_rows.triton import Cut, TritonRows
+from .few_rows.cuda import CUDA_ROWS, Beside, CudaRows, CudaTiling
+from .few_rows.gluon import GluonRows, GluonTiling, device_refusal
+from .few_rows.triton import TritonRows, TritonTiling
 
 log = logging.getLogger(__name__)
 Size = tuple[int, int, bool]
@@ -69,7 +69,9 @@ class StreamProducts:
     """
 
     def __init__(
-        self, device: torch.device, choose: Callable[[int, int, int, bool], Plan | Cut | GluonCut | None] | None = None
+        self,
+        device: torch.device,
+        choose: Callable[[int, int, int, bool], CudaTiling | TritonTiling | GluonTiling | None] | None = None,
     ) -> None:
         self._triton, self._gluon = TritonRows(), GluonRows()
         self._kernel: CudaRows | None = None
@@ -82,9 +84,9 @@ class StreamProducts:
         if x.dtype != torch.bfloat16 or not 0 < rows <= small_matmul_hopper.MOST_ROWS:
             return False
         kinds = {type(self._choose(rows, *size)) for size in sizes}  # they read each other's squares: all of one kind
-        if kinds in ({Cut}, {GluonCut}, {Cut, GluonCut}):
-            return GluonCut not in kinds or not unavailable(x.device)
-        return kinds == {Plan} and rows <= CUDA_ROWS and self._made() is not None
+        if kinds in ({TritonTiling}, {GluonTiling}, {TritonTiling, GluonTiling}):
+            return GluonTiling not in kinds or not device_refusal(x.device)
+        return kinds == {CudaTiling} and rows <= CUDA_ROWS and self._made() is not None
 
     def add(self, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         """``x weight^T + residual``, and what the product after the norm (weight ``scale``, ``eps``) needs of it."""
@@ -108,15 +110,15 @@ class StreamProducts:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, gated: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n, k = weight.shape
-        plan = self._choose(len(x), n, k, gated)
-        if isinstance(plan, Cut):
-            return self._triton.beside(x, weight, bias, norm, cut=plan)
-        if isinstance(plan, GluonCut):
-            return self._gluon.beside(x, weight, bias, norm, cut=plan)
+        tiling = self._choose(len(x), n, k, gated)
+        if isinstance(tiling, TritonTiling):
+            return self._triton.beside(x, weight, bias, norm, tiling=tiling)
+        if isinstance(tiling, GluonTiling):
+            return self._gluon.beside(x, weight, bias, norm, tiling=tiling)
         kernel = self._made()
-        if plan is None or kernel is None:
+        if tiling is None or kernel is None:
             raise ValueError(f"no kernel is chosen for {list(x.shape)} by {list(weight.shape)}: ask takes() first")
-        return kernel.beside(x, weight, bias, norm, pdl=True, plan=plan, gated=gated)
+        return kernel.beside(x, weight, bias, norm, dependent_launch=True, tiling=tiling, gated=gated)
 
     def _made(self) -> CudaRows | None:
         if self._kernel is None and not self._unavailable:
@@ -128,6 +130,8 @@ class StreamProducts:
         return self._kernel
 
 
-def _shipped(device: torch.device, m: int, n: int, k: int, gated: bool) -> Plan | Cut | GluonCut | None:
+def _shipped(
+    device: torch.device, m: int, n: int, k: int, gated: bool
+) -> CudaTiling | TritonTiling | GluonTiling | None:
     choice = small_matmul_hopper.chosen(m, n, k, device, gated=gated, stream=True)
-    return None if choice is None else choice.rows_plan or choice.cut or choice.early
+    return None if choice is None or choice.by == "hopper" else choice.tiling

@@ -148,7 +148,7 @@ def _scale(values, g, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Tiling:
     """Knobs: tokens of a chunk; order and stages of dW's tiles (``_weight_gradient``); programs a multiprocessor and
     elements of a step of the loss kernel."""
 
@@ -189,17 +189,17 @@ def rule(size: Size) -> Config:
     return knobs | {"library": "dw dx" if dim >= 2048 else "dw dx z", "rows": 4, "block": 2048, "row_warps": 4}
 
 
-def choose(weight: Tensor, x: Tensor) -> Cut:
+def choose(weight: Tensor, x: Tensor) -> Tiling:
     """Knobs for a product with ``weight``: tuned, or by ``rule``."""
     if INTERPRETED or x.element_size() != 2 or torch.cuda.get_device_capability(x.device)[0] < 9:
-        return Cut()
+        return Tiling()
     size = (x.shape[0], *weight.shape)
-    return Cut(chunk=chunk_of(size[2]), **tuned("linear_cross_entropy", size, x.device, rule))
+    return Tiling(chunk=chunk_of(size[2]), **tuned("linear_cross_entropy", size, x.device, rule))
 
 
-def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, cut: Cut) -> None:
+def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: Tiling) -> None:
     """dw ``[V, D]`` = (``first``) or += dz ``[T, V]``^T x ``[T, D]``."""
-    if "dw" in cut.library:
+    if "dw" in tiling.library:
         torch.addmm(dw, dz.T, x, beta=0 if first else 1, out=dw)
         return
     bulk = not INTERPRETED and x.element_size() == 2 and torch.cuda.get_device_capability(x.device)[0] >= 9
@@ -210,7 +210,7 @@ def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, cut: Cut
     programs = min(multiprocessors(x.device), -(-vocab // BM) * -(-dim // BN))
     _weight_gradient[(programs,)](
         describe(dz, BK, BM), describe(x, BK, BN), describe(dw, BM, BN // 2), vocab, dim, x.shape[0], BM=BM, BN=BN,
-        BK=BK, GROUP=cut.group, PROGRAMS=programs, ADD=not first, num_warps=WARPS, num_stages=cut.stages,
+        BK=BK, GROUP=tiling.group, PROGRAMS=programs, ADD=not first, num_warps=WARPS, num_stages=tiling.stages,
     )  # fmt: skip
 
 
@@ -223,19 +223,19 @@ def _product(a: Tensor, b: Tensor, out: Tensor, library: bool) -> None:
 
 
 def row_losses(
-    logits: Tensor, target: Tensor, losses: Tensor, count: Tensor, ignore_index: int, gradient: bool, cut: Cut
+    logits: Tensor, target: Tensor, losses: Tensor, count: Tensor, ignore_index: int, gradient: bool, tiling: Tiling
 ) -> None:
     """The loss of each row of ``logits`` ``[T, V]`` over ``count``; with ``gradient`` its gradient in place of it."""
     tokens, vocab = logits.shape
-    _loss_and_gradient[(min(tokens, cut.rows * multiprocessors(logits.device)),)](
+    _loss_and_gradient[(min(tokens, tiling.rows * multiprocessors(logits.device)),)](
         logits, target, losses, count, tokens, vocab, logits.stride(0), ignore_index, GRADIENT=gradient,
-        BLOCK=64 if INTERPRETED else cut.block, STAGES=ROW_STAGES, num_warps=cut.row_warps,
+        BLOCK=64 if INTERPRETED else tiling.block, STAGES=ROW_STAGES, num_warps=tiling.row_warps,
     )  # fmt: skip
 
 
 def loss_and_gradients(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, need_x: bool, need_weight: bool,
-    cut: Cut | None = None,
+    tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, and the gradients of x and weight for an upstream gradient of 1 (empty where not needed)."""
     require("linear_cross_entropy", x, weight)
@@ -244,7 +244,7 @@ def loss_and_gradients(
             f"linear_cross_entropy: x [T, D], weight [V, D] and target [T] do not fit: {list(x.shape)}, "
             f"{list(weight.shape)}, {list(target.shape)}"
         )
-    cut = cut or choose(weight, x)
+    tiling = tiling or choose(weight, x)
     x, weight = x.detach(), weight.detach()
     tokens, vocab = x.shape[0], weight.shape[0]
     losses = torch.zeros(tokens, dtype=torch.float32, device=x.device)
@@ -254,17 +254,17 @@ def loss_and_gradients(
         return losses.sum(), dx, dw.zero_()
     count = (target != ignore_index).sum()
     target = target.contiguous()
-    z = x.new_empty((min(cut.chunk, tokens), vocab))
-    for start in range(0, tokens, cut.chunk):
-        part = x[start : start + cut.chunk]
+    z = x.new_empty((min(tiling.chunk, tokens), vocab))
+    for start in range(0, tokens, tiling.chunk):
+        part = x[start : start + tiling.chunk]
         chunk = slice(start, start + part.shape[0])
         logits = z[: part.shape[0]]
-        _product(part, weight.T, logits, "z" in cut.library)
-        row_losses(logits, target[chunk], losses[chunk], count, ignore_index, need_x or need_weight, cut)
+        _product(part, weight.T, logits, "z" in tiling.library)
+        row_losses(logits, target[chunk], losses[chunk], count, ignore_index, need_x or need_weight, tiling)
         if need_x:
-            _product(logits, weight, dx[chunk], "dx" in cut.library)
+            _product(logits, weight, dx[chunk], "dx" in tiling.library)
         if need_weight:
-            add_weight_gradient(logits, part, dw, start == 0, cut)
+            add_weight_gradient(logits, part, dw, start == 0, tiling)
     return losses.sum(), dx, dw
 
 
@@ -441,8 +441,8 @@ def _valid(config: Config, size: Size) -> bool:
 
 
 def _with(config: Config, *, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Any:
-    cut = Cut(chunk=chunk_of(x.shape[1]), **config)
-    return loss_and_gradients(x, weight, target, ignore_index, True, True, cut)
+    tiling = Tiling(chunk=chunk_of(x.shape[1]), **config)
+    return loss_and_gradients(x, weight, target, ignore_index, True, True, tiling)
 
 
 register(

@@ -44,17 +44,19 @@ def triton_add_rms_norm(
     eps: float,
     *,
     out: tuple[Tensor, Tensor] | None = None,
-    pdl: bool = False,
+    dependent_launch: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch. ``out``: where norm and sum go; ``(x, residual)`` updates the stream in place.
     The rows of a norm that is a matrix may be apart.
 
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper). ValueError if x and residual differ
-    in shape or dtype, or past ``norms.MAX_WIDTH``.
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ValueError if x and
+    residual differ in shape or dtype, or past ``norms.MAX_WIDTH``.
     """
     function = rms_norm.forward_kernel
-    return launch_forward("add_rms_norm", function, x, residual, (weight,), eps, out=out, pdl=pdl, config=config)
+    return launch_forward(
+        "add_rms_norm", function, x, residual, (weight,), eps, out=out, dependent_launch=dependent_launch, config=config
+    )
 
 
 def triton_backward(

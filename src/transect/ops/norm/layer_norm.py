@@ -45,19 +45,15 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 @kernel
 def forward_kernel(
     x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, y_stride, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
-    after_previous(EARLY)
+    """ROWS whole rows a program: one read, one write. Arguments are those of ``rms_norm.forward_kernel``, whose
+    launcher this shares; there is no ADD here, and so no residual and no sum."""
+    after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * r_stride + col, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * n_cols + col, rounded, mask=inside)
-        x = rounded.to(tl.float32)
     w = tl.load(w_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / n_cols
@@ -71,15 +67,15 @@ def forward_kernel(
 def backward_kernel(
     g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, dx_stride,
     eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Of tiles of ROWS rows program p takes p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw and dL/db
     in registers.
 
     The loads of the next STAGES - 1 tiles are on their way to shared memory while a tile is worked on. The sums of a
-    row are taken in two rounds: those of x and g, then those of the centred x. With ADD, up is added to dL/dx.
+    row are taken in two rounds: those of x and g, then those of the centred x. There is no ADD here, and so no up.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
     col = tl.arange(0, BLOCK)[None, :]
     used = col < n_cols
     w = tl.load(w_ptr + col, mask=used, other=0.0)
@@ -99,23 +95,23 @@ def backward_kernel(
         dw += tl.sum(g * x, 0, keep_dims=True)
         db += tl.sum(g, 0, keep_dims=True)
         dx = r * (gw - mean_gw - x * (r * dot / n_cols))
-        if ADD:
-            dx += tl.load(up_ptr + row * up_stride + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)
     tl.store(db_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, db, mask=used)
 
 
 def triton_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, pdl: bool = False, config: Config | None = None
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, dependent_launch: bool = False, config: Config | None = None
 ) -> Tensor:
     """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
 
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper). ValueError past
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ValueError past
     ``norms.MAX_WIDTH``.
     """
-    return launch_forward("layer_norm", forward_kernel, x, None, (weight, bias), eps, pdl=pdl, config=config)[0]
+    return launch_forward(
+        "layer_norm", forward_kernel, x, None, (weight, bias), eps, dependent_launch=dependent_launch, config=config
+    )[0]
 
 
 def triton_backward(

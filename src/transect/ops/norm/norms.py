@@ -1,7 +1,7 @@
 """What the norms share: launching their kernels, adding up the gradients of the weights, shapes to measure.
 
 Shapes: x and the residual stream ``[..., D]``, weight and bias ``[D]``. The kernels themselves, and the math, are in
-``rms_norm.py`` and ``layer_norm.py``; with a residual added first, in ``add_rms_norm.py`` and ``add_layer_norm.py``.
+``rms_norm.py`` and ``layer_norm.py``; with a residual added first, in ``add_rms_norm.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..lang.jit import dependent_launch, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
+from ..lang.jit import has_dependent_launch, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
 from ..lang.tiles import wait_for_previous
 from ..registry import Case, Kernel, Knobs
 from ..tuning import Config, choose, row_rule
@@ -48,7 +48,7 @@ def launch_forward(
     eps: float,
     *,
     out: tuple[Tensor, Tensor] | None = None,
-    pdl: bool = False,
+    dependent_launch: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm, sum) of x, or of x + residual; without a residual the sum is x itself.
@@ -87,17 +87,19 @@ def launch_forward(
     function[(-(-rows // knobs["rows"]),)](
         flat, other, *(vector.contiguous() for vector in vectors), y, total,
         rows, width, flat.stride(0), other.stride(0), _row_stride(y), eps, ADD=residual is not None, ROWS=knobs["rows"],
-        BLOCK=next_power_of_2(width), EARLY=pdl, num_warps=knobs["warps"], **({"launch_pdl": True} if pdl else {}),
+        BLOCK=next_power_of_2(width), DEPENDENT_LAUNCH=dependent_launch, num_warps=knobs["warps"],
+        **({"launch_pdl": True} if dependent_launch else {}),
     )  # fmt: skip
     return y, total
 
 
 @kernel
 def _add_shares_kernel(
-    shares_ptr, first_ptr, second_ptr, n_shares, n_cols, SHARES: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr
+    shares_ptr, first_ptr, second_ptr, n_shares, n_cols, SHARES: tl.constexpr, COLS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of one vector a program: the programs' shares ``[vectors, n_shares, n_cols]``, added up."""
-    wait_for_previous(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
     share = tl.arange(0, SHARES)[:, None]
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
     shares_ptr += tl.program_id(1).to(tl.int64) * n_shares * n_cols
@@ -163,8 +165,10 @@ def launch_backward(
     pieces = -(-rows // at_once)
     rounds = -(-pieces // (multiprocessors(x.device) * knobs["waves"]))
     programs = -(-pieces // rounds)
-    early = dependent_launch(x.device)
-    options: dict[str, Any] = {"EARLY": early} | ({"launch_pdl": True} if early else {})
+    dependent_launch = has_dependent_launch(x.device)
+    options: dict[str, Any] = {"DEPENDENT_LAUNCH": dependent_launch} | (
+        {"launch_pdl": True} if dependent_launch else {}
+    )
     buffers = STAGED_BYTES // staged  # of one alone a program waits for each tile
     stages = min(knobs["stages"], 1 + buffers) if buffers > 1 else 1
     shares = torch.empty(vectors, programs, width, device=x.device, dtype=torch.float32)
@@ -253,9 +257,9 @@ def kernels(forward: Any, backward: Any, *, vectors: int, add: bool, tiles: bool
     back |= dict.fromkeys(("n_rows", "n_cols", "g_stride", "x_stride", "up_stride", "dx_stride"), "i32")
     sizes = ("n_cols", "x_stride", "r_stride", "y_stride", "g_stride", "up_stride", "dx_stride")
     shares = {"shares_ptr": "*fp32", "first_ptr": "*bf16", "second_ptr": "*bf16", "n_shares": "i32", "n_cols": "i32"}
-    one_row = {"ADD": add, "ROWS": 1, "BLOCK": 4096, "EARLY": False}
-    staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3, "EARLY": False} | ({"ROWS": 2} if tiles else {})
-    added = {"SHARES": 256, "COLS": 32, "EARLY": False}
+    one_row = {"ADD": add, "ROWS": 1, "BLOCK": 4096, "DEPENDENT_LAUNCH": False}
+    staged = {"ADD": add, "BLOCK": 4096, "STAGES": 3, "DEPENDENT_LAUNCH": False} | ({"ROWS": 2} if tiles else {})
+    added = {"SHARES": 256, "COLS": 32, "DEPENDENT_LAUNCH": False}
     return [
         Kernel("forward", forward, {**ahead, "eps": "fp32"}, one_row, sizes, warps=8),
         Kernel("backward", backward, {**back, "eps": "fp32"}, staged, sizes, warps=8),

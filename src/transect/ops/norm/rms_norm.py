@@ -44,14 +44,14 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @kernel
 def forward_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, sum_ptr, n_rows, n_cols, x_stride, r_stride, y_stride, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows a program: one read, one write. With ADD the norm is of x + residual, which is written too."""
     if ADD:
-        after_previous(EARLY)
+        after_previous(DEPENDENT_LAUNCH)
     else:  # what begins by this finds all that was there before this kernel: see embed_tokens.py
-        wait_for_previous(EARLY)
-        let_next_begin(EARLY)
+        wait_for_previous(DEPENDENT_LAUNCH)
+        let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
@@ -71,14 +71,14 @@ def forward_kernel(
 def backward_kernel(
     g_ptr, x_ptr, up_ptr, w_ptr, dx_ptr, dw_ptr, n_rows, n_cols, g_stride, x_stride, up_stride, dx_stride,
     eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw in registers.
 
     The loads of the next STAGES - 1 rows are on their way to shared memory while a row is worked on. Both sums of a
     row are taken before either is used, so that they need not wait for each other. With ADD, up is added to dL/dx.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
     col = tl.arange(0, BLOCK)
     used = col < n_cols
     w = tl.load(w_ptr + col, mask=used, other=0.0)
@@ -95,7 +95,7 @@ def backward_kernel(
         if ADD:
             dx += tl.load(up_ptr + row * up_stride + col, mask=used, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * dx_stride + col, dx.to(dx_ptr.dtype.element_ty), mask=used)
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * n_cols + col, dw, mask=used)
 
 
@@ -105,16 +105,26 @@ def triton_rms_norm(
     eps: float,
     *,
     out: Tensor | None = None,
-    pdl: bool = False,
+    dependent_launch: bool = False,
     config: Config | None = None,
 ) -> Tensor:
     """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
 
-    ``out``: where the result goes; the rows of a matrix may be apart. ``pdl``: begin while the kernel before still
-    runs (dependent launch, Hopper). ValueError past ``norms.MAX_WIDTH``.
+    ``out``: where the result goes; the rows of a matrix may be apart. ``dependent_launch``: begin while the kernel
+    before still runs (dependent launch, Hopper). ValueError past ``norms.MAX_WIDTH``.
     """
     places = None if out is None else (out, x)
-    made = launch_forward("rms_norm", forward_kernel, x, None, (weight,), eps, out=places, pdl=pdl, config=config)
+    made = launch_forward(
+        "rms_norm",
+        forward_kernel,
+        x,
+        None,
+        (weight,),
+        eps,
+        out=places,
+        dependent_launch=dependent_launch,
+        config=config,
+    )
     return made[0]
 
 

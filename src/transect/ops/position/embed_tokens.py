@@ -48,12 +48,12 @@ def placed(ids: Tensor, places: Tensor) -> Tensor:
 @kernel
 def _embed(
     ids_ptr, places_ptr, positions_ptr, embedding_ptr, rotations_ptr, x_ptr, out_ptr, n_cols, n_angles,
-    embedding_row, rotations_row, BLOCK: tl.constexpr, ANGLES: tl.constexpr, EARLY: tl.constexpr,
+    embedding_row, rotations_row, BLOCK: tl.constexpr, ANGLES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """One token a program."""
     # In this order: what begins now finds all that was there before this kernel.
-    wait_for_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
+    let_next_begin(DEPENDENT_LAUNCH)
     t = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + t).to(tl.int64)
     place = t
@@ -75,13 +75,13 @@ def triton_embed_tokens(
     rotations: Tensor,
     places: Tensor | None = None,
     *,
-    pdl: bool = False,
+    dependent_launch: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch.
 
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper), and let the next one begin when that
-    one has ended. A kernel that reads the results before it waits must not be among those that begin by that: one in
-    between waits for these before it lets others begin (``rms_norm.py``).
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper), and let the next one
+    begin when that one has ended. A kernel that reads the results before it waits must not be among those that begin by
+    that: one in between waits for these before it lets others begin (``rms_norm.py``).
 
     Raises:
         ValueError: tables that are not matrices, or a number of positions that is not that of the tokens.
@@ -106,7 +106,8 @@ def triton_embed_tokens(
     _embed[(tokens,)](
         ids.contiguous(), None if places is None else places.contiguous(), positions.contiguous(), embedding, rotations,
         x, out, width, angles, embedding.stride(0), rotations.stride(0), BLOCK=block, ANGLES=next_power_of_2(angles),
-        EARLY=pdl, num_warps=max(1, min(8, block // 512)), **({"launch_pdl": True} if pdl else {}),
+        DEPENDENT_LAUNCH=dependent_launch, num_warps=max(1, min(8, block // 512)),
+        **({"launch_pdl": True} if dependent_launch else {}),
     )  # fmt: skip
     return x, out
 
@@ -160,7 +161,7 @@ def _kernels() -> Sequence[Kernel]:
     arguments |= {"rotations_ptr": "*fp32", "x_ptr": "*bf16", "out_ptr": "*fp32"}
     numbers = ("n_cols", "n_angles", "embedding_row", "rotations_row")
     arguments |= dict.fromkeys(numbers, "i32")
-    constants = {"BLOCK": 1024, "ANGLES": 128, "EARLY": False}
+    constants = {"BLOCK": 1024, "ANGLES": 128, "DEPENDENT_LAUNCH": False}
     return [Kernel("embed_tokens", _embed, arguments, constants, numbers, warps=2)]
 
 

@@ -75,10 +75,10 @@ def turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM: tl.con
 def _rotary_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_heads, k_heads, n_planes,
     q_token, q_head, k_token, k_head, q_out_token, k_out_token, cos_token, sin_token, sign, q_groups, groups,
-    HEADS: tl.constexpr, PLANES: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, PLANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token a program: the first ``q_groups`` programs of a token take queries, the rest keys."""
-    after_previous(EARLY)
+    after_previous(DEPENDENT_LAUNCH)
     token = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
     plane = tl.arange(0, PLANES)[None, :]
@@ -125,14 +125,14 @@ def triton_rotary(
     *,
     opposite: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
-    pdl: bool = False,
+    dependent_launch: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch; ``opposite``: by the opposite angle, which is the gradient.
 
     Any token and head strides, so q and k may be views of one projection; the results are contiguous. ``out``: where
-    they go instead, with the heads of a token side by side; it may be ``(q, k)``. ``pdl``: begin while the kernel
-    before still runs (dependent launch, Hopper). ValueError if the shapes do not fit each other.
+    they go instead, with the heads of a token side by side; it may be ``(q, k)``. ``dependent_launch``: begin while the
+    kernel before still runs (dependent launch, Hopper). ValueError if the shapes do not fit each other.
     """
     require("rotary", q, k, cos, sin)
     check_shapes("rotary", q, k, cos, sin)
@@ -155,8 +155,8 @@ def triton_rotary(
             q, k, cos, sin, q_out, k_out, q_heads, k_heads, size // 2,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_out.stride(0), k_out.stride(0),
             cos.stride(0), sin.stride(0), -1.0 if opposite else 1.0, q_groups, groups,
-            HEADS=heads, PLANES=next_power_of_2(size // 2), EARLY=pdl, num_warps=knobs["warps"],
-            **({"launch_pdl": True} if pdl else {}),
+            HEADS=heads, PLANES=next_power_of_2(size // 2), DEPENDENT_LAUNCH=dependent_launch, num_warps=knobs["warps"],
+            **({"launch_pdl": True} if dependent_launch else {}),
         )  # fmt: skip
     return q_out, k_out
 
@@ -251,7 +251,7 @@ def _kernels() -> Sequence[Kernel]:
     strides = ("q_token", "q_head", "k_token", "k_head", "q_out_token", "k_out_token", "cos_token", "sin_token")
     numbers = dict.fromkeys(("q_heads", "k_heads", "n_planes", *strides, "q_groups", "groups"), "i32")
     arguments = {**tensors, "sin_ptr": "*fp32", **numbers, "sign": "fp32"}
-    tile = {"HEADS": 16, "PLANES": 64, "EARLY": False}
+    tile = {"HEADS": 16, "PLANES": 64, "DEPENDENT_LAUNCH": False}
     return [Kernel("both directions", _rotary_kernel, arguments, tile, ("n_planes", *strides))]
 
 

@@ -43,7 +43,7 @@ from ..lang.jit import (
     INTERPRETED,
     TRITON_TARGETS,
     available,
-    dependent_launch,
+    has_dependent_launch,
     kernel,
     next_power_of_2,
     require,
@@ -154,9 +154,9 @@ def _seed(seeds, choices, positions, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _log_nearly(x, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """log of a normal float32; with EARLY (Hopper) the hardware's, to 2e-7 or a relative 3e-7."""
-    if EARLY:
+def _log_nearly(x, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log of a normal float32; with HOPPER the hardware's, to 2e-7 or a relative 3e-7."""
+    if HOPPER:
         log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
         return log2 * 0.6931471805599453
     else:
@@ -164,21 +164,21 @@ def _log_nearly(x, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _noise_nearly(word, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _noise_nearly(word, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
     """``noise_of`` to 1e-4, in float32."""
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
-    e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -_log_nearly(u, EARLY))
-    return -_log_nearly(e, EARLY)
+    e = tl.where(rest < 0.01, rest * (1.0 + rest * (0.5 + rest * 0.3333333)), -_log_nearly(u, HOPPER))
+    return -_log_nearly(e, HOPPER)
 
 
 @kernel
-def _nearly(first, position, choice, low, high, STREAM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nearly(first, position, choice, low, high, STREAM: tl.constexpr, BLOCK: tl.constexpr, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
     """The noise of BLOCK ids from ``first`` on, a multiple of 4, to 1e-4: a quarter of the rounds, no float64."""
     quarter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     w0, w1, w2, w3 = words_of(quarter, position, choice, low, high, STREAM)
-    even = tl.join(_noise_nearly(w0, EARLY), _noise_nearly(w2, EARLY))
-    odd = tl.join(_noise_nearly(w1, EARLY), _noise_nearly(w3, EARLY))
+    even = tl.join(_noise_nearly(w0, HOPPER), _noise_nearly(w2, HOPPER))
+    odd = tl.join(_noise_nearly(w1, HOPPER), _noise_nearly(w3, HOPPER))
     return tl.join(even, odd).reshape((BLOCK,))
 
 
@@ -191,7 +191,7 @@ def _sum_of_group(e):  # type: ignore[no-untyped-def]
 @kernel
 def _groups(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, masses, raw_masses, V, G, row_stride,
-    GROUPS: tl.constexpr, PAIRS: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, PAIRS: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that.
 
@@ -199,7 +199,7 @@ def _groups(  # type: ignore[no-untyped-def]
     few lanes share a group, each with four stretches of it to itself, and words of 32 bits are loaded if logits are
     bfloat16 in PAIRS, since a half is a float32 after one instruction.
     """
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     if PAIRS:
@@ -217,7 +217,7 @@ def _groups(  # type: ignore[no-untyped-def]
     t = tl.load(temperature + row)
     per_t = 1.4426950408889634 / tl.where(t > 0, tl.maximum(t, 1e-30), 1.0)  # log2(e) / t
     logits += row.to(tl.int64) * row_stride
-    wait_for_previous(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
     if (tl.program_id(0) + 1) * (GROUPS * SIZE) <= V:
         x = tl.load(logits + ids)
     else:
@@ -247,7 +247,7 @@ def _fours(logits, ids, V):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _token_of(logits, group, peak, t, V, position, choice, low, high, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def _token_of(logits, group, peak, t, V, position, choice, low, high, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
     """The best token of the group drawn: the one near the top by scores to 2e-4, or if those are several, by true ones.
 
     The group's largest z is above -31 (noise spans 26, a group's mass is at most 128), so what can win is above -58:
@@ -257,10 +257,10 @@ def _token_of(logits, group, peak, t, V, position, choice, low, high, EARLY: tl.
     ids = group * 128 + tl.arange(0, 32) * 4
     x0, x1, x2, x3 = _fours(logits, ids, V)
     w0, w1, w2, w3 = words_of((ids >> 2).to(tl.uint32), position, choice, low, high, 0)
-    g0 = (x0 - peak) * per_t + _noise_nearly(w0, EARLY)
-    g1 = (x1 - peak) * per_t + _noise_nearly(w1, EARLY)
-    g2 = (x2 - peak) * per_t + _noise_nearly(w2, EARLY)
-    g3 = (x3 - peak) * per_t + _noise_nearly(w3, EARLY)
+    g0 = (x0 - peak) * per_t + _noise_nearly(w0, HOPPER)
+    g1 = (x1 - peak) * per_t + _noise_nearly(w1, HOPPER)
+    g2 = (x2 - peak) * per_t + _noise_nearly(w2, HOPPER)
+    g3 = (x3 - peak) * per_t + _noise_nearly(w3, HOPPER)
     near = _largest(tl.maximum(tl.maximum(g0, g1), tl.maximum(g2, g3))) - 1e-3
     one = tl.arange(0, 32) * 4 + 65536  # as for groups: one more, and which
     packed = tl.where(g0 >= near, one, 0) + tl.where(g1 >= near, one + 1, 0)
@@ -280,13 +280,13 @@ def _token_of(logits, group, peak, t, V, position, choice, low, high, EARLY: tl.
 def _settle(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, masses, raw_masses,
     tokens, logprobs, finite, mode, tops, bars, totals, lses, counts, V, G, row_stride,
-    WIDTH: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """A row from its groups: the token itself, or the bar and the mass for what follows.
 
     mode: 0 the row is done, 1 collect what reaches the bar, 2 look at all tokens.
     """
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     t = tl.load(temperature + row)
@@ -295,8 +295,8 @@ def _settle(  # type: ignore[no-untyped-def]
     least = tl.load(min_p + row)
     position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
     group = tl.arange(0, WIDTH)
-    guess = _nearly(0, position, choice, seed_low, seed_high, 1, WIDTH, EARLY)
-    wait_for_previous(EARLY)
+    guess = _nearly(0, position, choice, seed_low, seed_high, 1, WIDTH, DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH)
     peak_G = tl.load(peaks + row * G + group, group < G, -float("inf"))
     mass_G = tl.load(masses + row * G + group, group < G, 0.0)
     if RAW:
@@ -345,7 +345,7 @@ def _settle(  # type: ignore[no-untyped-def]
                 tl.store(bars + row, bar)
             else:
                 # Scores to 2e-4 name the best group, or few that can be; those are told apart by the true ones.
-                guess += (peak_G - peak) * (1.0 / t) + _log_nearly(mass_G, EARLY)
+                guess += (peak_G - peak) * (1.0 / t) + _log_nearly(mass_G, DEPENDENT_LAUNCH)
                 guess = tl.where(mass_G > 0, guess, -float("inf"))
                 near = guess + 1e-3 >= _largest(guess)
                 packed = tl.sum(tl.where(near, group + 65536, 0), 0)  # how many, and which if one
@@ -360,7 +360,7 @@ def _settle(  # type: ignore[no-untyped-def]
                         best = tl.where(score > top, one, best)
                         top = tl.maximum(score, top)
                         one = tl.min(tl.where(near & (group > one), group, WIDTH), 0)
-                token = _token_of(logits, best, peak, t, V, position, choice, seed_low, seed_high, EARLY)
+                token = _token_of(logits, best, peak, t, V, position, choice, seed_low, seed_high, DEPENDENT_LAUNCH)
     tl.store(mode + row, todo)
     tl.store(finite + row, good.to(tl.uint8))
     if todo == 0:
@@ -373,13 +373,13 @@ def _settle(  # type: ignore[no-untyped-def]
 @kernel
 def _collect(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, V, G, row_stride,
-    GROUPS: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, CAPACITY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """z and id of the tokens that reach the bar, in any order; groups that do not reach it are not read."""
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(1)
     t = tl.maximum(tl.load(temperature + row), 1e-30)
-    wait_for_previous(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
     if tl.load(mode + row) == 1:
         bar = tl.load(bars + row)
         peak = tl.load(tops + row)
@@ -424,7 +424,7 @@ def _units(z, keep, DENSE: tl.constexpr):  # type: ignore[no-untyped-def]
 @kernel
 def _select(  # type: ignore[no-untyped-def]
     logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low, seed_high,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """The token of a truncated row, from all n tokens (DENSE) or from n collected ones that hold all that is kept."""
     limited = (k > 0) & (k < V)
@@ -466,7 +466,7 @@ def _select(  # type: ignore[no-untyped-def]
             open_ = (key >= low) & ((key > last_key) | ((key == last_key) & (ids < last_id)))
             hopeful = tl.max(open_.to(tl.int32), 0) > 0
             if DENSE:
-                guess = z + _nearly(start, position, choice, seed_low, seed_high, 0, BLOCK, EARLY)
+                guess = z + _nearly(start, position, choice, seed_low, seed_high, 0, BLOCK, DEPENDENT_LAUNCH)
                 hopeful = tl.max(tl.where(open_, guess, -float("inf")), 0).to(tl.float64) + 1e-3 >= best
             if hopeful:
                 score = z.to(tl.float64) + noise_of(word_of(ids, position, choice, seed_low, seed_high, 0))
@@ -493,17 +493,17 @@ def _select(  # type: ignore[no-untyped-def]
 def _choose(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, min_p, seeds, choices, positions, mode, tops, bars, totals, lses, counts,
     found_z, found_id, tokens, logprobs, V, G, row_stride,
-    CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, EARLY: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """The token of each row that ``_settle`` left open."""
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(0)
     t = tl.maximum(tl.load(temperature + row), 1e-30)
     k = tl.load(top_k + row)
     p = tl.load(top_p + row)
     least = tl.load(min_p + row)
     position, choice, seed_low, seed_high = _seed(seeds, choices, positions, row)
-    wait_for_previous(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
     todo = tl.load(mode + row)
     if todo > 0:
         logits += row.to(tl.int64) * row_stride
@@ -523,12 +523,12 @@ def _choose(  # type: ignore[no-untyped-def]
         if all_tokens:
             token = _select(
                 logits, found_z, found_id, V, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
-                seed_high, True, BLOCK, EARLY,
+                seed_high, True, BLOCK, DEPENDENT_LAUNCH,
             )  # fmt: skip
         else:
             token = _select(
                 logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
-                seed_high, False, BLOCK, EARLY,
+                seed_high, False, BLOCK, DEPENDENT_LAUNCH,
             )  # fmt: skip
         tl.store(tokens + row, token.to(tl.int64))
         if RAW:
@@ -618,32 +618,32 @@ def sample(
     mode, counts = torch.empty((2, room), dtype=torch.int32, device=device)
     found_z = torch.empty((rows, CANDIDATES), dtype=torch.float32, device=device)
     found_id = torch.empty((rows, CANDIDATES), dtype=torch.int32, device=device)
-    early: dict[str, Any] = {"EARLY": False}
+    launch: dict[str, Any] = {"DEPENDENT_LAUNCH": False}
     few_registers: dict[str, int] = {}
-    if dependent_launch(device):
-        early = {"EARLY": True, "launch_pdl": True}
+    if has_dependent_launch(device):
+        launch = {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
         few_registers = {"maxnreg": 128}  # see COLLECTORS: most programs only see that a row is done
     numbers = (vocab, groups, logits.stride(0))
     knobs = config or tuned("sampling", (rows, vocab), device, rule)
     pairs = logits.dtype == torch.bfloat16 and not (vocab | logits.stride(0) | logits.data_ptr() // 2) % 2
     _groups[(-(-groups // knobs["groups"]), rows)](
         logits, temperature, peaks, masses, raw_masses, *numbers, GROUPS=knobs["groups"], PAIRS=pairs, RAW=raw,
-        num_warps=knobs["warps"], **early,
+        num_warps=knobs["warps"], **launch,
     )  # fmt: skip
     _settle[(rows,)](
         logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, tops, bars, totals, lses, counts,
-        *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(8, width // 256)), **early,
+        *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(8, width // 256)), **launch,
     )  # fmt: skip
     # Rows that are done keep their programs for nothing, so of many rows each gets few.
     collectors = COLLECTORS * (2 if rows > MANY_ROWS else 1)
     parts = min(-(-groups // knobs["collected"]), collectors // rows)
     _collect[(max(1, parts), rows)](
         logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, *numbers, CAPACITY=CANDIDATES,
-        GROUPS=knobs["collected"], num_warps=4, **early, **few_registers,
+        GROUPS=knobs["collected"], num_warps=4, **launch, **few_registers,
     )  # fmt: skip
     _choose[(rows,)](
         logits, *parameters, mode, tops, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
-        CAPACITY=CANDIDATES, BLOCK=knobs["block"], RAW=raw, num_warps=knobs["choose_warps"], **early,
+        CAPACITY=CANDIDATES, BLOCK=knobs["block"], RAW=raw, num_warps=knobs["choose_warps"], **launch,
     )  # fmt: skip
     return out
 
@@ -752,13 +752,15 @@ def _kernels() -> Sequence[Kernel]:
         **dict.fromkeys(("mode", "counts"), "*i32"), **dict.fromkeys(("totals", "lses"), "*fp64"),
     }  # fmt: skip
     arguments = {**parameters, **floats, **others, **ints}
-    sizes = {"CAPACITY": CANDIDATES, "EARLY": False}
+    sizes = {"CAPACITY": CANDIDATES, "DEPENDENT_LAUNCH": False}
     return [
         Kernel(
-            "groups", _groups, arguments, {"GROUPS": 32, "PAIRS": False, "RAW": False, "EARLY": False},
+            "groups", _groups, arguments, {"GROUPS": 32, "PAIRS": False, "RAW": False, "DEPENDENT_LAUNCH": False},
             ("V", "row_stride"),
         ),
-        Kernel("settle", _settle, arguments, {"WIDTH": 1024, "RAW": True, "EARLY": False}, ("V", "row_stride")),
+        Kernel(
+            "settle", _settle, arguments, {"WIDTH": 1024, "RAW": True, "DEPENDENT_LAUNCH": False}, ("V", "row_stride")
+        ),
         Kernel("collect", _collect, arguments, {**sizes, "GROUPS": 16}, ("V", "row_stride")),
         Kernel(
             "choose", _choose, arguments, {**sizes, "BLOCK": 2048, "RAW": True}, ("V", "row_stride"), warps=8

@@ -16,7 +16,7 @@ from transect.ops.attention.packed import flash_attention as fa
 from transect.ops.attention.packed import hopper as hopper
 from transect.ops.lang.jit import runs_triton
 
-ON_HOPPER = hopper.unavailable() is None
+ON_HOPPER = hopper.device_refusal() is None
 NEEDS_HOPPER = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -57,7 +57,7 @@ def test_elsewhere_the_hopper_kernel_says_that_it_cannot_run() -> None:
 COMPILE = """
 import json
 from dataclasses import replace
-from transect.ops import flash_attention_backward as backward
+from transect.ops.attention.packed import backward
 from transect.ops.tools.compile import compile_kernel
 bulk = "tensordesc<bf16[64, 1, 128]>"
 for kernel in backward.kernels():
@@ -170,7 +170,7 @@ def test_asked_for_determinism_dq_repeats_through_autograd() -> None:
 CAPTURE = """
 import sys
 import torch
-from transect.ops import flash_attention as fa
+from transect.ops.attention.packed import flash_attention as fa
 cu = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
 q, k, v, g = (torch.randn(256, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(4))
 def forward():

@@ -7,7 +7,7 @@ from transect.ops.attention.packed import flash_attention as fa
 from transect.ops.attention.packed import hopper as hopper
 from transect.ops.registry import Unavailable
 
-ON_HOPPER = hopper.unavailable() is None
+ON_HOPPER = hopper.device_refusal() is None
 NEEDS_HOPPER = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 
 
@@ -46,7 +46,7 @@ def test_right_and_the_same_in_every_run(
     q, k, v = joined.split((6, 2, 2), dim=1)
     assert hopper.takes(q, k, v)
     exact = fa.reference(q.double(), k.double(), v.double(), cu, size**-0.5, causal, window)
-    other, other_lse = fa.forward(q, k, v, cu, size**-0.5, causal, window, tiles=fa.choose(q))
+    other, other_lse = fa.forward(q, k, v, cu, size**-0.5, causal, window, tiling=fa.choose(q))
     for parts in (2, 3) if size == 64 else (2,):
         runs = [hopper.forward(q, k, v, cu, size**-0.5, causal, window, parts=parts) for _ in range(4)]
         error = [float((out.double() - exact).norm() / exact.norm()) for out in (runs[0][0], other)]

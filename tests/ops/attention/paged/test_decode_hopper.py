@@ -10,7 +10,7 @@ import torch
 
 from transect.ops.attention.paged import decode_hopper as module
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.attention.paged.decode_hopper import PagedDecode, Plan, choose
+from transect.ops.attention.paged.decode_hopper import PagedDecode, Tiling, choose
 from transect.ops.attention.paged.paged_attention import reference
 from transect.ops.lang import cuda_build
 from transect.ops.registry import Unavailable
@@ -26,12 +26,12 @@ LENGTHS = [
 HEADS = [(32, 8, 128), (16, 8, 128), (16, 2, 128), (24, 2, 128), (8, 8, 64), (9, 3, 64), (32, 2, 64)]
 
 
-def plans(d: int) -> list[Plan]:
+def tilings(d: int) -> list[Tiling]:
     """One of each kind, for heads of this size."""
     stages = module.STAGES[d]
-    made = [Plan(9, stages), Plan(2, stages, blocks=2), Plan(6, stages, ranks=1), Plan(4, stages, 2)]
-    made += [Plan(5, stages, 4), Plan(3, stages, 8)]
-    return made + [Plan(module.WARPS, stages, ranks) for ranks in (0, 1, 2, 4, 8)]
+    made = [Tiling(9, stages), Tiling(2, stages, blocks=2), Tiling(6, stages, ranks=1), Tiling(4, stages, 2)]
+    made += [Tiling(5, stages, 4), Tiling(3, stages, 8)]
+    return made + [Tiling(module.WARPS, stages, ranks) for ranks in (0, 1, 2, 4, 8)]
 
 
 def poisoned(
@@ -92,12 +92,14 @@ def test_as_the_reference(
 ) -> None:
     arguments = poisoned(lengths, heads, kv_heads, d)
     wanted = exact(*arguments, window)
-    for plan in [None, *plans(d)]:
-        out = decode(*arguments, d**-0.5, window, plan=plan)
-        assert error(out, wanted) < 5e-3, plan
-        assert not out[arguments[3].seq_lens == 0].any(), plan
-        for pdl in (False, True):
-            assert torch.equal(decode(*arguments, d**-0.5, window, plan=plan, pdl=pdl), out), plan
+    for tiling in [None, *tilings(d)]:
+        out = decode(*arguments, d**-0.5, window, tiling=tiling)
+        assert error(out, wanted) < 5e-3, tiling
+        assert not out[arguments[3].seq_lens == 0].any(), tiling
+        for dependent_launch in (False, True):
+            assert torch.equal(
+                decode(*arguments, d**-0.5, window, tiling=tiling, dependent_launch=dependent_launch), out
+            ), tiling
 
 
 @pytest.mark.gpu
@@ -112,13 +114,15 @@ def test_rows_without_a_position_change_nothing(decode: PagedDecode, rows: tuple
     kept = (batch.seq_lens > 0).nonzero()[:, 0]
     starts = torch.arange(live + 1, device="cuda", dtype=torch.int32)
     alone = PagedBatch(batch.block_tables[kept], starts, batch.seq_lens[kept], 16, max_query_len=1)
-    for plan in [None, *plans(128)]:
-        for pdl in (False, True):
+    for tiling in [None, *tilings(128)]:
+        for dependent_launch in (False, True):
             out = torch.full_like(q, 7.0)
-            decode(q, k_cache, v_cache, batch, 128**-0.5, out=out, plan=plan, pdl=pdl)
-            assert not out[batch.seq_lens == 0].any(), plan
-            if plan is not None:
-                assert torch.equal(out[kept], decode(q[kept], k_cache, v_cache, alone, 128**-0.5, plan=plan)), plan
+            decode(q, k_cache, v_cache, batch, 128**-0.5, out=out, tiling=tiling, dependent_launch=dependent_launch)
+            assert not out[batch.seq_lens == 0].any(), tiling
+            if tiling is not None:
+                assert torch.equal(out[kept], decode(q[kept], k_cache, v_cache, alone, 128**-0.5, tiling=tiling)), (
+                    tiling
+                )
             elif live:
                 assert error(out, exact(q, k_cache, v_cache, batch)) < 5e-3
 
@@ -137,11 +141,11 @@ def test_rows_of_several_queries_are_left_alone(decode: PagedDecode) -> None:
         batch.block_tables[rows], torch.arange(4, device="cuda", dtype=torch.int32), batch.seq_lens[rows], 16
     )
     wanted = exact(q[tokens], k_cache, v_cache, single)
-    for plan in plans(128):
+    for tiling in tilings(128):
         out = torch.full_like(q, 7.0)
-        assert decode(q, k_cache, v_cache, mixed, 128**-0.5, out=out, plan=plan) is out
-        assert error(out[tokens], wanted) < 5e-3, plan
-        assert bool((out[1:6] == 7).all()), plan
+        assert decode(q, k_cache, v_cache, mixed, 128**-0.5, out=out, tiling=tiling) is out
+        assert error(out[tokens], wanted) < 5e-3, tiling
+        assert bool((out[1:6] == 7).all()), tiling
     with pytest.raises(ValueError, match="one query"):
         decode(q, k_cache, v_cache, mixed, 128**-0.5)
 
@@ -162,14 +166,14 @@ def test_a_captured_step_follows_its_buffers(decode: PagedDecode) -> None:
 
 def test_what_it_does_not_take_is_said() -> None:
     q, k_cache, v_cache, batch = poisoned([20, 3], 4, 2, 64, "cpu")
-    refuses = module.refuses
-    assert refuses(q, k_cache, v_cache, batch, 0.125) == "" == refuses(q, k_cache, v_cache, batch, 0.125, 9)
-    assert "bfloat16" in refuses(q.half(), k_cache, v_cache, batch, 0.125)
-    assert "one query" in refuses(q[:1], k_cache, v_cache, batch, 0.125)
-    assert "to a key head" in refuses(q.repeat(1, 9, 1), k_cache, v_cache, batch, 0.125)
-    assert "heads of" in refuses(q[..., :32], k_cache[..., :32], v_cache[..., :32], batch, 0.125)
-    assert "one layout" in refuses(q, k_cache.transpose(0, 1).contiguous().transpose(0, 1), v_cache, batch, 0.125)
-    assert "16 bytes" in refuses(q.transpose(1, 2).contiguous().transpose(1, 2), k_cache, v_cache, batch, 0.125)
+    refusal = module.refusal
+    assert refusal(q, k_cache, v_cache, batch, 0.125) is refusal(q, k_cache, v_cache, batch, 0.125, 9) is None
+    assert "bfloat16" in refusal(q.half(), k_cache, v_cache, batch, 0.125)
+    assert "one query" in refusal(q[:1], k_cache, v_cache, batch, 0.125)
+    assert "to a key head" in refusal(q.repeat(1, 9, 1), k_cache, v_cache, batch, 0.125)
+    assert "heads of" in refusal(q[..., :32], k_cache[..., :32], v_cache[..., :32], batch, 0.125)
+    assert "one layout" in refusal(q, k_cache.transpose(0, 1).contiguous().transpose(0, 1), v_cache, batch, 0.125)
+    assert "16 bytes" in refusal(q.transpose(1, 2).contiguous().transpose(1, 2), k_cache, v_cache, batch, 0.125)
 
 
 def test_the_source_compiles_the_stages_that_are_known_here() -> None:
@@ -189,21 +193,21 @@ def test_the_launcher_is_called_with_what_the_source_says() -> None:
 
 @pytest.mark.parametrize("d", module.HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 9, 16])
-def test_chosen_plans_fit(d: int, group: int) -> None:
+def test_chosen_tilings_fit(d: int, group: int) -> None:
     for items in (1, 8, 15, 16, 30, 31, 32, 64, 67, 100, 132, 133, 512, 2048):
         for longest in (64, 1024, 1025, 4096, 4097, 131072):
-            plan = choose(items, longest, d)
-            assert plan.stages == module.STAGES[d]
-            assert plan.ranks == 0 or items <= module.AT_ONCE[plan.ranks]
-            assert plan.ranks == 0 or longest <= module.LONG
+            tiling = choose(items, longest, d)
+            assert tiling.stages == module.STAGES[d]
+            assert tiling.ranks == 0 or items <= module.AT_ONCE[tiling.ranks]
+            assert tiling.ranks == 0 or longest <= module.LONG
             # Buffers, parts of sums and notes of the warps, lengths of the rows: as the launcher counts them.
-            shared = plan.warps * (plan.stages * 64 * d + group * d * 4 + 768) + 4 * (2 * module.MOST_ROWS + 1)
+            shared = tiling.warps * (tiling.stages * 64 * d + group * d * 4 + 768) + 4 * (2 * module.MOST_ROWS + 1)
             assert shared <= 225 * 1024
-            assert plan.blocks * 132 * group * (d + 4) <= module.PARTS
+            assert tiling.blocks * 132 * group * (d + 4) <= module.PARTS
 
 
 def test_few_items_go_to_clusters() -> None:
     sizes = [(8, 640), (16, 640), (32, 640), (64, 640), (128, 640), (256, 640)]
     assert [choose(*size, 128).ranks for size in sizes] == [4, 4, 2, 2, 1, 0]
     assert [choose(items, 4000, 128).ranks for items in (8, 16, 32, 64, 128)] == [8, 4, 2, 2, 0]
-    assert choose(8, 5000, 128) == choose(512, 640, 128) == Plan(8, 2)
+    assert choose(8, 5000, 128) == choose(512, 640, 128) == Tiling(8, 2)

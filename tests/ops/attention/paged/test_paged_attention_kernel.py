@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from effort import quick_first
 
 pytest.importorskip("triton")
 
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.attention.paged.decode import Cut
+from transect.ops.attention.paged.decode import Tiling
 from transect.ops.attention.paged.kv_cache_write import example_batch
 from transect.ops.attention.paged.paged_attention import PagedTriton, reference
 from transect.ops.lang.jit import INTERPRETED
@@ -45,14 +48,16 @@ def roomy(batch: PagedBatch, rows: int, columns: int) -> PagedBatch:
     return PagedBatch(tables, starts, lengths, 16, max_seq_len=longest, max_query_len=1 if decode else None)
 
 
-@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("programs", [1, 8])
+@pytest.mark.parametrize(
+    ("rows", "window", "programs"),
+    quick_first(itertools.product([DECODE, MIXED], [None, 30], [1, 8]), [(DECODE, 30, 8), (MIXED, None, 1)]),
+    ids=lambda value: {DECODE: "decode", MIXED: "mixed"}.get(value),
+)
 def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, programs: int) -> None:
     batch = example_batch(rows, 16, 64).to(DEVICE)
     tokens = sum(new for new, _ in rows)
     q = 2 * sample(tokens, 6, 16).to(DEVICE)
-    attend = PagedTriton(cut=Cut(programs=programs))
+    attend = PagedTriton(singles=Tiling(programs=programs))
     expected = reference(q, *caches(), batch, SCALE, window)
     torch.testing.assert_close(attend(q, *caches(), batch, SCALE, window), expected, rtol=0, atol=2e-5)
     larger = roomy(batch, 9, 40)
@@ -65,8 +70,9 @@ def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, p
     assert not larger.arrivals(1).any()  # every counter is back at 0, ready for the next layer
 
 
-@pytest.mark.parametrize("chunk_rows", [3, 5])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("chunk_rows", "window"), quick_first(itertools.product([3, 5], [None, 30]), [(3, None), (5, 30)])
+)
 def test_rows_of_several_queries_may_stand_first(chunk_rows: int, window: int | None) -> None:
     """Each kernel then looks at its own rows alone; rows between the two kinds may be left over."""
     rows = ((20, 33), (2, 2), (5, 90), *((0, 0),) * (chunk_rows - 3), (1, 100), (1, 7), (1, 16), (1, 64))
@@ -81,15 +87,19 @@ def test_rows_of_several_queries_may_stand_first(chunk_rows: int, window: int | 
     assert apart.to("cpu").chunk_rows == chunk_rows and plain.parts == (plain, plain)
 
 
+TWO, ONE, MANY = ((1, 700), (1, 5)), ((1, 700),), ((1, 16),) * 3 + ((1, 160),) + ((1, 48),) * 4
+
+
 @pytest.mark.parametrize(
-    "rows", [((1, 700), (1, 5)), ((1, 700),), ((1, 16),) * 3 + ((1, 160),) + ((1, 48),) * 4], ids=str
+    ("rows", "programs"),
+    quick_first(itertools.product([TWO, ONE, MANY], [1, 2, 3, 7, 40]), [(TWO, 2), (ONE, 40), (MANY, 1), (MANY, 3)]),
+    ids=str,
 )
-@pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
 def test_shares_may_begin_anywhere(rows: tuple, programs: int) -> None:
     """An item in one share, in two, in more than are combined at a time; shares of many items, and of none."""
     batch = example_batch(rows, 16, 64).to(DEVICE)
     q = 2 * sample(len(rows), 6, 16).to(DEVICE)
-    out = PagedTriton(cut=Cut(programs=programs))(q, *caches(), batch, SCALE)
+    out = PagedTriton(singles=Tiling(programs=programs))(q, *caches(), batch, SCALE)
     torch.testing.assert_close(out, reference(q, *caches(), batch, SCALE), rtol=0, atol=2e-5)
 
 
@@ -98,7 +108,7 @@ def test_more_rows_than_programs() -> None:
     rows = tuple((1, 1 + 7 * (row % 5)) for row in range(21))
     batch = roomy(example_batch(rows, 16, 64).to(DEVICE), 40, 12)
     q = 2 * sample(40, 6, 16).to(DEVICE)
-    out = PagedTriton(cut=Cut(programs=1))(q, *caches(), batch, SCALE)
+    out = PagedTriton(singles=Tiling(programs=1))(q, *caches(), batch, SCALE)
     expected = reference(q[:21], *caches(), example_batch(rows, 16, 64).to(DEVICE), SCALE)
     torch.testing.assert_close(out[:21], expected, rtol=0, atol=2e-5)
     assert not out[21:].any()

@@ -14,7 +14,7 @@ from transect.ops.attention.paged.kv_cache_write import example_batch
 from transect.ops.attention.paged.paged_attention import PagedTriton, reference
 from transect.ops.attention.paged.rotary_kv_write import triton_rotary_kv_write
 
-hopper = pytest.mark.skipif(module.unavailable() is not None, reason=str(module.unavailable()))
+hopper = pytest.mark.skipif(module.device_refusal() is not None, reason=str(module.device_refusal()))
 MIXED = ((40, 40), (1, 7), (33, 130), (2, 2), (1, 900))
 ROWS = [MIXED, ((128, 128),), ((200, 1000), (1, 500), (5, 5), (129, 384), (31, 257)), ((2, 129), (3, 2050))]
 
@@ -58,7 +58,7 @@ def poisoned(
 )
 def test_as_the_portable_kernel(rows: tuple, heads: int, kv_heads: int, d: int, block: int, dtype: torch.dtype) -> None:
     arguments = poisoned(rows, heads, kv_heads, d, block, dtype)
-    assert not module.refuses(*arguments)
+    assert not module.refusal(*arguments)
     out = PagedTriton(bulk=True)(*arguments)
     portable = PagedTriton()(*arguments)
     exact = reference(*(a.double() if isinstance(a, torch.Tensor) else a for a in arguments))
@@ -79,9 +79,9 @@ def test_each_kernel_has_its_own_rows(chunk_rows: int) -> None:
     attend = PagedTriton(bulk=True, decode=PagedDecode())
     expected = PagedTriton()(q, k_cache, v_cache, plain, scale)
     graph = torch.cuda.CUDAGraph()
-    attend(q, k_cache, v_cache, apart, scale, pdl=True)
+    attend(q, k_cache, v_cache, apart, scale, dependent_launch=True)
     with torch.cuda.graph(graph):
-        found = [attend(q, k_cache, v_cache, apart, scale, pdl=True) for _ in range(4)]
+        found = [attend(q, k_cache, v_cache, apart, scale, dependent_launch=True) for _ in range(4)]
     for _ in range(3):
         for out in found:
             out.fill_(torch.nan)
@@ -106,11 +106,13 @@ def test_prompts_beside_decodes_see_what_the_kernel_before_wrote() -> None:
     q, k, v = joined.split([32, 8, 8], dim=1)
     cos, sin = torch.randn(2, 250, 64, device="cuda", generator=generator).cos(), torch.zeros(250, 64, device="cuda")
 
-    def step(pdl: bool = True) -> list[torch.Tensor]:
+    def step(dependent_launch: bool = True) -> list[torch.Tensor]:
         found = []
         for keys, values in layers:
-            turned = triton_rotary_kv_write(q, k, v, cos[0], sin, keys, values, batch, pdl=pdl)
-            found.append(attend(turned, keys, values, batch, scale, pdl=pdl))
+            turned = triton_rotary_kv_write(
+                q, k, v, cos[0], sin, keys, values, batch, dependent_launch=dependent_launch
+            )
+            found.append(attend(turned, keys, values, batch, scale, dependent_launch=dependent_launch))
         return found
 
     step()
@@ -140,7 +142,7 @@ def test_what_it_does_not_take_goes_the_portable_way() -> None:
         (4, 2, 64, 16, torch.bfloat16, 50),
     ):
         q, k_cache, v_cache, batch, scale = poisoned(MIXED, heads, kv_heads, d, block, dtype)
-        assert module.refuses(q, k_cache, v_cache, batch, scale, window)
+        assert module.refusal(q, k_cache, v_cache, batch, scale, window)
         out = PagedTriton(bulk=True)(q, k_cache, v_cache, batch, scale, window)
         wanted = reference(q.double(), k_cache.double(), v_cache.double(), batch, scale, window)
         torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-2)
@@ -166,8 +168,8 @@ def test_a_captured_step_follows_its_buffers() -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    if module.unavailable() is None:
+    if module.device_refusal() is None:
         pytest.skip("there is a Hopper GPU")
     q = torch.zeros(4, 4, 64, dtype=torch.bfloat16)
     cache = torch.zeros(2, 2, 16, 64, dtype=torch.bfloat16)
-    assert "Hopper" in module.refuses(q, cache, cache, example_batch(((4, 9),), 16, 2), 0.125)
+    assert "Hopper" in module.refusal(q, cache, cache, example_batch(((4, 9),), 16, 2), 0.125)

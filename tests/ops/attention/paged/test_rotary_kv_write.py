@@ -153,13 +153,13 @@ def test_what_does_not_fit_is_said() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
-@pytest.mark.parametrize("pdl", [False, True])
-def test_replay_of_a_captured_graph_follows_the_batch(pdl: bool) -> None:
+@pytest.mark.parametrize("dependent_launch", [False, True])
+def test_replay_of_a_captured_graph_follows_the_batch(dependent_launch: bool) -> None:
     arguments = inputs(DECODE, 3)
-    triton_rotary_kv_write(**arguments, pdl=pdl)
+    triton_rotary_kv_write(**arguments, dependent_launch=dependent_launch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        q = triton_rotary_kv_write(**arguments, pdl=pdl)
+        q = triton_rotary_kv_write(**arguments, dependent_launch=dependent_launch)
     arguments["batch"].seq_lens.sub_(1)
     arguments["q"].mul_(2)
     arguments["k_cache"].fill_(-7)

@@ -1,4 +1,4 @@
-"""Products of 17 to 256 rows on Hopper: plans and choices everywhere, the kernel on a GPU."""
+"""Products of 17 to 256 rows on Hopper: tilings and choices everywhere, the kernel on a GPU."""
 
 import json
 import re
@@ -12,14 +12,14 @@ from cuda_kernels import check_chain, loaded, product_inputs
 from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
 from transect.ops.linear.few_rows.hopper import (
-    CUTS,
+    COMPILED,
     FLAGS,
     FOLDER,
     ROWS,
     Choice,
-    Plan,
+    HopperTiling,
     candidates,
-    plan_rows,
+    choose_tiling,
     read_choice,
 )
 from transect.ops.linear.few_rows.small_matmul import best_launcher
@@ -27,31 +27,31 @@ from transect.ops.linear.few_rows.small_matmul import best_launcher
 SIZES = [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 2048), (1024, 3072), (40, 64), (8, 8), (1000, 520)]
 
 
-def test_the_source_compiles_the_cuts_that_are_known_here() -> None:
+def test_the_source_compiles_the_kernels_that_are_known_here() -> None:
     source = cuda_build.source("small_matmul_hopper.cu").read_text()
     listed = re.findall(r"^  TRANSECT_CUT\(([\d, ]+)\)$", source, re.M)
-    assert {tuple(int(part) for part in line.split(",")) for line in listed} == set(CUTS)
-    assert len(listed) == len(CUTS)
+    assert {tuple(int(part) for part in line.split(",")) for line in listed} == set(COMPILED)
+    assert len(listed) == len(COMPILED)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("m", [17, 32, 33, 64, 100, 128, 200, 256])
-def test_plans_are_of_known_cuts_and_fit(m: int, n: int, k: int) -> None:
-    rule = plan_rows(m, n, k)
-    assert rule.refuses(m, n, k) == ""
-    for plan in [rule, *candidates(m, n, k)]:
-        assert plan.cut in CUTS
-        assert plan.refuses(m, n, k) == "", plan
+def test_tilings_are_of_known_kernels_and_fit(m: int, n: int, k: int) -> None:
+    rule = choose_tiling(m, n, k)
+    assert rule.refusal(m, n, k) is None
+    for tiling in [rule, *candidates(m, n, k)]:
+        assert tiling.compiled in COMPILED
+        assert tiling.refusal(m, n, k) is None, tiling
 
 
-def test_what_a_plan_does_not_take_is_said() -> None:
-    plan = plan_rows(64, 4096, 4096)
-    assert "rows" in plan.refuses(65, 4096, 4096)
-    gated = next(Plan(*cut, 1, 0, 3) for cut in CUTS if cut[1])
-    assert "bias" in gated.refuses(16, 4096, 4096, True)
+def test_what_a_tiling_does_not_take_is_said() -> None:
+    tiling = choose_tiling(64, 4096, 4096)
+    assert "rows" in tiling.refusal(65, 4096, 4096)
+    gated = next(HopperTiling(*kernel, 1, 0, 3) for kernel in COMPILED if kernel[1])
+    assert "bias" in gated.refusal(16, 4096, 4096, True)
 
 
-def test_choices_are_of_known_cuts_and_fit() -> None:
+def test_choices_are_of_known_kernels_and_fit() -> None:
     files = list(FOLDER.glob("*.json"))
     assert [file.name for file in files] == ["nvidia_h200.json"]
     for size, entry in json.loads(files[0].read_text())["choices"].items():
@@ -59,24 +59,35 @@ def test_choices_are_of_known_cuts_and_fit() -> None:
         assert m in ROWS
         gated, stream = "gated" in size.split(), "stream" in size.split()
         choice = read_choice(entry)
-        assert (choice.by == "hopper") == (choice.plan is not None), size
+        tiling = choice.tiling
         assert choice.by in ("hopper", "cuda", "triton", "gluon", "cublas"), size
-        assert (choice.by == "gluon") == (choice.early is not None) and (stream or choice.early is None), size
-        assert not stream or ((choice.rows_plan or choice.cut or choice.early) and n % 16 == k % 64 == 0), size
-        if choice.rows_plan is not None:
-            assert choice.rows_plan.refuses(m, gated) == "", size
-        if choice.cut is not None:
-            cut, width = choice.cut, choice.cut.bn * (2 if choice.cut.gated else 1)
-            assert choice.cut.gated == gated and cut.early and cut.bulk, size
-            assert not stream or n % cut.bn == 0, size  # squares of whole tiles
-            assert cut.stages * (cut.bm + width) * cut.bk * 2 <= 225 * 1024, size
-        if choice.early is not None:
-            assert choice.early.gated == gated and choice.early.bm < 2 * max(m, 33), size
-            assert choice.early.refuses(n // 2 if gated else n, k) == "", size
-        if choice.plan is not None:
-            assert choice.plan.cut in CUTS, size
-            assert choice.plan.gated == gated, size
-            assert choice.plan.refuses(m, n // 2 if choice.plan.gated else n, k) == "", size
+        assert tiling is not None or choice.by not in ("hopper", "gluon"), size
+        assert tiling is None or choice.by != "cublas", size
+        assert stream or choice.by != "gluon", size
+        assert not stream or (tiling is not None and choice.by != "hopper" and n % 16 == k % 64 == 0), size
+        if tiling is None:
+            continue
+        if choice.by == "cuda":
+            assert tiling.refusal(m, gated) is None, size
+        if choice.by == "triton":
+            width = tiling.bn * (2 if tiling.gated else 1)
+            assert tiling.gated == gated and tiling.dependent_launch and tiling.bulk, size
+            assert not stream or n % tiling.bn == 0, size  # squares of whole tiles
+            assert tiling.stages * (tiling.bm + width) * tiling.bk * 2 <= 225 * 1024, size
+        if choice.by == "gluon":
+            assert tiling.gated == gated and tiling.bm < 2 * max(m, 33), size
+            assert tiling.refusal(n // 2 if gated else n, k) is None, size
+        if choice.by == "hopper":
+            assert tiling.compiled in COMPILED, size
+            assert tiling.gated == gated, size
+            assert tiling.refusal(m, n // 2 if tiling.gated else n, k) is None, size
+
+
+def test_a_choice_takes_a_tiling_of_its_own_kernel() -> None:
+    with pytest.raises(TypeError, match="no tiling of cublas"):
+        Choice("cublas", choose_tiling(64, 4096, 4096))
+    with pytest.raises(TypeError, match="no tiling of triton"):
+        Choice("triton", choose_tiling(64, 4096, 4096))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +106,7 @@ def test_nothing_is_chosen_without_a_gpu_or_outside_the_rows() -> None:
     assert small_matmul_hopper.chosen(257, 4096, 4096, torch.device("cuda")) is None
 
 
-def test_from_193_to_255_rows_no_plan_for_256_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_193_to_255_rows_no_tiling_for_256_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     place, chosen = torch.device("cuda", 5), small_matmul_hopper.chosen
     measured = {m: chosen(m, 28672, 4096, place) for m in (50, 64, 100, 128, 256)}
@@ -103,7 +114,7 @@ def test_from_193_to_255_rows_no_plan_for_256_runs(monkeypatch: pytest.MonkeyPat
     assert measured[50] == measured[64] and measured[100] == measured[128]
     assert {chosen(m, 28672, 4096, place).by for m in (200, 255)} == {"cublas"}
     assert chosen(129, 4096, 4096, place) == chosen(160, 4096, 4096, place) != chosen(161, 4096, 4096, place)
-    assert chosen(200, 4096, 1024, place).cut is not None  # tiles that leave out rows that are not there
+    assert chosen(200, 4096, 1024, place).by == "triton"  # tiles that leave out rows that are not there
     assert chosen(100, 28673, 4096, place) is None
     chosen.cache_clear()
 
@@ -154,13 +165,13 @@ def test_alone_nothing_of_ours_runs_that_was_slower_than_cublas(monkeypatch: pyt
 
 def test_what_the_kernel_does_not_take_is_said() -> None:
     x, weight = torch.zeros(20, 64, dtype=torch.bfloat16), torch.zeros(40, 64, dtype=torch.bfloat16)
-    refuses = small_matmul_hopper.refuses
-    assert refuses(x, weight) == "" == refuses(x, weight, torch.zeros(40, dtype=torch.bfloat16))
-    assert "bfloat16" in refuses(x.float(), weight)
-    assert "16 bytes" in refuses(x[:, 1:], weight[:, 1:])
-    assert "[M, K]" in refuses(x[:, :32], weight)
-    assert "multiple of 8" in refuses(x, weight[:33])
-    assert "256" in refuses(torch.zeros(257, 64, dtype=torch.bfloat16), weight)
+    refusal = small_matmul_hopper.refusal
+    assert refusal(x, weight) is refusal(x, weight, torch.zeros(40, dtype=torch.bfloat16)) is None
+    assert "bfloat16" in refusal(x.float(), weight)
+    assert "16 bytes" in refusal(x[:, 1:], weight[:, 1:])
+    assert "[M, K]" in refusal(x[:, :32], weight)
+    assert "multiple of 8" in refusal(x, weight[:33])
+    assert "256" in refusal(torch.zeros(257, 64, dtype=torch.bfloat16), weight)
 
 
 @pytest.fixture
@@ -171,17 +182,17 @@ def rows() -> small_matmul_hopper.HopperRows:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (1000, 520), (40, 72), (8, 8), (6144, 4096)])
 @pytest.mark.parametrize("m", [17, 32, 50, 64, 100, 128, 200, 256])
-def test_every_plan_gives_the_product_and_every_run_the_same(
+def test_every_tiling_gives_the_product_and_every_run_the_same(
     rows: small_matmul_hopper.HopperRows, m: int, n: int, k: int
 ) -> None:
     x, weight, bias = product_inputs(m, n, k)
     want = x.double() @ weight.double().T + bias.double()
     of_torch = (F.linear(x, weight, bias).double() - want).norm()
-    for plan in [plan_rows(m, n, k), *candidates(m, n, k)]:
-        got = rows(x, weight, bias, plan=plan)
-        assert (got.double() - want).norm() <= 2 * of_torch, plan
-        for pdl in (False, True):
-            assert torch.equal(got, rows(x, weight, bias, plan=plan, pdl=pdl)), plan
+    for tiling in [choose_tiling(m, n, k), *candidates(m, n, k)]:
+        got = rows(x, weight, bias, tiling=tiling)
+        assert (got.double() - want).norm() <= 2 * of_torch, tiling
+        for dependent_launch in (False, True):
+            assert torch.equal(got, rows(x, weight, bias, tiling=tiling, dependent_launch=dependent_launch)), tiling
 
 
 @pytest.mark.gpu
@@ -194,17 +205,17 @@ def test_the_gate_is_applied_to_the_sums(rows: small_matmul_hopper.HopperRows, m
     rounded = want.to(x.dtype)
     tried = candidates(m, features, k, gated=True)
     assert tried
-    for plan in tried:
-        got = rows(x, weight, plan=plan)
-        assert (got.double() - want).norm() <= 2 * (rounded.double() - want).norm(), plan
-        assert torch.equal(got, rows(x, weight, plan=plan, pdl=True)), plan
+    for tiling in tried:
+        got = rows(x, weight, tiling=tiling)
+        assert (got.double() - want).norm() <= 2 * (rounded.double() - want).norm(), tiling
+        assert torch.equal(got, rows(x, weight, tiling=tiling, dependent_launch=True)), tiling
 
 
 @pytest.mark.gpu
 def test_launches_on_one_stream_in_a_graph_follow_each_other(rows: small_matmul_hopper.HopperRows) -> None:
-    plans = candidates(100, 1024, 1024)
-    assert any(plan.parts(1024) for plan in plans)
-    check_chain(rows, 100, [{"plan": plan} for plan in plans], 0.1)
+    tilings = candidates(100, 1024, 1024)
+    assert any(tiling.parts(1024) for tiling in tilings)
+    check_chain(rows, 100, [{"tiling": tiling} for tiling in tilings], 0.1)
 
 
 @pytest.mark.gpu
@@ -217,10 +228,10 @@ def test_by_itself_and_in_a_chain_it_is_the_same_product(
     want = x.double() @ weight.double().T
     of_torch = (F.linear(x, weight).double() - want).norm()
     launch = best_launcher()
-    for pdl in (False, True):
-        got = launch(x, weight, pdl=pdl)
-        assert (got.double() - want).norm() <= 2 * of_torch, pdl
-        assert torch.equal(got, launch(x, weight, pdl=pdl)), pdl
+    for dependent_launch in (False, True):
+        got = launch(x, weight, dependent_launch=dependent_launch)
+        assert (got.double() - want).norm() <= 2 * of_torch, dependent_launch
+        assert torch.equal(got, launch(x, weight, dependent_launch=dependent_launch)), dependent_launch
 
 
 @pytest.mark.gpu
@@ -229,11 +240,15 @@ def test_what_it_does_not_take_raises(rows: small_matmul_hopper.HopperRows) -> N
     with pytest.raises(ValueError, match="16 bytes"):
         rows(x[:, 1:], weight[:, 1:])
     with pytest.raises(ValueError, match="rows"):
-        rows(x, weight, plan=Plan(*next(cut for cut in CUTS if cut[0] and cut[2] < 64), 1, 0, 2))
+        rows(
+            x,
+            weight,
+            tiling=HopperTiling(*next(kernel for kernel in COMPILED if kernel[0] and kernel[2] < 64), 1, 0, 2),
+        )
 
 
-def test_flags_hold_a_counter_for_every_block_of_every_plan() -> None:
+def test_flags_hold_a_counter_for_every_block_of_every_tiling() -> None:
     for m in ROWS:
         for n, k in SIZES:
-            for plan in candidates(m, n, k):
-                assert not plan.parts(n) or plan.grid(n) <= FLAGS, plan
+            for tiling in candidates(m, n, k):
+                assert not tiling.parts(n) or tiling.grid(n) <= FLAGS, tiling

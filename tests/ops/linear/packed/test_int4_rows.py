@@ -1,38 +1,38 @@
-"""``int4_matmul.cu``: its plans everywhere, the kernel on a GPU."""
+"""``int4_matmul.cu``: its tilings everywhere, the kernel on a GPU."""
 
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_kernels import check_int4_plans, check_int4_product, int4_weight, loaded, product_inputs
+from cuda_kernels import check_int4_product, check_int4_tilings, int4_weight, loaded, product_inputs
 
 from transect.ops.linear.packed import int4_matmul, int4_rows
-from transect.ops.linear.packed.int4_rows import Plan
+from transect.ops.linear.packed.int4_rows import RowsTiling
 
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (48, 128), (5, 1024)]
 
 
-def _fits(plan: Plan, m: int, n: int, k: int, group: int) -> None:
+def _fits(tiling: RowsTiling, m: int, n: int, k: int, group: int) -> None:
     """What the launcher asks for, and that all of W is covered."""
-    assert plan.rows in int4_rows.ROWS
-    assert plan.warps * plan.teams <= int4_rows.most_warps(group, plan.columns)
-    assert plan.stages > 0
-    assert plan.stages % plan.teams == 0
-    assert plan.ranks * plan.teams <= k // 128
-    wide = int4_rows.tiles_at_once(plan)
-    assert 2 <= wide <= plan.warps * plan.columns
-    assert plan.ranks * plan.teams == 1 or wide == plan.per
-    assert int4_rows.shared_bytes(plan, m, group) <= int4_rows.SHARED
-    assert plan.per * CLUSTERS[plan.ranks] * 2 >= -(-n // 16)
+    assert tiling.rows in int4_rows.ROWS
+    assert tiling.warps * tiling.teams <= int4_rows.most_warps(group, tiling.columns)
+    assert tiling.stages > 0
+    assert tiling.stages % tiling.teams == 0
+    assert tiling.ranks * tiling.teams <= k // 128
+    wide = int4_rows.tiles_at_once(tiling)
+    assert 2 <= wide <= tiling.warps * tiling.columns
+    assert tiling.ranks * tiling.teams == 1 or wide == tiling.per
+    assert int4_rows.shared_bytes(tiling, m, group) <= int4_rows.SHARED
+    assert tiling.per * CLUSTERS[tiling.ranks] * 2 >= -(-n // 16)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64, 100])
-def test_the_rule_gives_a_plan_that_fits(m: int, n: int, k: int, group: int) -> None:
-    _fits(int4_rows.plan_codes(m, n, k, group, CLUSTERS), m, n, k, group)
+def test_the_rule_gives_a_tiling_that_fits(m: int, n: int, k: int, group: int) -> None:
+    _fits(int4_rows.choose_tiling(m, n, k, group, CLUSTERS), m, n, k, group)
 
 
 def test_every_choice_fits_or_is_refused() -> None:
@@ -40,24 +40,25 @@ def test_every_choice_fits_or_is_refused() -> None:
     for values in itertools.product(*int4_rows.CHOICES.values()):
         config = dict(zip(int4_rows.CHOICES, values, strict=True))
         for m in (8, 16):
-            plan = int4_rows.plan_of(config, m, 4096, 14336, 128, CLUSTERS)
-            if plan is not None:
-                _fits(plan, m, 4096, 14336, 128)
-                assert int4_rows.shared_bytes(plan, m, 128) <= int4_rows.BESIDE
-                assert plan.whole == config["whole"] <= (m == 8)
+            tiling = int4_rows.tiling_of(config, m, 4096, 14336, 128, CLUSTERS)
+            if tiling is not None:
+                _fits(tiling, m, 4096, 14336, 128)
+                assert int4_rows.shared_bytes(tiling, m, 128) <= int4_rows.BESIDE
+                assert tiling.whole == config["whole"] <= (m == 8)
                 kept += 1
     assert kept > 10
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "plan"),
-    [(1, 28672, 4096, Plan(8, 7, 1, 6, 14, 1, 6, True)), (8, 28672, 4096, Plan(8, 7, 1, 6, 14, 1, 6, True)),
-     (16, 28672, 4096, Plan(16, 7, 1, 5, 14, 2, 5)), (1, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 5, True)),
-     (8, 4096, 14336, Plan(8, 9, 1, 4, 18, 8, 5, True)), (16, 4096, 14336, Plan(16, 6, 1, 3, 18, 8, 3, False, 3)),
-     (32, 4096, 14336, Plan(32, 9, 1, 6, 18, 8, 6))],
+    ("m", "n", "k", "tiling"),
+    [(1, 28672, 4096, RowsTiling(8, 7, 1, 6, 14, 1, 6, True)), (8, 28672, 4096, RowsTiling(8, 7, 1, 6, 14, 1, 6, True)),
+     (16, 28672, 4096, RowsTiling(16, 7, 1, 5, 14, 2, 5)), (1, 4096, 14336, RowsTiling(8, 9, 1, 4, 18, 8, 5, True)),
+     (8, 4096, 14336, RowsTiling(8, 9, 1, 4, 18, 8, 5, True)),
+     (16, 4096, 14336, RowsTiling(16, 6, 1, 3, 18, 8, 3, False, 3)),
+     (32, 4096, 14336, RowsTiling(32, 9, 1, 6, 18, 8, 6))],
 )  # fmt: skip
-def test_the_rule_gives_what_was_quickest_on_an_h200(m: int, n: int, k: int, plan: Plan) -> None:
-    assert int4_rows.plan_codes(m, n, k, 128, CLUSTERS) == plan
+def test_the_rule_gives_what_was_quickest_on_an_h200(m: int, n: int, k: int, tiling: RowsTiling) -> None:
+    assert int4_rows.choose_tiling(m, n, k, 128, CLUSTERS) == tiling
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -71,13 +72,13 @@ def test_three_sixteens_a_warp_are_for_16_rows_and_groups_of_128() -> None:
     config = dict(int4_rows.rule((16, 4096, 14336)))
     assert config["columns"] == 3
     for m, group, taken in ((16, 128, True), (9, 128, True), (8, 128, False), (17, 128, False), (16, 64, False)):
-        assert (int4_rows.plan_of(config, m, 4096, 14336, group, CLUSTERS) is not None) == taken
-        assert int4_rows.plan_codes(m, 4096, 14336, group, CLUSTERS, config).columns == 2 + taken
+        assert (int4_rows.tiling_of(config, m, 4096, 14336, group, CLUSTERS) is not None) == taken
+        assert int4_rows.choose_tiling(m, 4096, 14336, group, CLUSTERS, config).columns == 2 + taken
 
 
 def test_what_no_cut_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="shared memory"):
-        int4_rows.plan_codes(1, 4096, 4096, 128, {1: 0})
+        int4_rows.choose_tiling(1, 4096, 4096, 128, {1: 0})
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def kernel() -> int4_rows.CudaCodes:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dependent_launch", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k", "group"),
     [(1, 37, 256, 128), (1, 16, 256, 128), (5, 200, 1024, 64), (8, 520, 4096, 32), (16, 520, 4096, 128),
@@ -94,9 +95,9 @@ def kernel() -> int4_rows.CudaCodes:
      (100, 1000, 1024, 128)],
 )  # fmt: skip
 def test_error_is_that_of_torch_and_every_run_gives_the_same(
-    kernel: int4_rows.CudaCodes, m: int, n: int, k: int, group: int, pdl: bool
+    kernel: int4_rows.CudaCodes, m: int, n: int, k: int, group: int, dependent_launch: bool
 ) -> None:
-    check_int4_product(kernel, m, n, k, group, pdl=pdl, repeats=5)
+    check_int4_product(kernel, m, n, k, group, dependent_launch=dependent_launch, repeats=5)
 
 
 @pytest.mark.gpu
@@ -147,8 +148,8 @@ def test_an_infinity_or_nan_stays_in_its_row(kernel: int4_rows.CudaCodes) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [5, 13, 30])
-def test_every_plan_gives_the_product(kernel: int4_rows.CudaCodes, m: int) -> None:
-    check_int4_plans(kernel, int4_rows, kernel.clusters(torch.device("cuda")), m)
+def test_every_tiling_gives_the_product(kernel: int4_rows.CudaCodes, m: int) -> None:
+    check_int4_tilings(kernel, int4_rows, kernel.clusters(torch.device("cuda")), m)
 
 
 @pytest.mark.gpu
@@ -164,7 +165,7 @@ def test_launches_that_follow_closely_read_what_the_one_before_wrote(kernel: int
     with torch.cuda.graph(graph):
         y = x
         for i in range(12):
-            y = kernel(y, weights[i % 3], n, pdl=i % 4 != 3) * 8
+            y = kernel(y, weights[i % 3], n, dependent_launch=i % 4 != 3) * 8
     graph.replay()
     first = y.clone()
     for _ in range(20):
@@ -176,8 +177,8 @@ def test_launches_that_follow_closely_read_what_the_one_before_wrote(kernel: int
 def test_what_is_no_arranged_weight_is_refused() -> None:
     x = torch.zeros(2, 256, dtype=torch.bfloat16)
     weight = int4_weight(40, 256, 128)
-    assert int4_rows.cuda_refuses(x, weight, 40) == ""
-    assert "arrange" in int4_rows.cuda_refuses(x, weight, 60)
-    assert "arrange" in int4_rows.cuda_refuses(x[:, :128], weight, 40)
-    assert "bfloat16" in int4_rows.cuda_refuses(x.float(), weight, 40)
-    assert "16 bytes" in int4_rows.cuda_refuses(torch.zeros(2, 260, dtype=x.dtype)[:, 2:258], weight, 40)
+    assert int4_rows.cuda_refusal(x, weight, 40) is None
+    assert "arrange" in int4_rows.cuda_refusal(x, weight, 60)
+    assert "arrange" in int4_rows.cuda_refusal(x[:, :128], weight, 40)
+    assert "bfloat16" in int4_rows.cuda_refusal(x.float(), weight, 40)
+    assert "16 bytes" in int4_rows.cuda_refusal(torch.zeros(2, 260, dtype=x.dtype)[:, 2:258], weight, 40)

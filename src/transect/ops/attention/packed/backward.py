@@ -47,7 +47,7 @@ from ...registry import Kernel
 from . import hopper as hopper
 from .backward_hopper import backward as hopper_backward
 from .backward_hopper import kernels as hopper_kernels
-from .tiling import LOG2E, Tiles, check, descriptor, find_tile, fits_descriptor, load_tile, padded, seen
+from .tiling import LOG2E, Tiling, check, descriptor, find_tile, fits_descriptor, load_tile, padded, seen
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -232,15 +232,15 @@ tile, leaves the last product of dk running, which reads that tile, and starts t
 of two: a copy lands on the tile of the step before, whose products have been waited for."""
 
 
-def choose(which: str, q: Tensor) -> Tiles:
-    """Tiles of one of the two kernels. Measured on an H200; elsewhere a guess from the same numbers."""
+def choose(which: str, q: Tensor) -> Tiling:
+    """The tiling of one of the two kernels. Measured on an H200; elsewhere a guess from the same numbers."""
     if INTERPRETED:
-        return Tiles(16, 16, 1, 1)
+        return Tiling(16, 16, 1, 1)
     if q.element_size() == 4:
-        return Tiles(32, 32, 4, 1)
+        return Tiling(32, 32, 4, 1)
     hopper_gpu = torch.cuda.get_device_capability(q.device)[0] >= 9
     # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores.
-    return Tiles(64, 64, 4, STAGES[which], bulk=hopper_gpu)
+    return Tiling(64, 64, 4, STAGES[which], bulk=hopper_gpu)
 
 
 def backward(

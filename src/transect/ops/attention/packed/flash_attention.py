@@ -51,7 +51,7 @@ from . import hopper as hopper
 from .backward import backward as backward
 from .backward import gradient_op
 from .backward import kernels as backward_kernels
-from .tiling import LOG2E, Tiles, check, descriptor, find_tile, fits_descriptor, load_tile, padded, seen
+from .tiling import LOG2E, Tiling, check, descriptor, find_tile, fits_descriptor, load_tile, padded, seen
 
 
 def reference(
@@ -186,42 +186,42 @@ def _forward(  # type: ignore[no-untyped-def]
 # -------------------------------------------------------------------------------------------------------- launchers
 
 
-def choose(q: Tensor) -> Tiles:
-    """Tiles of this file's kernel. Measured on an H200; elsewhere a guess from the same numbers."""
+def choose(q: Tensor) -> Tiling:
+    """The tiling of this file's kernel. Measured on an H200; elsewhere a guess from the same numbers."""
     if INTERPRETED:
-        return Tiles(16, 16, 1, 1)
+        return Tiling(16, 16, 1, 1)
     if q.element_size() == 4:
-        return Tiles(32, 32, 4, 1)
+        return Tiling(32, 32, 4, 1)
     hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
     # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores.
-    return Tiles(64, 64, 4, 3, bulk=hopper)
+    return Tiling(64, 64, 4, 3, bulk=hopper)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
-    *, tiles: Tiles | None = None,
+    *, tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result, and L ``[H, T]`` in powers of two, which the backward pass needs.
 
     By the Hopper kernel where it takes the inputs and pays (``flash_attention_hopper.takes``, ``.pays``); else, or
-    where ``tiles`` are given, by the kernel of this file.
+    where a ``tiling`` is given, by the kernel of this file.
     """
     q, k, v = check(q, k, v, cu_seqlens)
-    if tiles is None and hopper.takes(q, k, v) and hopper.pays(q, len(cu_seqlens) - 1):
+    if tiling is None and hopper.takes(q, k, v) and hopper.pays(q, len(cu_seqlens) - 1):
         return hopper.forward(q, k, v, cu_seqlens, scale, causal, window)
     tokens, heads, d = q.shape
     out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    tiles = tiles or choose(q)
-    bulk = tiles.bulk and fits_descriptor(k) and fits_descriptor(v)
+    tiling = tiling or choose(q)
+    bulk = tiling.bulk and fits_descriptor(k) and fits_descriptor(v)
     documents = len(cu_seqlens) - 1
-    _forward[(tokens // tiles.bm + documents, heads)](
-        q, descriptor(k, tiles.bn, bulk), descriptor(v, tiles.bn, bulk), out, lse, cu_seqlens, documents, tokens,
+    _forward[(tokens // tiling.bm + documents, heads)](
+        q, descriptor(k, tiling.bn, bulk), descriptor(v, tiling.bn, bulk), out, lse, cu_seqlens, documents, tokens,
         scale * LOG2E, window or 0, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], H=heads,
-        GROUP=heads // k.shape[1], D=d, DP=padded(d), BM=tiles.bm, BN=tiles.bn, CAUSAL=causal,
-        WINDOW=window is not None, BULK=bulk, num_warps=tiles.warps, num_stages=tiles.stages,
+        GROUP=heads // k.shape[1], D=d, DP=padded(d), BM=tiling.bm, BN=tiling.bn, CAUSAL=causal,
+        WINDOW=window is not None, BULK=bulk, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out, lse
 
@@ -237,14 +237,14 @@ def portable(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
     """``flash_attention`` by the kernel of this file on every device."""
-    return forward(q, k, v, cu_seqlens, scale, causal, window, tiles=choose(q))[0]
+    return forward(q, k, v, cu_seqlens, scale, causal, window, tiling=choose(q))[0]
 
 
-def cuda_refuses(
+def cuda_refusal(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
-) -> str:
-    """Why ``flash_attention.cu`` does not take heads of this size, or an empty string."""
-    return "" if q.shape[2] in (64, 128) else f"flash_attention.cu takes heads of 64 or 128, not of {q.shape[2]}"
+) -> str | None:
+    """Why ``flash_attention.cu`` does not take heads of this size, or None."""
+    return None if q.shape[2] in (64, 128) else f"flash_attention.cu takes heads of 64 or 128, not of {q.shape[2]}"
 
 
 def by_cuda(
@@ -252,7 +252,7 @@ def by_cuda(
 ) -> Tensor:
     """``flash_attention`` by ``flash_attention.cu``: bfloat16 heads of 64 or 128, else ValueError."""
     q, k, v = check(q, k, v, cu_seqlens)
-    reason = cuda_refuses(q, k, v, cu_seqlens, scale, causal, window)
+    reason = cuda_refusal(q, k, v, cu_seqlens, scale, causal, window)
     if not reason and any(t.dtype != torch.bfloat16 for t in (q, k, v)):
         reason = f"flash_attention.cu takes bfloat16, not {q.dtype}, {k.dtype} and {v.dtype}"
     if reason:
@@ -535,7 +535,7 @@ def _trace() -> Trace:
 
     return Trace(
         arguments,
-        functools.partial(forward, tiles=Tiles(4, 4, 1, 1)),
+        functools.partial(forward, tiling=Tiling(4, 4, 1, 1)),
         ("_walk_keys", "start", "fade", "l", "m"),
         "m, the largest score so far, only grows; when it does, l, the sum of powers of 2, and what was summed of v "
         "are multiplied by fade.",
@@ -556,7 +556,7 @@ register(
                 batch_invariant=True,
                 autograd=hopper.available(flash_attention_autograd),
                 dtypes=("bfloat16", "float16"),
-                refuses=hopper.refuses,
+                refusal=hopper.refusal,
             ),
             "triton": Implementation(
                 "triton",
@@ -571,7 +571,7 @@ register(
                 cuda.CUDA_TARGETS,
                 batch_invariant=True,
                 dtypes=("bfloat16",),
-                refuses=cuda_refuses,
+                refusal=cuda_refusal,
                 source="flash_attention.cu",
             ),
         },

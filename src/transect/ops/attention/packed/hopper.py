@@ -468,7 +468,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether this kernel runs on these inputs as they are: 16 bits on an sm_90, heads of 64, 96 (computed as 128) or
     128, rows that the bulk copy engine can address."""
-    return not _refuses(q, k, v) and all(fits_descriptor(t) and min(t.stride()) > 0 for t in (q, k, v))
+    return not _input_refusal(q, k, v) and all(fits_descriptor(t) and min(t.stride()) > 0 for t in (q, k, v))
 
 
 def pays(q: Tensor, documents: int) -> bool:
@@ -478,15 +478,15 @@ def pays(q: Tensor, documents: int) -> bool:
     return tokens >= 96 * documents and tokens * heads >= 2 * ROWS * multiprocessors(q.device)
 
 
-def refuses(
+def refusal(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
-) -> str:
-    """Why this kernel does not take heads of this size, or an empty string."""
-    return "" if q.shape[2] in HEAD_DIMS else f"the Hopper kernel takes heads of {HEAD_DIMS}, not of {q.shape[2]}"
+) -> str | None:
+    """Why this kernel does not take heads of this size, or None."""
+    return None if q.shape[2] in HEAD_DIMS else f"the Hopper kernel takes heads of {HEAD_DIMS}, not of {q.shape[2]}"
 
 
-def _refuses(q: Tensor, k: Tensor, v: Tensor) -> str:
-    reason = unavailable() or refuses(q, k, v, q, 1.0)
+def _input_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    reason = device_refusal() or refusal(q, k, v, q, 1.0)
     if not reason and not (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)):
         reason = f"the Hopper kernel runs on an sm_90, and the inputs are on {q.device}"
     if not reason and not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)):
@@ -529,7 +529,7 @@ def forward(
     q, k, v = check(q, k, v, cu_seqlens)
     tokens, heads, d = q.shape
     parts = parts or (3 if d <= 64 and not causal and window is None else 2)
-    reason = _refuses(q, k, v) or (parts == 3 and d > 64 and "3 parts are for heads of 64") or ""
+    reason = _input_refusal(q, k, v) or (parts == 3 and d > 64 and "3 parts are for heads of 64") or None
     if reason:
         raise ValueError(f"{reason}; use flash_attention.forward")
     q, k, v = (t if fits_descriptor(t) and min(t.stride()) > 0 else t.clone(memory_format=torch.contiguous_format)
@@ -591,7 +591,7 @@ def kernels() -> Sequence[Kernel]:
     return made
 
 
-def unavailable() -> str | None:
+def device_refusal() -> str | None:
     """Why no input at all can run here; None where some can."""
     if triton is None or gluon is None:
         return "the Hopper kernel needs Triton 3.6 with Gluon: pip install 'transect[gpu]'"
@@ -610,7 +610,7 @@ def available(launcher: Any) -> Any:
     """
 
     def load() -> Any:
-        reason = unavailable()
+        reason = device_refusal()
         if reason:
             raise Unavailable(reason)
         return launcher

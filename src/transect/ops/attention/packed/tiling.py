@@ -63,7 +63,7 @@ def seen(i, j, end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiling:
     """Knobs of one kernel: queries and keys of a tile, warps, stages, bulk copies."""
 
     bm: int

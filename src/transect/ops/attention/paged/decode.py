@@ -39,7 +39,7 @@ def _decode(  # type: ignore[no-untyped-def]
     cache_k, table_b, wanted, least, most,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr, CHUNK: tl.constexpr, FAN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr, CHUNK: tl.constexpr, FAN: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: pieces, ``most`` at the most, and for each the key heads. MIXED: the batch may hold rows of several
     queries, which are left alone. ROWS: a power of two that holds the batch's rows.
@@ -47,7 +47,7 @@ def _decode(  # type: ignore[no-untyped-def]
     Lengths and tables are read while the kernel before may still run: it writes neither. Not through the L1 cache,
     which may hold what was there before.
     """
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     K: tl.constexpr = H // G
     piece = tl.program_id(0) // K
     kv_head = tl.program_id(0) % K
@@ -85,7 +85,7 @@ def _decode(  # type: ignore[no-untyped-def]
     j = low + tl.arange(0, BN)
     table = tables + row.to(tl.int64) * table_b
     block = tl.load(table + j // BLOCK, (j < high) & (j >= oldest) & (pieces > 0), 0, cache_modifier=".cg")
-    wait_for_previous(EARLY)
+    wait_for_previous(DEPENDENT_LAUNCH)
     if pieces > 0:
         head = kv_head * G + tl.arange(0, BM)
         d = tl.arange(0, DP)
@@ -187,7 +187,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Tiling:
     """Knobs of ``decode``."""
 
     bn: int = 32
@@ -206,30 +206,31 @@ class Cut:
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
-    cut: Cut, mixed: bool, early: bool,
+    tiling: Tiling, mixed: bool, dependent_launch: bool,
 ) -> None:  # fmt: skip
     """Attention of the rows with one query, written to their places in ``out`` ``[T, H, d]``.
 
-    ``mixed``: there may be rows with several, which are left alone. ``early``: as in ``paged_prefill.prefill``.
+    ``mixed``: there may be rows with several, which are left alone. ``dependent_launch``: as in
+    ``paged_prefill.prefill``.
     """
     _, heads, d = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     rows, group = batch.num_rows, heads // kv_heads
     if INTERPRETED:
-        cut = replace(cut, bn=16, warps=1, stages=1, chunk=4, fan=3, least=16)
-    wanted = _round_up(cut.programs * multiprocessors(q.device) / kv_heads)
-    most = _round_up(min(wanted + rows, rows * -(-batch.max_seq_len // cut.least)))
+        tiling = replace(tiling, bn=16, warps=1, stages=1, chunk=4, fan=3, least=16)
+    wanted = _round_up(tiling.programs * multiprocessors(q.device) / kv_heads)
+    most = _round_up(min(wanted + rows, rows * -(-batch.max_seq_len // tiling.least)))
     part_o = q.new_empty((most, heads, d), dtype=torch.float32)
     part_l = q.new_empty((most, heads, 2), dtype=torch.float32)
-    launch: dict[str, Any] = {"launch_pdl": True} if early else {}
+    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _decode[(most * kv_heads,)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
         batch.arrivals(2 * most * kv_heads), rows, scale * LOG2E, window or 0, *q.stride()[:2],
-        *k_cache.stride()[:2], batch.block_tables.stride(0), wanted, cut.least, most,
+        *k_cache.stride()[:2], batch.block_tables.stride(0), wanted, tiling.least, most,
         H=heads, G=group, GP=next_power_of_2(group), D=d, DP=padded(d), BLOCK=block_size,
-        BM=max(16, next_power_of_2(group)), BN=cut.bn, WINDOW=window is not None, MIXED=mixed,
-        ROWS=next_power_of_2(rows), EARLY=early, CHUNK=cut.chunk, FAN=cut.fan, num_warps=cut.warps,
-        num_stages=cut.stages, **launch,
+        BM=max(16, next_power_of_2(group)), BN=tiling.bn, WINDOW=window is not None, MIXED=mixed,
+        ROWS=next_power_of_2(rows), DEPENDENT_LAUNCH=dependent_launch, CHUNK=tiling.chunk, FAN=tiling.fan,
+        num_warps=tiling.warps, num_stages=tiling.stages, **launch,
     )  # fmt: skip
 
 
@@ -245,14 +246,14 @@ DECODE_CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 def decode_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     """Knobs for (rows times key heads, longest row, head dimension)."""
-    cut = Cut()
-    return {name: getattr(cut, name) for name in DECODE_CHOICES}
+    tiling = Tiling()
+    return {name: getattr(tiling, name) for name in DECODE_CHOICES}
 
 
 @cache
-def tuned(units: int, longest: int, d: int, device: torch.device) -> Cut:
+def tuned(units: int, longest: int, d: int, device: torch.device) -> Tiling:
     """What is known to be fastest, or the rule."""
-    return replace(Cut(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
+    return replace(Tiling(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
 
 
 def kernels() -> Sequence[Kernel]:
@@ -269,7 +270,7 @@ def kernels() -> Sequence[Kernel]:
             arguments={**tensors, **indices, **parts, "scale2": "fp32", **ints},
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": 16, "BN": 32, "WINDOW": False,
-                "MIXED": False, "ROWS": 64, "EARLY": False, "CHUNK": 8, "FAN": 16,
+                "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False, "CHUNK": 8, "FAN": 16,
             },
             divisible=(*strides, "wanted", "least", "most"),
             warps=1,

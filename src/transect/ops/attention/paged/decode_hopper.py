@@ -49,7 +49,7 @@ SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiii" + "p"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Tiling:
     """How a batch is cut up."""
 
     warps: int
@@ -73,29 +73,29 @@ SHORT, LONG = 1024, 4096
 
 
 @cache
-def choose(items: int, longest: int, d: int) -> Plan:
-    """A plan for ``items`` rows times key heads of up to ``longest`` positions, by times on an H200.
+def choose(items: int, longest: int, d: int) -> Tiling:
+    """A tiling for ``items`` rows times key heads of up to ``longest`` positions, by times on an H200.
 
     A cluster takes an item where all of them run at once: a second round would take as long again. Clusters do not help
     each other, so long rows are better cut evenly over the whole GPU.
     """
     for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
         if items <= AT_ONCE[ranks]:
-            return Plan(WARPS, STAGES[d], ranks)
-    return Plan(WARPS, STAGES[d])
+            return Tiling(WARPS, STAGES[d], ranks)
+    return Tiling(WARPS, STAGES[d])
 
 
-def refuses(
+def refusal(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
-) -> str:
-    """Why this kernel does not take these inputs, or an empty string."""
+) -> str | None:
+    """Why this kernel does not take these inputs, or None."""
     if not batch.decodes_only(len(q)):
         return "it attends rows of one query"
-    return takes_not(q, k_cache, v_cache, batch)
+    return mixed_refusal(q, k_cache, v_cache, batch)
 
 
-def takes_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> str:
-    """As ``refuses``, for batches in which other rows may have several queries: those it leaves alone."""
+def mixed_refusal(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> str | None:
+    """As ``refusal``, for batches in which other rows may have several queries: those it leaves alone."""
     (_, heads, d), (_, kv_heads, block, _) = q.shape, k_cache.shape
     if not q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16:
         return f"it computes in bfloat16, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
@@ -114,7 +114,7 @@ def takes_not(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) ->
         return "its copies need caches at multiples of 16 bytes, and queries at multiples of 4"
     if batch.num_rows > MOST_ROWS:
         return f"it takes up to {MOST_ROWS} rows"
-    return ""
+    return None
 
 
 class PagedDecode:
@@ -141,23 +141,24 @@ class PagedDecode:
         window: int | None = None,
         *,
         out: Tensor | None = None,
-        pdl: bool = False,
+        dependent_launch: bool = False,
         beside: bool = False,
-        plan: Plan | None = None,
+        tiling: Tiling | None = None,
     ) -> Tensor:
         """As ``paged_attention.reference``; reads no length on the host.
 
         ``out`` ``[T, H, d]``: there the results go, and where the batch holds rows of several queries those are left
-        alone. ``pdl``: the batch, and what the cache holds of positions before each row's last, may be read before the
-        kernel before this one on the stream has ended, so that one must not write them (unless ``batch.fresh``).
-        ``beside``: a dependent launch after this one begins when the kernel before this one has ended, not sooner.
+        alone. ``dependent_launch``: the batch, and what the cache holds of positions before each row's last, may be
+        read before the kernel before this one on the stream has ended, so that one must not write them (unless
+        ``batch.fresh``). ``beside``: a dependent launch after this one begins when the kernel before this one has
+        ended, not sooner.
 
         Raises:
-            ValueError: see ``refuses``; or rows of several queries without ``out``.
+            ValueError: see ``refusal``; or rows of several queries without ``out``.
             RuntimeError: the launch failed.
         """
         mixed = not batch.decodes_only(len(q))
-        reason = takes_not(q, k_cache, v_cache, batch)
+        reason = mixed_refusal(q, k_cache, v_cache, batch)
         if mixed and out is None:
             reason = "it attends rows of one query"
         if reason:
@@ -170,17 +171,17 @@ class PagedDecode:
         if not rows:
             return out
         units = multiprocessors(q.device)
-        cut = plan or choose(rows * kv_heads, batch.max_seq_len, d)
+        tiling = tiling or choose(rows * kv_heads, batch.max_seq_len, d)
         tables = batch.block_tables
         code = self._launch(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
             batch.query_starts.data_ptr() if mixed else 0, batch.seq_lens.data_ptr(), out.data_ptr(),
             self._parts.data_ptr(), rows, tables.shape[1], tables.stride(0), window or 0, kv_heads, group, d,
             q.stride(0), q.stride(1),
-            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, cut.blocks * units, cut.warps, cut.stages,
-            cut.ranks, 2 if pdl and not batch.fresh else 1, int(beside),
+            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, tiling.blocks * units, tiling.warps, tiling.stages,
+            tiling.ranks, 2 if dependent_launch and not batch.fresh else 1, int(beside),
             torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:
-            raise RuntimeError(f"paged_decode_hopper.cu: the launch of {cut} for {rows} rows returned {code}")
+            raise RuntimeError(f"paged_decode_hopper.cu: the launch of {tiling} for {rows} rows returned {code}")
         return out

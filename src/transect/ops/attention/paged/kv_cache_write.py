@@ -60,10 +60,10 @@ def slot(token, tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE:
 def _write_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, starts_ptr, lengths_ptr, n_rows, n_heads, size,
     k_token, k_head, v_token, v_head, cache_block, cache_head, cache_slot, table_stride,
-    PAGE: tl.constexpr, SEARCH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PAGE: tl.constexpr, SEARCH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """One token a program."""
-    after_previous(EARLY)
+    after_previous(DEPENDENT_LAUNCH)
     token = tl.program_id(0)
     page, offset = slot(token, tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
     head = tl.arange(0, HEADS)[:, None]
@@ -110,13 +110,13 @@ def slot_arguments(name: str, batch: PagedBatch, k_cache: Tensor, v_cache: Tenso
 
 
 def triton_kv_cache_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, *, pdl: bool = False
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, *, dependent_launch: bool = False
 ) -> None:
     """``reference`` in one launch; k and v may be views of one projection (any token and head strides).
 
     A batch with as many tokens as rows has one token in each row. Tokens past the last row's, rows of length 0 and
-    block table entries below 0 are padding: nothing is written. ``pdl``: begin while the kernel before still runs
-    (dependent launch, Hopper). ValueError if the caches do not fit each other or the batch.
+    block table entries below 0 are padding: nothing is written. ``dependent_launch``: begin while the kernel before
+    still runs (dependent launch, Hopper). ValueError if the caches do not fit each other or the batch.
     """
     require("kv_cache_write", k, v, k_cache, v_cache)
     tokens, heads, size = k.shape
@@ -128,8 +128,8 @@ def triton_kv_cache_write(
     _write_kernel[(tokens,)](
         k_ptr=k, v_ptr=v, k_cache_ptr=k_cache, v_cache_ptr=v_cache, n_heads=heads, size=size,
         k_token=k.stride(0), k_head=k.stride(1), v_token=v.stride(0), v_head=v.stride(1), **where,
-        HEADS=held, BLOCK=block, EARLY=pdl, num_warps=min(8, max(1, held * block // 256)),
-        **({"launch_pdl": True} if pdl else {}),
+        HEADS=held, BLOCK=block, DEPENDENT_LAUNCH=dependent_launch, num_warps=min(8, max(1, held * block // 256)),
+        **({"launch_pdl": True} if dependent_launch else {}),
     )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _kernels() -> Sequence[Kernel]:
     batch = dict.fromkeys(("tables_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     strides = ("k_token", "k_head", "v_token", "v_head", "cache_block", "cache_head", "cache_slot")
     numbers = dict.fromkeys(("n_rows", "n_heads", "size", *strides, "table_stride"), "i32")
-    tile = {"PAGE": BLOCK_SIZE, "HEADS": 8, "BLOCK": 128, "EARLY": False}
+    tile = {"PAGE": BLOCK_SIZE, "HEADS": 8, "BLOCK": 128, "DEPENDENT_LAUNCH": False}
     return [
         Kernel(name, _write_kernel, {**tensors, **batch, **numbers}, {**tile, "SEARCH": rows}, ("size", *strides))
         for name, rows in (("one token a row", 0), ("ragged", 64))

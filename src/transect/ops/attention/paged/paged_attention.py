@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ... import shapes
 from ...counting import visible_keys, visible_pairs
-from ...lang.jit import TRITON_TARGETS, available, require
+from ...lang.jit import TRITON_TARGETS, available, has_dependent_launch, require
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Knobs, Op, register
 from . import decode as paged_decode
@@ -45,11 +45,11 @@ from . import decode_hopper as paged_decode_hopper
 from . import prefill as paged_prefill
 from . import prefill_hopper as hopper
 from .batch import PagedBatch
-from .decode import DECODE_CHOICES, Cut, decode_rule
+from .decode import DECODE_CHOICES, decode_rule
 from .decode_hopper import PagedDecode
 from .kv_cache_write import BLOCK_SIZE, example_batch
 from .paged_attention_torch import tiled, tiled_uniform
-from .prefill import BESIDE_TILES, PREFILL_TILES, Tiles
+from .prefill import BESIDE_TILING, PREFILL_TILING
 
 
 def reference(
@@ -89,9 +89,9 @@ attend first. More queries are for the kernel of ``paged/prefill_hopper.py``, wh
 class PagedTriton:
     """``paged_attention`` on a GPU."""
 
-    tiles: Tiles = PREFILL_TILES
+    chunks: paged_prefill.Tiling = PREFILL_TILING
     """Of prefill chunks."""
-    cut: Cut | None = None
+    singles: paged_decode.Tiling | None = None
     """Of decode rows; None: what was tuned for the device."""
     bulk: bool = False
     """Prefill chunks by the kernel of ``paged/prefill_hopper.py``, where that takes the inputs."""
@@ -110,11 +110,11 @@ class PagedTriton:
         scale: float,
         window: int | None = None,
         *,
-        pdl: bool = False,
+        dependent_launch: bool = False,
     ) -> Tensor:
         """As ``reference``. Reads no length on the host, so that it can be captured in a CUDA graph.
 
-        ``pdl``: see ``PagedDecode``; other kernels wait for the one before whatever it says.
+        ``dependent_launch``: see ``PagedDecode``; other kernels wait for the one before whatever it says.
         """
         require("paged_attention", q, k_cache, v_cache)
         tokens, heads, d = q.shape
@@ -130,27 +130,27 @@ class PagedTriton:
         out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
         if tokens == 0:
             return out
-        early = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] >= 9
+        dependent = has_dependent_launch(q.device)
         decode_only = batch.decodes_only(tokens)
         chunks, singles = (batch, batch) if self.whole else batch.parts
         some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
-        streams = self.decode is not None and not paged_decode_hopper.takes_not(q, k_cache, v_cache, singles)
+        streams = self.decode is not None and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
         if self.decode is not None and streams and chunks is not singles and tokens <= FEW_TOKENS:
-            self.decode(*ones, out=out, pdl=pdl, beside=True)
-            paged_prefill.prefill(*some, out, tiles=BESIDE_TILES, singles=False, early=True, beside=True)
+            self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
+            paged_prefill.prefill(*some, out, tiling=BESIDE_TILING, singles=False, dependent_launch=True, beside=True)
             return out
-        if self.bulk and not self.whole and not hopper.refuses(*some):
+        if self.bulk and not self.whole and not hopper.refusal(*some):
             hopper.prefill(
                 q, k_cache, v_cache, chunks.block_tables, chunks.query_starts, chunks.seq_lens, chunks.max_seq_len,
                 scale, out,
             )  # fmt: skip
         elif self.whole or not decode_only:
-            paged_prefill.prefill(*some, out, tiles=self.tiles, singles=self.whole, early=early)
+            paged_prefill.prefill(*some, out, tiling=self.chunks, singles=self.whole, dependent_launch=dependent)
         if self.decode is not None and streams:
-            self.decode(*ones, out=out, pdl=pdl)
+            self.decode(*ones, out=out, dependent_launch=dependent_launch)
         elif not self.whole:
-            cut = self.cut or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
-            paged_decode.decode(*ones, out, cut=cut, mixed=not decode_only, early=early)
+            tiling = self.singles or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
+            paged_decode.decode(*ones, out, tiling=tiling, mixed=not decode_only, dependent_launch=dependent)
         return out
 
 
@@ -299,7 +299,7 @@ def _hopper() -> Callable[..., Any]:
 
 
 def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:
-    return PagedTriton(cut=replace(Cut(), **config))(q, batch=batch, **others)
+    return PagedTriton(singles=replace(paged_decode.Tiling(), **config))(q, batch=batch, **others)
 
 
 def _size(arguments: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -331,12 +331,12 @@ register(
                 lambda: PagedDecode(),
                 ("sm_90",),
                 dtypes=("bfloat16",),
-                refuses=paged_decode_hopper.refuses,
+                refusal=paged_decode_hopper.refusal,
                 source="paged_decode_hopper.cu",
             ),
             "triton_uniform": Implementation(
                 "triton",
-                available(PagedTriton(Tiles(bm=64, warps=4), whole=True)),
+                available(PagedTriton(paged_prefill.Tiling(bm=64, warps=4), whole=True)),
                 TRITON_TARGETS,
                 batch_invariant=True,
             ),

@@ -11,7 +11,7 @@
 // * What a warp has of an item it does not hold whole (m, l, o) it leaves in shared memory. Then a warp for each 128 numbers of
 //   each item puts them together; what still is not the whole item goes through memory to the block that holds the item's end,
 //   or to the block of the cluster that adds those numbers up. Always in the same order, so the bits are the same in every run.
-// * Units without a row's last position are asked for before the kernel that writes it has ended (``early``). The next kernel
+// * Units without a row's last position are asked for before the kernel that writes it has ended (``ahead``). The next kernel
 //   may begin at once, or (``late``) when the one before has ended: then it need not wait for this one to use what that one left.
 
 #include "../../lang/few_rows.cuh"
@@ -100,7 +100,7 @@ struct Batch {
 template <int D, int NT, int S>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
     paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch, __nv_bfloat16* out,
-                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int early, int late) {
+                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int ahead, int late) {
 #ifdef TRANSECT_HOPPER
   constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 
   if (!late) let_next_begin();
   bool waited = false;
-  if (!early) {
+  if (!ahead) {
     wait_for_previous();
     waited = true;
   }
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     }
     return unit;
   };
-  Unit ahead = ranks && !batch.window ? look_up(lane, own_block) : look_up(lane, -1);
+  Unit coming = ranks && !batch.window ? look_up(lane, own_block) : look_up(lane, -1);
   // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank is met
   // twice.
   constexpr int PER_ROW = D / 8, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   auto fetch = [&](int i) {
     if (i < count) {
       if (i % 32 == 0) {
-        units[warp][i % 64 + lane] = ahead;
+        units[warp][i % 64 + lane] = coming;
         __syncwarp();
       }
       const Unit unit = units[warp][i % 64];
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
         copy16_once((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
                     row >= low && row < high);
       }
-      if (i % 32 == 0) ahead = look_up(i + 32 + lane, -1);
+      if (i % 32 == 0) coming = look_up(i + 32 + lane, -1);
     }
     end_group();
   };

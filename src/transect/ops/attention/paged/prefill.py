@@ -33,13 +33,13 @@ def _wait_in_one():  # type: ignore[no-untyped-def]
 def _prefill(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, tables, starts, lengths, out, B, scale2, window, q_t, q_h, cache_b, cache_k, table_b,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SINGLES: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SINGLES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
     BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: key heads; axis 1: tiles of queries, as ``find_tile`` numbers them. SINGLES: rows of one query too.
-    EARLY: the kernel before may still run; BESIDE: it need not end for this, which then ends after it."""
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY and not BESIDE)
+    DEPENDENT_LAUNCH: the kernel before may still run; BESIDE: it need not end for this, which then ends after it."""
+    let_next_begin(DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH and not BESIDE)
     QUERIES: tl.constexpr = BM // GP
     kv_head = tl.program_id(0)
     row, tile = find_tile(tl.num_programs(1) - 1 - tl.program_id(1), starts, B, QUERIES)
@@ -90,7 +90,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiling:
     """Knobs of ``prefill``: rows and positions of a tile, warps, stages."""
 
     bm: int = 128
@@ -99,33 +99,33 @@ class Tiles:
     stages: int = 3
 
 
-PREFILL_TILES = Tiles()
-BESIDE_TILES = Tiles(bm=64, bn=32, warps=4)
+PREFILL_TILING = Tiling()
+BESIDE_TILING = Tiling(bm=64, bn=32, warps=4)
 """Of a few queries beside decodes: a program and a block of the decode kernel fit on one multiprocessor."""
 
 
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
-    tiles: Tiles, singles: bool, early: bool, beside: bool = False,
+    tiling: Tiling, singles: bool, dependent_launch: bool, beside: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``; of those with one
-    as well if ``singles``. ``early``: begin while the kernel before still runs (dependent launch, Hopper), and wait for
-    it. ``beside``: do not wait, but end after it; it is ``PagedDecode``'s with ``beside`` too."""
+    as well if ``singles``. ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper),
+    and wait for it. ``beside``: do not wait, but end after it; it is ``PagedDecode``'s with ``beside`` too."""
     tokens, heads, d = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
     padded_group = next_power_of_2(group)
     if INTERPRETED:
-        tiles = replace(tiles, bm=16, bn=16, warps=1, stages=1)
-    bm = max(tiles.bm, padded_group)
-    stages = min(tiles.stages, 2) if torch.version.hip else tiles.stages  # 64 KB of shared memory
-    launch: dict[str, Any] = {"launch_pdl": True} if early else {}
+        tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1)
+    bm = max(tiling.bm, padded_group)
+    stages = min(tiling.stages, 2) if torch.version.hip else tiling.stages  # 64 KB of shared memory
+    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, batch.num_rows,
         scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0),
-        H=heads, G=group, GP=padded_group, D=d, DP=padded(d), BLOCK=block_size, BM=bm, BN=tiles.bn,
-        WINDOW=window is not None, SINGLES=singles, EARLY=early, BESIDE=beside,
-        num_warps=tiles.warps, num_stages=stages, **launch,
+        H=heads, G=group, GP=padded_group, D=d, DP=padded(d), BLOCK=block_size, BM=bm, BN=tiling.bn,
+        WINDOW=window is not None, SINGLES=singles, DEPENDENT_LAUNCH=dependent_launch, BESIDE=beside,
+        num_warps=tiling.warps, num_stages=stages, **launch,
     )  # fmt: skip
 
 
@@ -141,18 +141,18 @@ def kernels() -> Sequence[Kernel]:
             function=_prefill,
             arguments={**tensors, **indices, "scale2": "fp32", **ints},
             constants={
-                "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": tiles.bm, "BN": tiles.bn,
-                "WINDOW": False, "SINGLES": False, "EARLY": beside, "BESIDE": beside,
+                "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": tiling.bm, "BN": tiling.bn,
+                "WINDOW": False, "SINGLES": False, "DEPENDENT_LAUNCH": beside, "BESIDE": beside,
             },
             divisible=strides,
-            warps=tiles.warps,
-            stages=tiles.stages,
+            warps=tiling.warps,
+            stages=tiling.stages,
             targets=targets,
             options={"launch_pdl": True} if beside else {},
         )
-        for name, tiles, beside, targets in (
-            ("prefill", PREFILL_TILES, False, ("sm_80", "sm_90")),
-            ("prefill beside decodes", BESIDE_TILES, True, ("sm_90",)),
-            ("prefill_amd", replace(PREFILL_TILES, stages=2), False, ("gfx942",)),
+        for name, tiling, beside, targets in (
+            ("prefill", PREFILL_TILING, False, ("sm_80", "sm_90")),
+            ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",)),
+            ("prefill_amd", replace(PREFILL_TILING, stages=2), False, ("gfx942",)),
         )
     ]  # fmt: skip

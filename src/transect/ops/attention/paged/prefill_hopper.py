@@ -43,19 +43,19 @@ from ..packed.hopper import (
     _run_of,
     _softmax,
     _walk,
+    device_refusal,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     tma,
-    unavailable,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..packed.tiling import LOG2E
 from .batch import PagedBatch
 
-__all__ = ["kernels", "prefill", "refuses", "unavailable"]
+__all__ = ["device_refusal", "kernels", "prefill", "refusal"]
 
 HEAD_DIMS = (64, 128)
 HALF = 64
@@ -369,13 +369,13 @@ def _layout(rank: int) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def refuses(
+def refusal(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
-) -> str:
-    """Why this kernel does not take these inputs, or an empty string."""
+) -> str | None:
+    """Why this kernel does not take these inputs, or None."""
     group = q.shape[1] // k_cache.shape[1]
     block = k_cache.shape[2]
-    reason = unavailable() or ""
+    reason = device_refusal()
     if not reason and batch.decodes_only(len(q)):
         reason = "rows of one query are for the decode kernel"
     if not reason and window is not None:

@@ -76,17 +76,17 @@ def _kernel(
     q_token, q_head, k_token, k_head, v_token, v_head, q_out_token, q_out_head, k_out_token, k_out_head,
     cos_token, sin_token, cache_block, cache_head, cache_slot, table_stride, q_groups, k_groups, groups,
     PAGE: tl.constexpr, SEARCH: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, PLANES: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, PLANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token a program: of q for the first ``q_groups``, then of k for ``k_groups``, then of v."""
-    let_next_begin(EARLY)
+    let_next_begin(DEPENDENT_LAUNCH)
     token = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
     plane = tl.arange(0, PLANES)[None, :]
     cos = tl.load(cos_ptr + token * cos_token + plane, mask=plane < n_planes, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * sin_token + plane, mask=plane < n_planes, other=0.0).to(tl.float32)
     if group < q_groups:
-        wait_for_previous(EARLY)
+        wait_for_previous(DEPENDENT_LAUNCH)
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
         inside = (head < q_heads) & (plane < n_planes)
         x_ptr = q_ptr + token * q_token + head * q_head + plane
@@ -96,7 +96,7 @@ def _kernel(
         tl.store(out + n_planes, b.to(q_out_ptr.dtype.element_ty), mask=inside)
     else:
         page, offset = slot(token.to(tl.int32), tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
-        wait_for_previous(EARLY)
+        wait_for_previous(DEPENDENT_LAUNCH)
         if group < q_groups + k_groups:
             head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
@@ -150,7 +150,7 @@ def triton_rotary_kv_write(
     *,
     out: Tensor | None = None,
     k_out: Tensor | None = None,
-    pdl: bool = False,
+    dependent_launch: bool = False,
     config: Config | None = None,
 ) -> Tensor:
     """``reference`` in one launch, rounded once; returns the turned q ``[T, H, d]``.
@@ -158,8 +158,8 @@ def triton_rotary_kv_write(
     Slots come from the batch's tensors on the device, as ``kv_cache_write.triton_kv_cache_write`` describes, so the
     launch can be captured in a CUDA graph. ``out``: where the turned q goes (``q`` itself will do), else a new tensor;
     ``k_out``: where the turned k goes beside the cache (``k`` itself will do; padding stays as it is);
-    ``pdl``: begin while the kernel before still runs (dependent launch, Hopper), and read the batch, cos and sin before
-    it has ended: it must not write those.
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper), and read the batch, cos
+    and sin before it has ended: it must not write those.
 
     Raises:
         ValueError: shapes, caches or batch that do not fit each other; one weight without the other.
@@ -200,8 +200,8 @@ def triton_rotary_kv_write(
         v_token=v.stride(0), v_head=v.stride(1), q_out_token=out.stride(0), q_out_head=out.stride(1),
         k_out_token=0 if k_out is None else k_out.stride(0), k_out_head=0 if k_out is None else k_out.stride(1),
         cos_token=cos.stride(0), sin_token=sin.stride(0), q_groups=q_groups, k_groups=k_groups, groups=groups, **where,
-        NORM=norm, HEADS=held, PLANES=next_power_of_2(size // 2), EARLY=pdl, num_warps=knobs["warps"],
-        **({"launch_pdl": True} if pdl else {}),
+        NORM=norm, HEADS=held, PLANES=next_power_of_2(size // 2), DEPENDENT_LAUNCH=dependent_launch,
+        num_warps=knobs["warps"], **({"launch_pdl": True} if dependent_launch else {}),
     )  # fmt: skip
     return out
 
@@ -331,7 +331,7 @@ def _kernels() -> Sequence[Kernel]:
     arguments |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
     arguments |= dict.fromkeys(("tables_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     arguments |= dict.fromkeys((*numbers, *strides, "table_stride", "q_groups", "k_groups", "groups"), "i32")
-    tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "EARLY": False, "k_out_ptr": None}
+    tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "DEPENDENT_LAUNCH": False, "k_out_ptr": None}
     return [
         Kernel(
             f"{name}{', with norm' if norm else ''}",

@@ -66,7 +66,7 @@ PARTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class GluonCut:
+class GluonTiling:
     """How a product is cut up."""
 
     bm: int
@@ -87,8 +87,8 @@ class GluonCut:
         columns = self.bn * (2 if self.gated else 1)
         return 2 * (columns * k // self.split + min(self.stages, k // self.bk // self.split) * self.bm * self.bk)
 
-    def refuses(self, n: int, k: int) -> str:
-        """Why it is none for a result of n columns and a sum over k, or ``""``."""
+    def refusal(self, n: int, k: int) -> str | None:
+        """Why it is none for a result of n columns and a sum over k, or None."""
         if n % self.bn or k % (self.bk * self.split):
             return f"{n} columns and {k} k must be whole tiles of {self.bn}, and whole copies of {self.bk} in each part"
         if self.gated and self.split > 1:
@@ -98,7 +98,7 @@ class GluonCut:
         if self.stages < 2 or self.bm % (16 * self.warps) or self.warps % 4:
             return "it takes 2 stages or more, and 16 rows of a tile, or a multiple, for each of 4 or 8 warps"
         taken = self.shared_bytes(k) + 1024
-        return "" if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
+        return None if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
 
 
 def _kernel(function: Any) -> Any:
@@ -142,10 +142,10 @@ def _taking(count: int, threads: int) -> str:
     return " ".join([*lines, "}"])
 
 
-def _exchange(cut: GluonCut) -> dict[str, Any]:
+def _exchange(tiling: GluonTiling) -> dict[str, Any]:
     """How programs that share a tile's k hand sums on: all of a thread's numbers at once."""
-    threads = 32 * cut.warps
-    count = cut.bm * cut.bn // threads
+    threads = 32 * tiling.warps
+    count = tiling.bm * tiling.bn // threads
     names = [*["=&r"] * count, *["l"] * count]
     return {
         "COUNT": count,
@@ -277,42 +277,42 @@ class GluonRows:
     def __init__(self) -> None:
         self._parts: dict[torch.device, Tensor] = {}
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cut: GluonCut) -> Tensor:
-        """As ``small_matmul.reference``; with ``cut.gated`` as ``gate_up.reference``.
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiling: GluonTiling) -> Tensor:
+        """As ``small_matmul.reference``; with ``tiling.gated`` as ``gate_up.reference``.
 
         The weight may be read while the kernel before still runs, so that one must not write it.
 
         Raises:
-            ValueError: what ``refuses`` says.
+            ValueError: what ``refusal`` says.
         """
-        return self.beside(x, weight, bias, Beside(), cut=cut)[0]
+        return self.beside(x, weight, bias, Beside(), tiling=tiling)[0]
 
     def beside(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, cut: GluonCut
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, tiling: GluonTiling
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As a call, with a norm beside the product; results and errors as of ``TritonRows.beside``."""
-        reason = refuses(x, weight, bias, norm, cut)
+        reason = refusal(x, weight, bias, norm, tiling)
         if reason:
             raise ValueError(f"small_matmul_gluon: {reason}")
-        (m, k), n = x.shape, weight.shape[0] // (2 if cut.gated else 1)
-        grid = (n // cut.bn, triton.cdiv(m, cut.bm), cut.split)
-        chunks = k // cut.bk // cut.split
+        (m, k), n = x.shape, weight.shape[0] // (2 if tiling.gated else 1)
+        grid = (n // tiling.bn, triton.cdiv(m, tiling.bm), tiling.split)
+        chunks = k // tiling.bk // tiling.split
         out = x.new_empty((m, n))
         scaled = left = parts = None
         if norm.residual is not None:
             scaled, left = x.new_empty((m, n)), x.new_empty((m, grid[0]), dtype=torch.float32)
-        if cut.split > 1:
-            parts = self._nothing(x.device, (cut.split - 1) * grid[0] * grid[1] * cut.bm * cut.bn)
+        if tiling.split > 1:
+            parts = self._nothing(x.device, (tiling.split - 1) * grid[0] * grid[1] * tiling.bm * tiling.bn)
         count = 4 if norm.squares is None else norm.squares.shape[1]
-        w = _describe(weight, cut.bn, cut.bk)
-        if cut.gated:
-            w = _describe(weight.unflatten(0, (2, n)), 2, cut.bn, cut.bk)
+        w = _describe(weight, tiling.bn, tiling.bk)
+        if tiling.gated:
+            w = _describe(weight.unflatten(0, (2, n)), 2, tiling.bn, tiling.bk)
         early_weights[grid](
-            _describe(x, cut.bm, cut.bk), w, bias, out, parts,
+            _describe(x, tiling.bm, tiling.bk), w, bias, out, parts,
             norm.residual, norm.scale, scaled, left, norm.squares, m, n, k, count, norm.eps,
-            BM=cut.bm, BN=cut.bn, BK=cut.bk, CHUNKS=chunks, SPLIT=cut.split, STAGES=min(cut.stages, chunks),
-            GATED=cut.gated, SQUARES=max(64, next_power_of_2(count)), WARPS=cut.warps, num_warps=cut.warps,
-            **_exchange(cut), launch_pdl=True,
+            BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, CHUNKS=chunks, SPLIT=tiling.split,
+            STAGES=min(tiling.stages, chunks), GATED=tiling.gated, SQUARES=max(64, next_power_of_2(count)),
+            WARPS=tiling.warps, num_warps=tiling.warps, **_exchange(tiling), launch_pdl=True,
         )  # fmt: skip
         return out, scaled, left
 
@@ -331,29 +331,29 @@ class GluonRows:
         return held
 
 
-def refuses(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, cut: GluonCut) -> str:
-    """Why the kernel does not take these arguments, or ``""``."""
+def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, tiling: GluonTiling) -> str | None:
+    """Why the kernel does not take these arguments, or None."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.numel():
         return f"x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K], not empty"
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return f"it computes in bfloat16, not {x.dtype} and {weight.dtype}"
     if x.stride(1) != 1 or weight.stride(1) != 1 or not fits_descriptor(x, weight):
         return "x and weight must have rows whose neighbours lie side by side, on multiples of 16 bytes"
-    n = weight.shape[0] // (2 if cut.gated else 1)
-    if cut.gated and (bias is not None or norm.residual is not None):
+    n = weight.shape[0] // (2 if tiling.gated else 1)
+    if tiling.gated and (bias is not None or norm.residual is not None):
         return "a gate is for sums without bias and residual"
     if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
         return f"the bias must be [{n}] and contiguous"
-    return cut.refuses(n, x.shape[1]) or norm.refuses(x, n, sixteens=False) or unavailable(x.device)
+    return tiling.refusal(n, x.shape[1]) or norm.refusal(x, n, sixteens=False) or device_refusal(x.device)
 
 
-def unavailable(device: torch.device) -> str:
-    """Why nothing runs here on ``device``, or ``""``."""
+def device_refusal(device: torch.device) -> str | None:
+    """Why nothing runs here on ``device``, or None."""
     if gluon is None or INTERPRETED:
         return "it needs Triton 3.6 with Gluon, and not its interpreter"
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return f"it runs on an sm_90, and the inputs are on {device}"
-    return ""
+    return None
 
 
 def kernels() -> Sequence[Kernel]:
@@ -364,23 +364,28 @@ def kernels() -> Sequence[Kernel]:
     pointers |= dict.fromkeys(("bias", "out", "residual", "scale", "scaled"), "*bf16")
     numbers = {**dict.fromkeys(("M", "N", "K", "n_squares"), "i32"), "eps": "fp32"}
     made = []
-    for name, k, cut, absent in (
-        ("added to a stream", 2048, GluonCut(64, 16, 128, 2, 8), ("bias", "squares")),
-        ("with a gate", 1024, GluonCut(64, 32, 128, 1, 4, gated=True), ("bias", "residual", "scale", "scaled", "left")),
+    for name, k, tiling, absent in (
+        ("added to a stream", 2048, GluonTiling(64, 16, 128, 2, 8), ("bias", "squares")),
+        (
+            "with a gate",
+            1024,
+            GluonTiling(64, 32, 128, 1, 4, gated=True),
+            ("bias", "residual", "scale", "scaled", "left"),
+        ),
     ):
-        chunks = k // cut.bk // cut.split
-        boxes = {"x": (cut.bm, cut.bk), "weight": (*([2] if cut.gated else []), cut.bn, cut.bk)}
+        chunks = k // tiling.bk // tiling.split
+        boxes = {"x": (tiling.bm, tiling.bk), "weight": (*([2] if tiling.gated else []), tiling.bn, tiling.bk)}
         tiles = {label: f"tensordesc<bf16{list(box)},{_layout(*box)!r}>" for label, box in boxes.items()}
         sizes: dict[str, Any] = {
-            "BM": cut.bm,
-            "BN": cut.bn,
-            "BK": cut.bk,
+            "BM": tiling.bm,
+            "BN": tiling.bn,
+            "BK": tiling.bk,
             "CHUNKS": chunks,
-            "SPLIT": cut.split,
-            "WARPS": cut.warps,
+            "SPLIT": tiling.split,
+            "WARPS": tiling.warps,
         }
-        sizes |= {"STAGES": min(cut.stages, chunks), "GATED": cut.gated, "SQUARES": 64, **dict.fromkeys(absent)}
-        sizes |= _exchange(cut) | ({} if cut.split > 1 else {"parts": None})
+        sizes |= {"STAGES": min(tiling.stages, chunks), "GATED": tiling.gated, "SQUARES": 64, **dict.fromkeys(absent)}
+        sizes |= _exchange(tiling) | ({} if tiling.split > 1 else {"parts": None})
         made.append(
             Kernel(
                 name=f"rows_hopper, {name}",
@@ -388,7 +393,7 @@ def kernels() -> Sequence[Kernel]:
                 arguments={**tiles, **pointers, **numbers},
                 constants=sizes,
                 divisible=("N", "K", "n_squares"),
-                warps=cut.warps,
+                warps=tiling.warps,
                 targets=("sm_90",),
                 implementation="chosen",
                 options={"launch_pdl": True},

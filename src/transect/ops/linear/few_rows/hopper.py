@@ -14,7 +14,7 @@ all of X for it: X comes from the L2 cache once for each tile of W's rows. So
 * W as the left operand takes the rows of X at their number, 32 for 32 rows, where the other way they are 64;
 * where a weight has too few tiles, K is shared out: among the blocks of a cluster, which add over each other's shared
   memory, or over the grid, where each block adds a part of the tile from memory; always in the order of k;
-* the first copies of W are asked for before the kernel that makes X has ended (``pdl``);
+* the first copies of W are asked for before the kernel that makes X has ended (``dependent_launch``);
 * copies of X end with its rows: what reaches past the end of a tensor is slow, and so a tile for 128 rows takes less
   time with 96;
 * the gate of a gated MLP is applied to the sums in registers, where both its halves are in one tile.
@@ -29,13 +29,13 @@ at a time instead of one after another was worth 1.7 to 2.3 us of each product w
 X to 2, 4 or 8 blocks (no less time, as what the multiprocessors take in stays the same), k in a rotated order, other
 widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5% slower.
 
-Which one runs, with which plan, is measured where it runs, in a chain of whole layers, by
+Which one runs, with which tiling, is measured where it runs, in a chain of whole layers, by
 ``benchmarks/products_in_layers.py``, for the heads and the other sizes by ``benchmarks/ops_many_rows.py``, and kept as
-data for each device. Called by itself, without ``pdl``, a launch may ask for no weights early; what is quickest then is
-measured apart (``alone``). In a chain cuBLAS stays quicker, and runs, at 160 rows and more for most weights of the 8B
-models (at 256 not for the output projections, nor for the gate and up projections of Llama-3.1-8B), from 128 rows on
-for the heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64 rows on. Times are in
-``results/h200/ops_many_rows.json``.
+data for each device. Called by itself, without ``dependent_launch``, a launch may ask for no weights early; what is
+quickest then is measured apart (``alone``). In a chain cuBLAS stays quicker, and runs, at 160 rows and more for most
+weights of the 8B models (at 256 not for the output projections, nor for the gate and up projections of Llama-3.1-8B),
+from 128 rows on for the heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64 rows on.
+Times are in ``results/h200/ops_many_rows.json``.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from torch import Tensor
 
 from ...lang import cuda
 from ...tuning import SHIPPED, file_name
-from .cuda import Plan as RowsPlan
-from .gluon import GluonCut
-from .triton import Cut as TritonCut
+from .cuda import CudaTiling
+from .gluon import GluonTiling
+from .triton import TritonTiling
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ SHARED = 225 * 1024
 MOST_STAGES = 16
 FLAGS = 4096
 """Counters of a launcher: one for each block or tile of a launch that adds over memory."""
-Cut = tuple[int, int, int, int, int, int, int]
-CUTS: tuple[Cut, ...] = (
+Compiled = tuple[int, int, int, int, int, int, int]
+COMPILED: tuple[Compiled, ...] = (
     (1, 0, 32, 2, 1, 1, 2),
     (1, 0, 32, 1, 1, 1, 2),
     (1, 0, 32, 3, 1, 1, 1),
@@ -99,11 +99,11 @@ CUTS: tuple[Cut, ...] = (
     (0, 1, 224, 2, 1, 1, 1),
     (0, 1, 224, 2, 1, 2, 1),
 )
-"""(swap, gated, right, groups, repeats, pair, blocks) that are compiled; see ``Plan``."""
+"""(swap, gated, right, groups, repeats, pair, blocks) that are compiled; see ``HopperTiling``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HopperTiling:
     """How ``small_matmul_hopper.cu`` cuts a product up; the fields are the arguments of its launcher."""
 
     swap: int
@@ -128,7 +128,7 @@ class Plan:
     """Buffers of the ring."""
 
     @property
-    def cut(self) -> Cut:
+    def compiled(self) -> Compiled:
         """What is fixed when it is compiled."""
         return (self.swap, self.gated, self.right, self.groups, self.repeats, self.pair, self.blocks)
 
@@ -165,13 +165,13 @@ class Plan:
         alone = self.ranks > 0 or (self.ranks == 0 and self.tiles(n) % self.clusters == 0)
         return 0 if alone else self.grid(n) * self.left * self.right
 
-    def refuses(self, m: int, n: int, k: int, bias: bool = False) -> str:
-        """Why this plan does not take m rows, n columns of Y, K = k and perhaps a bias, or ``""``."""
+    def refusal(self, m: int, n: int, k: int, bias: bool = False) -> str | None:
+        """Why this tiling does not take m rows, n columns of Y, K = k and perhaps a bias, or None."""
         chunks = -(-k // CHUNK)
-        if self.cut not in CUTS:
-            return f"no cut {self.cut} is compiled"
+        if self.compiled not in COMPILED:
+            return f"no kernel {self.compiled} is compiled"
         if m > self.most_rows:
-            return f"the plan takes {self.most_rows} rows, not {m}"
+            return f"the tiling takes {self.most_rows} rows, not {m}"
         if not 2 <= self.stages <= MOST_STAGES or self.ring > SHARED:
             return f"its ring of {self.stages} stages has {self.ring} bytes, of {SHARED} that there are"
         if self.gated and (bias or self.ranks not in (0, 1)):
@@ -182,70 +182,79 @@ class Plan:
             return f"{self.ranks} ranks are too many"
         if self.ranks > 1 and 4 * self.left * self.right > self.ring:
             return "its sums do not fit where its ring was"
-        return "" if not self.parts(n) or self.grid(n) <= FLAGS else "more blocks than counters"
+        return None if not self.parts(n) or self.grid(n) <= FLAGS else "more blocks than counters"
 
 
-def _stages(cut: Cut, k: int, shared: int) -> int:
-    plan = Plan(*cut, 1, 0, 1)
-    return min(MOST_STAGES, shared // plan.ring, max(2, -(-k // CHUNK)))
+def _stages(compiled: Compiled, k: int, shared: int) -> int:
+    tiling = HopperTiling(*compiled, 1, 0, 1)
+    return min(MOST_STAGES, shared // tiling.ring, max(2, -(-k // CHUNK)))
 
 
-def _fitting(m: int, gated: bool) -> list[Cut]:
-    """Cuts whose tiles are as high as m rows need."""
-    heights = sorted(cut[2] for cut in CUTS if cut[0] and cut[2] >= m)
+def _fitting(m: int, gated: bool) -> list[Compiled]:
+    """Kernels whose tiles are as high as m rows need."""
+    heights = sorted(kernel[2] for kernel in COMPILED if kernel[0] and kernel[2] >= m)
     right = set(heights[:1]) | ({128} if 64 < m <= 96 else set())
     left = {64 if m <= 64 else 128 if m <= 128 else 256}
-    return [cut for cut in CUTS if cut[1] == gated and Plan(*cut, 1, 0, 2).most_rows in (right if cut[0] else left)]
+    fitting = []
+    for kernel in COMPILED:
+        most_rows = HopperTiling(*kernel, 1, 0, 2).most_rows
+        if kernel[1] == gated and most_rows in (right if kernel[0] else left):
+            fitting.append(kernel)
+    return fitting
 
 
-def candidates(m: int, n: int, k: int, *, gated: bool = False, units: int = 132) -> list[Plan]:
-    """Plans worth measuring for m rows (17 to 256), n columns of Y and K = k on a GPU of ``units`` multiprocessors."""
+def candidates(m: int, n: int, k: int, *, gated: bool = False, units: int = 132) -> list[HopperTiling]:
+    """Tilings worth measuring for m rows (17 to 256), n columns of Y and K = k on a GPU of ``units``
+    multiprocessors."""
     found = []
-    for cut in _fitting(m, gated):
-        pair, blocks = cut[5], cut[6]
+    for compiled in _fitting(m, gated):
+        pair, blocks = compiled[5], compiled[6]
         for resident in (1, 2) if blocks == 2 else (1,):
-            stages = _stages(cut, k, SHARED if resident == 1 else SHARED // 2 - 2048)
+            stages = _stages(compiled, k, SHARED if resident == 1 else SHARED // 2 - 2048)
             slots = units // pair
-            tiles = Plan(*cut, 1, 0, stages).tiles(n)
+            tiles = HopperTiling(*compiled, 1, 0, stages).tiles(n)
             even = {tiles // per for per in (1, 2, 3, 4, 8) if tiles % per == 0}
             streams = {slots, slots // 4 * 4, resident * slots} | {
                 c for c in even if 0.7 * slots <= c <= resident * slots
             }
             for clusters in sorted(streams):
-                found.append(Plan(*cut, 0, clusters, stages))
+                found.append(HopperTiling(*compiled, 0, clusters, stages))
             for ranks in (1,) if gated else (1, 2, 3, 4, 6, 8, -2, -4, -8):
                 if ranks == 1 or 0.6 * slots <= tiles * abs(ranks) <= 1.02 * resident * slots:
-                    found.append(Plan(*cut, ranks, 0, stages))
-    return [plan for plan in dict.fromkeys(found) if not plan.refuses(m, n, k)]
+                    found.append(HopperTiling(*compiled, ranks, 0, stages))
+    return [tiling for tiling in dict.fromkeys(found) if not tiling.refusal(m, n, k)]
 
 
-def plan_rows(m: int, n: int, k: int) -> Plan:
-    """A plan for a product that nobody measured: W is the left operand, and as many ranks share K as fill some 130
+def choose_tiling(m: int, n: int, k: int) -> HopperTiling:
+    """A tiling for a product that nobody measured: W is the left operand, and as many ranks share K as fill some 130
     blocks. By the shape alone."""
-    cut = _fitting(m, False)[0]
-    stages = _stages(cut, k, SHARED)
-    whole = Plan(*cut, 1, 0, stages)
+    compiled = _fitting(m, False)[0]
+    stages = _stages(compiled, k, SHARED)
+    whole = HopperTiling(*compiled, 1, 0, stages)
     ranks = max(1, min(8 // whole.pair, 130 // (whole.tiles(n) * whole.pair), -(-k // CHUNK)))
-    split = Plan(*cut, ranks, 0, stages)
-    return whole if split.refuses(m, n, k) else split
+    split = HopperTiling(*compiled, ranks, 0, stages)
+    return whole if split.refusal(m, n, k) else split
+
+
+TILINGS: Mapping[str, type] = {
+    "hopper": HopperTiling, "cuda": CudaTiling, "triton": TritonTiling, "gluon": GluonTiling
+}  # fmt: skip
+"""How each kernel cuts a product up, by its name in a ``Choice``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What runs a product of a size: ``hopper`` with ``plan``, ``cuda`` (``small_matmul.cu``) with ``rows_plan`` or its
-    rule's, ``triton`` with ``cut`` or its rule's, ``gluon`` with ``early``, or ``cublas``, which is
-    ``torch.nn.functional.linear``."""
+    """Which kernel runs a product of a size, and how it cuts the product up."""
 
     by: str
-    plan: Plan | None = None
-    rows_plan: RowsPlan | None = None
-    cut: TritonCut | None = None
-    early: GluonCut | None = None
+    """``hopper``, ``cuda`` (``small_matmul.cu``), ``triton``, ``gluon``, or ``cublas``, which is
+    ``torch.nn.functional.linear``."""
+    tiling: Any = None
+    """Of the class that ``TILINGS`` has for ``by``; None: as the kernel's own rule says."""
 
-    @property
-    def how(self) -> Plan | RowsPlan | TritonCut | GluonCut | None:
-        """How the product is cut up; None: as a rule says."""
-        return self.plan or self.rows_plan or self.cut or self.early
+    def __post_init__(self) -> None:
+        if self.tiling is not None and type(self.tiling) is not TILINGS.get(self.by):
+            raise TypeError(f"{self.tiling} is no tiling of {self.by}")
 
 
 def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:
@@ -267,16 +276,8 @@ def choices(device_name: str) -> Mapping[str, Choice]:
 
 def read_choice(entry: Mapping[str, Any]) -> Choice:
     """From its form in a file."""
-    plan = entry.get("plan")
-    if plan is None:
-        return Choice(entry["by"])
-    if entry["by"] == "cuda":
-        return Choice("cuda", rows_plan=RowsPlan(**plan))
-    if entry["by"] == "triton":
-        return Choice("triton", cut=TritonCut(**plan))
-    if entry["by"] == "gluon":
-        return Choice("gluon", early=GluonCut(**plan))
-    return Choice(entry["by"], Plan(**plan))
+    by, tiling = entry["by"], entry.get("tiling")
+    return Choice(by, None if tiling is None else TILINGS[by](**tiling))
 
 
 @cache
@@ -285,7 +286,7 @@ def chosen(
 ) -> Choice | None:
     """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured.
 
-    From 193 to 255 rows no plan of ``small_matmul_hopper.cu``, but cuBLAS, whose time falls with the rows there.
+    From 193 to 255 rows no tiling of ``small_matmul_hopper.cu``, but cuBLAS, whose time falls with the rows there.
     ``alone``: by itself; where no other is named for that, the one for a chain of layers.
     """
     if device.type != "cuda" or not 0 < m <= MOST_ROWS:
@@ -299,13 +300,13 @@ def chosen(
     found = of(m)
     if found is None and 64 < m <= 96:
         found = of(128)
-    if 128 < m < MOST_ROWS and (found is None or (m > 192 and found.plan is not None)):
+    if 128 < m < MOST_ROWS and (found is None or (m > 192 and found.by == "hopper")):
         return Choice("cublas") if of(MOST_ROWS) is not None else None
     return found
 
 
-def refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
-    """Why this kernel does not take these arguments, or ``""``."""
+def refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """Why this kernel does not take these arguments, or None."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
         return "it computes in bfloat16"
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -314,11 +315,12 @@ def refuses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
         return "its copies need K, the rows' strides and the addresses to be multiples of 16 bytes"
     if weight.shape[0] % 8 or not x.shape[1]:
         return "N must be a multiple of 8, and K must not be 0"
-    return "" if x.shape[0] <= MOST_ROWS else f"it takes up to {MOST_ROWS} rows"
+    return None if x.shape[0] <= MOST_ROWS else f"it takes up to {MOST_ROWS} rows"
 
 
 class HopperRows:
-    """``small_matmul(x, weight, bias=None, *, pdl=False, plan=None)`` by ``small_matmul_hopper.cu``, on one device.
+    """``small_matmul(x, weight, bias=None, *, dependent_launch=False, tiling=None)`` by ``small_matmul_hopper.cu``, on
+    one device.
 
     Launches share counters, so those of one instance must be on one stream.
 
@@ -334,36 +336,44 @@ class HopperRows:
         self._flags = torch.zeros(FLAGS, dtype=torch.int32, device=device or "cuda")
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False, plan: Plan | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dependent_launch: bool = False,
+        tiling: HopperTiling | None = None,
     ) -> Tensor:
-        """x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]``; with ``plan.gated`` ``[M, N / 2]``, see
+        """x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]``; with ``tiling.gated`` ``[M, N / 2]``, see
         ``gate_up.py``.
 
-        ``pdl``: W may be read before the kernel before this one on the stream has ended, so that one must not write W.
+        ``dependent_launch``: W may be read before the kernel before this one on the stream has ended, so that one must
+        not write W.
 
         Raises:
-            ValueError: see ``refuses``; or the plan does not take so many rows, or a bias.
+            ValueError: see ``refusal``; or the tiling does not take so many rows, or a bias.
             RuntimeError: the launch failed.
         """
         (m, k), n = x.shape, weight.shape[0]
-        cut = plan or plan_rows(m, n, k)
-        columns = n // 2 if cut.gated else n
+        tiling = tiling or choose_tiling(m, n, k)
+        columns = n // 2 if tiling.gated else n
         out = x.new_empty((m, columns))
         if m == 0 or n == 0:
             return out
-        floats = cut.parts(columns)
+        floats = tiling.parts(columns)
         parts = x.new_empty(floats, dtype=torch.float32) if floats else None
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
             0 if parts is None else parts.data_ptr(), self._flags.data_ptr(), m, columns, k, x.stride(0),
-            weight.stride(0), cut.swap, cut.gated, cut.right, cut.groups, cut.repeats, cut.pair, cut.blocks, cut.ranks,
-            cut.clusters, cut.stages, 2 if pdl else 1, torch.cuda.current_stream(x.device).cuda_stream,
+            weight.stride(0), tiling.swap, tiling.gated, tiling.right, tiling.groups, tiling.repeats, tiling.pair,
+            tiling.blocks, tiling.ranks, tiling.clusters, tiling.stages, 2 if dependent_launch else 1,
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
-            reason = refuses(x, weight, bias) or cut.refuses(m, columns, k, bias is not None)
+            reason = refusal(x, weight, bias) or tiling.refusal(m, columns, k, bias is not None)
             if reason:
                 raise ValueError(f"small_matmul_hopper.cu: {reason}")
             raise RuntimeError(
-                f"small_matmul_hopper.cu: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}"
+                f"small_matmul_hopper.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}"
             )
         return out

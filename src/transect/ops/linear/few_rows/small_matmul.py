@@ -19,11 +19,11 @@ needs about 185. So the weights are read once, at the full width of memory, and 
   of X would leave most of them empty.
 
 Three kernels. ``small_matmul.cu`` (``few_rows/cuda.py``), bfloat16, for 1 to 16 rows (32 of a small weight): rows
-of W dealt out evenly, the k of a block among its warps; with ``pdl`` the next launch fetches its weights while this one
-ends, which is worth 0.5 to 1.5 us a launch. ``few_rows/hopper.py``'s, bfloat16, for 17 rows and more on Hopper. The
-Triton kernels of ``few_rows/triton.py`` for other dtypes and GPUs, and on Hopper for small weights and 64 rows or
-more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap. (With norms
-beside the products, see ``stream_products.py``, there is a fourth, in ``few_rows/gluon.py``.) A file of
+of W dealt out evenly, the k of a block among its warps; with ``dependent_launch`` the next launch fetches its weights
+while this one ends, which is worth 0.5 to 1.5 us a launch. ``few_rows/hopper.py``'s, bfloat16, for 17 rows and more on
+Hopper. The Triton kernels of ``few_rows/triton.py`` for other dtypes and GPUs, and on Hopper for small weights and 64
+rows or more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap.
+(With norms beside the products, see ``stream_products.py``, there is a fourth, in ``few_rows/gluon.py``.) A file of
 choices, measured for each device, says which of them runs a weight, and how, or that cuBLAS does (``best_launcher``).
 With Triton, at 32 rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than
 memory's 4.3, and more bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
@@ -56,7 +56,7 @@ from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
 from . import gluon as small_matmul_gluon
 from . import hopper as small_matmul_hopper
-from .cuda import CUDA_ROWS, CudaRows, cuda_refuses, quicker
+from .cuda import CUDA_ROWS, CudaRows, cuda_refusal, quicker
 from .triton import TritonRows, _rows, _vector, by_triton
 
 log = logging.getLogger(__name__)
@@ -74,16 +74,17 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``small_matmul(x, weight, bias=None, *, pdl=False)``: what was quickest for the shape.
+    """A new ``small_matmul(x, weight, bias=None, *, dependent_launch=False)``: what was quickest for the shape.
 
     In bfloat16 what a file of choices for this GPU names (``small_matmul_hopper.chosen``): one of the kernels here, or
     cuBLAS, which is ``torch.nn.functional.linear``. Without one, cuBLAS on Hopper above 32 rows. Otherwise
-    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels. With ``pdl`` it is
-    what was quickest in a chain of layers, where launches overlap; without, what was quickest by itself, which is
-    cuBLAS more often.
+    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels. With
+    ``dependent_launch`` it is what was quickest in a chain of layers, where launches overlap; without, what was
+    quickest by itself, which is cuBLAS more often.
 
-    Which one runs is decided by the device, the shape, the strides, the dtype and ``pdl`` alone. Where the CUDA kernels
-    cannot be built, that is said once, in the log. Counters are its own (see ``small_matmul_triton.Counters``).
+    Which one runs is decided by the device, the shape, the strides, the dtype and ``dependent_launch`` alone. Where the
+    CUDA kernels cannot be built, that is said once, in the log. Counters are its own (see
+    ``small_matmul_triton.Counters``).
     """
     triton_rows = TritonRows()
     built: dict[torch.device, CudaRows | None] = {}
@@ -107,48 +108,49 @@ def best_launcher() -> Callable[..., Tensor]:
             log.warning("small_matmul runs without its kernels for 17 to 256 rows, which is slower: %s", error)
             return None
 
-    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-        """As ``reference``, on the GPU; ``pdl`` as in ``CudaRows``."""
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
+        """As ``reference``, on the GPU; ``dependent_launch`` as in ``CudaRows``."""
         device = x.device
         if device not in built:
             built[device] = build(device)
             hopper[device] = build_hopper(device)
         rows, wide = built[device], hopper[device]
-        if rows is None or cuda_refuses(x, weight, bias):
+        if rows is None or cuda_refusal(x, weight, bias):
             return triton_rows(x, weight, bias)
         m, (n, k) = x.shape[0], weight.shape
         if wide is not None:
-            choice = small_matmul_hopper.chosen(m, n, k, device, alone=not pdl)
+            choice = small_matmul_hopper.chosen(m, n, k, device, alone=not dependent_launch)
             by = choice.by if choice is not None else "cublas" if m > CUDA_ROWS else ""
-            if choice is not None and by == "hopper" and not small_matmul_hopper.refuses(x, weight, bias):
-                return wide(x, weight, bias, pdl=pdl, plan=choice.plan)
+            if choice is not None and by == "hopper" and not small_matmul_hopper.refusal(x, weight, bias):
+                return wide(x, weight, bias, dependent_launch=dependent_launch, tiling=choice.tiling)
             if by in ("cublas", "hopper"):
                 return F.linear(x, weight, bias)
             if choice is not None and by == "triton":
-                return triton_rows(x, weight, bias, cut=choice.cut)
+                return triton_rows(x, weight, bias, tiling=choice.tiling)
             if choice is not None and by == "cuda":
-                return rows(x, weight, bias, pdl=pdl, plan=choice.rows_plan)
+                return rows(x, weight, bias, dependent_launch=dependent_launch, tiling=choice.tiling)
         if quicker(m, n, k):
-            return rows(x, weight, bias, pdl=pdl)
+            return rows(x, weight, bias, dependent_launch=dependent_launch)
         return triton_rows(x, weight, bias)
 
     return call
 
 
 def gated_launcher() -> Callable[..., Tensor | None]:
-    """A new ``gate_up(x, weight, *, pdl=False)`` of one launch, as ``gate_up.py`` defines it, without a bias; None
-    where the GPU or the shape has none, or where the product and the gate were quicker one after the other."""
+    """A new ``gate_up(x, weight, *, dependent_launch=False)`` of one launch, as ``gate_up.py`` defines it, without a
+    bias; None where the GPU or the shape has none, or where the product and the gate were quicker one after the
+    other."""
     triton_rows = TritonRows()
     built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
 
-    def call(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor | None:
+    def call(x: Tensor, weight: Tensor, *, dependent_launch: bool = False) -> Tensor | None:
         choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
-        if choice is None or (choice.plan is None and choice.rows_plan is None and choice.cut is None):
+        if choice is None or choice.tiling is None or choice.by == "gluon":
             return None
-        if (cuda_refuses if choice.rows_plan else small_matmul_hopper.refuses)(x, weight):
+        if (cuda_refusal if choice.by == "cuda" else small_matmul_hopper.refusal)(x, weight):
             return None
-        if choice.cut is not None:
-            return triton_rows(x, weight, cut=choice.cut)
+        if choice.by == "triton":
+            return triton_rows(x, weight, tiling=choice.tiling)
         if x.device not in built:
             try:
                 built[x.device] = CudaRows(), small_matmul_hopper.HopperRows(x.device)
@@ -158,9 +160,9 @@ def gated_launcher() -> Callable[..., Tensor | None]:
         if kernels is None:
             return None
         rows, hopper = kernels
-        if choice.plan is None:
-            return rows(x, weight, pdl=pdl, plan=choice.rows_plan, gated=True)
-        return hopper(x, weight, pdl=pdl, plan=choice.plan)
+        if choice.by == "cuda":
+            return rows(x, weight, dependent_launch=dependent_launch, tiling=choice.tiling, gated=True)
+        return hopper(x, weight, dependent_launch=dependent_launch, tiling=choice.tiling)
 
     return call
 
@@ -241,7 +243,7 @@ def _kernels() -> Sequence[Kernel]:
                 "SWAP": True,
                 "EVEN": True,
                 "BULK": False,
-                "EARLY": False,
+                "DEPENDENT_LAUNCH": False,
                 "GATED": False,
                 **dict.fromkeys(("residual", "scale", "scaled", "left", "squares")),
                 "SQUARES": 1,
@@ -254,7 +256,7 @@ def _kernels() -> Sequence[Kernel]:
             name="vector",
             function=_vector,
             arguments={**pointers, **ints},
-            constants={"bias": None, "BN": 8, "BK": 512, "EVEN": True, "EARLY": False},
+            constants={"bias": None, "BN": 8, "BK": 512, "EVEN": True, "DEPENDENT_LAUNCH": False},
             divisible=divisible,
             stages=4,
             targets=TRITON_TARGETS,
@@ -276,32 +278,32 @@ register(
                 cuda.CUDA_TARGETS,
                 batch_invariant=True,
                 dtypes=("bfloat16",),
-                refuses=cuda_refuses,
+                refusal=cuda_refusal,
                 source="small_matmul.cu",
             ),
-            "cuda_pdl": Implementation(
+            "cuda_dependent": Implementation(
                 "cuda",
-                lambda: partial(CudaRows(), pdl=True),
+                lambda: partial(CudaRows(), dependent_launch=True),
                 ("sm_90",),
                 batch_invariant=True,
                 dtypes=("bfloat16",),
-                refuses=cuda_refuses,
+                refusal=cuda_refusal,
                 source="small_matmul.cu",
             ),
-            "hopper_pdl": Implementation(
+            "hopper_dependent": Implementation(
                 "cuda",
-                lambda: partial(small_matmul_hopper.HopperRows(), pdl=True),
+                lambda: partial(small_matmul_hopper.HopperRows(), dependent_launch=True),
                 ("sm_90",),
                 dtypes=("bfloat16",),
-                refuses=small_matmul_hopper.refuses,
+                refusal=small_matmul_hopper.refusal,
                 source="small_matmul_hopper.cu",
             ),
             "chosen": Implementation(
                 "cuda", available(small_matmul), ("sm_90",), dtypes=("bfloat16",), source="small_matmul_hopper.cu"
             ),
-            "chosen_pdl": Implementation(
+            "chosen_dependent": Implementation(
                 "cuda",
-                available(partial(small_matmul, pdl=True)),
+                available(partial(small_matmul, dependent_launch=True)),
                 ("sm_90",),
                 dtypes=("bfloat16",),
                 source="small_matmul_hopper.cu",

@@ -257,18 +257,18 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
           fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
         if (GATE && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
       };
-      const int early = min(stages, last - first);
-      for (int i = 0; i < early; i++) {
+      const int begun = min(stages, last - first);
+      for (int i = 0; i < begun; i++) {
         barrier_expect(full + 8 * i, bytes);
         if (SWAP) fetch_a(first + i, i);
         else fetch_b(first + i, i);
       }
       if (ahead) wait_for_previous();
-      for (int i = 0; i < early; i++)
+      for (int i = 0; i < begun; i++)
         if (SWAP) fetch_b(first + i, i);
         else fetch_a(first + i, i);
       int slot = 0, parity = 0;
-      for (int i = first + early; i < last; i++) {
+      for (int i = first + begun; i < last; i++) {
         barrier_poll(empty + 8 * slot, parity);
         barrier_expect(full + 8 * slot, bytes);
         fetch_a(i, slot);

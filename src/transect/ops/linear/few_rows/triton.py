@@ -52,7 +52,7 @@ def add_parts(  # type: ignore[no-untyped-def]
 def _rows(  # type: ignore[no-untyped-def]
     x, weight, bias, out, parts, counters, residual, scale, scaled, left, squares, M, N, K, x_m, w_n, out_m,
     part_k, n_squares, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    SWAP: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr,
+    SWAP: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, GATED: tl.constexpr,
     SQUARES: tl.constexpr,
 ):  # fmt: skip
     """One tile of Y, or one of SPLIT parts of it. Axis 0: column tiles; axis 1: row tiles; axis 2: parts of K.
@@ -63,7 +63,7 @@ def _rows(  # type: ignore[no-untyped-def]
     ``[M, tiles of columns]``, sums of squares of Y. squares ``[M, n_squares]``: the product is divided by the root of
     their mean. See ``stream_products.py``; None where there is none.
     """
-    after_previous(EARLY)
+    after_previous(DEPENDENT_LAUNCH)
     tile_n = tl.program_id(0)
     tile_m = tl.program_id(1)
     part = tl.program_id(2)
@@ -133,10 +133,10 @@ def _rows(  # type: ignore[no-untyped-def]
 @kernel
 def _vector(  # type: ignore[no-untyped-def]
     x, weight, bias, out, M, N, K, x_m, w_n, out_m, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """BN elements of one row of Y, without tensor cores: sums run lane by lane and are added up once at the end."""
-    after_previous(EARLY)
+    after_previous(DEPENDENT_LAUNCH)
     m = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     safe_n = tl.where(n < N, n, 0).to(tl.int64)
@@ -162,7 +162,7 @@ def _vector(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TritonTiling:
     """How a product of few rows is cut up. ``bm`` 0 takes the kernel without tensor cores."""
 
     bm: int
@@ -173,43 +173,47 @@ class Cut:
     stages: int = 4
     swap: bool = True
     bulk: bool = False
-    early: bool = False
+    dependent_launch: bool = False
     """Dependent launch: begins while the kernel before it on the stream still ends."""
     gated: bool = False
     """``bn`` columns of the gate and as many of the other factor are one tile, see ``gate_up.py``; needs ``bulk``."""
 
 
-def choose(m: int, n: int, k: int, device: torch.device) -> Cut:
-    """The cut for a shape: the quickest of those tried on an H200 at the shapes of an 8B model; elsewhere a guess
+def choose_tiling(m: int, n: int, k: int, device: torch.device) -> TritonTiling:
+    """The tiling for a shape: the quickest of those tried on an H200 at the shapes of an 8B model; elsewhere a guess
     from them.
 
     Three kinds of weight behave alike: wide (more tiles than the chip takes at once), deep (few tiles, long sums:
     split), and small (over in some 10 us, where the number of programs counts most).
     """
     if INTERPRETED:
-        return Cut(16, 16, 16, min(3, -(-k // 16)), warps=1, stages=1) if m > 1 else Cut(0, 4, 32, 1, warps=1, stages=1)
+        return (
+            TritonTiling(16, 16, 16, min(3, -(-k // 16)), warps=1, stages=1)
+            if m > 1
+            else TritonTiling(0, 4, 32, 1, warps=1, stages=1)
+        )
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     wide, deep, small = n >= 16384, k >= 8192, n <= 5000
     if m == 1:
         bn, bk, warps = (16, 256, 4) if wide else (2, 2048, 4) if deep else (2, 1024, 2) if small else (8, 512, 4)
-        return Cut(0, bn, bk, 1, warps, early=hopper)
+        return TritonTiling(0, bn, bk, 1, warps, dependent_launch=hopper)
     bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else 128 if m <= 128 else 256
     if bm <= 32:
         if wide or deep:
-            return Cut(bm, 64, 128, 1 if wide else 4, early=hopper)
+            return TritonTiling(bm, 64, 128, 1 if wide else 4, dependent_launch=hopper)
         if small and hopper:
-            return Cut(bm, 64, 128, 1, stages=6, bulk=True, early=True)
-        return Cut(bm, 32, 256, 1, early=hopper)
+            return TritonTiling(bm, 64, 128, 1, stages=6, bulk=True, dependent_launch=True)
+        return TritonTiling(bm, 32, 256, 1, dependent_launch=hopper)
     if wide:
         bn, warps, stages = {64: (128, 4, 5), 128: (256, 8, 4), 256: (128, 8, 4)}[bm]
-        return Cut(bm, bn, 64, 1, warps, stages, swap=False, bulk=hopper, early=hopper)
+        return TritonTiling(bm, bn, 64, 1, warps, stages, swap=False, bulk=hopper, dependent_launch=hopper)
     if bm == 64:
-        return Cut(64, 64, 128, 2 if deep or small else 1, bulk=hopper, early=hopper)
+        return TritonTiling(64, 64, 128, 2 if deep or small else 1, bulk=hopper, dependent_launch=hopper)
     if bm == 128 and deep:
-        return Cut(128, 64, 64, 2, stages=5, bulk=hopper, early=hopper)
+        return TritonTiling(128, 64, 64, 2, stages=5, bulk=hopper, dependent_launch=hopper)
     if bm == 256 and not (deep or small):
-        return Cut(256, 64, 64, 1, warps=8, stages=5, bulk=hopper, early=hopper)
-    return Cut(128, 64, 128, 1, bulk=hopper, early=hopper)
+        return TritonTiling(256, 64, 64, 1, warps=8, stages=5, bulk=hopper, dependent_launch=hopper)
+    return TritonTiling(128, 64, 128, 1, bulk=hopper, dependent_launch=hopper)
 
 
 class Counters:
@@ -236,19 +240,21 @@ class Counters:
 
 
 class TritonRows:
-    """``small_matmul(x, weight, bias=None, *, cut=None)`` by the kernels here, with counters of its own."""
+    """``small_matmul(x, weight, bias=None, *, tiling=None)`` by the kernels here, with counters of its own."""
 
     def __init__(self) -> None:
         self._counters = Counters()
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cut: Cut | None = None) -> Tensor:
-        """As ``small_matmul.reference``, on the GPU; with ``cut.gated`` as ``gate_up.reference``.
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiling: TritonTiling | None = None
+    ) -> Tensor:
+        """As ``small_matmul.reference``, on the GPU; with ``tiling.gated`` as ``gate_up.reference``.
 
         Raises:
             ValueError: shapes that do not fit; or a gate with a bias, with parts, or with a weight that bulk copies do
                 not take.
         """
-        return self.beside(x, weight, bias, Beside(), cut=cut)[0]
+        return self.beside(x, weight, bias, Beside(), tiling=tiling)[0]
 
     def beside(
         self,
@@ -257,12 +263,12 @@ class TritonRows:
         bias: Tensor | None,
         norm: Beside,
         *,
-        cut: Cut | None = None,
+        tiling: TritonTiling | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As a call, with a norm beside the product: (result, scaled, squares), the last two as in
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
-        Errors as there, and ``ValueError`` where ``norm.refuses``, or for a residual with a gate or with columns that
+        Errors as there, and ``ValueError`` where ``norm.refusal``, or for a residual with a gate or with columns that
         are no whole number of tiles.
         """
         require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
@@ -273,56 +279,62 @@ class TritonRows:
         x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
         bias = None if bias is None else bias.contiguous()
         m, k = x.shape
-        gated = cut is not None and cut.gated
+        gated = tiling is not None and tiling.gated
         n = weight.shape[0] // 2 if gated else weight.shape[0]
-        if reason := norm.refuses(x, n, sixteens=False):
+        if reason := norm.refusal(x, n, sixteens=False):
             raise ValueError(f"small_matmul: {reason}")
-        cut = cut or choose(m, n, k, x.device)
-        if x.element_size() == 4 and cut.bm > 0 and not INTERPRETED:
-            cut = Cut(min(cut.bm, 64), 64, 32, 1, stages=2)  # a tile of float32 takes twice the shared memory
+        tiling = tiling or choose_tiling(m, n, k, x.device)
+        if x.element_size() == 4 and tiling.bm > 0 and not INTERPRETED:
+            tiling = TritonTiling(
+                min(tiling.bm, 64), 64, 32, 1, stages=2
+            )  # a tile of float32 takes twice the shared memory
         out = x.new_empty((m, n))
         scaled = squares = None
         if norm.residual is not None:
-            if n % cut.bn:
-                raise ValueError(f"small_matmul: squares are of whole tiles, and {n} columns are none of {cut.bn}")
-            scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // cut.bn), dtype=torch.float32)
+            if n % tiling.bn:
+                raise ValueError(f"small_matmul: squares are of whole tiles, and {n} columns are none of {tiling.bn}")
+            scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // tiling.bn), dtype=torch.float32)
         if out.numel() == 0:
             return out, scaled, squares
         strides = (x.stride(0), weight.stride(0), n)
-        options: dict[str, Any] = {"EARLY": cut.early, "num_warps": cut.warps, "num_stages": cut.stages}
-        if cut.early:
+        options: dict[str, Any] = {
+            "DEPENDENT_LAUNCH": tiling.dependent_launch,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+        }
+        if tiling.dependent_launch:
             options["launch_pdl"] = True
-        if cut.bm == 0:
+        if tiling.bm == 0:
             if norm.residual is not None or norm.squares is not None:
-                raise ValueError("small_matmul: a cut without tensor cores has no norm beside it")
-            _vector[(triton.cdiv(n, cut.bn), m)](
-                x, weight, bias, out, m, n, k, *strides, BN=cut.bn, BK=cut.bk, EVEN=k % cut.bk == 0, **options
+                raise ValueError("small_matmul: a tiling without tensor cores has no norm beside it")
+            _vector[(triton.cdiv(n, tiling.bn), m)](
+                x, weight, bias, out, m, n, k, *strides, BN=tiling.bn, BK=tiling.bk, EVEN=k % tiling.bk == 0, **options
             )  # fmt: skip
             return out, None, None
-        grid = (triton.cdiv(n, cut.bn), triton.cdiv(m, cut.bm))
-        part_k = triton.cdiv(triton.cdiv(k, cut.bk), cut.split) * cut.bk
+        grid = (triton.cdiv(n, tiling.bn), triton.cdiv(m, tiling.bm))
+        part_k = triton.cdiv(triton.cdiv(k, tiling.bk), tiling.split) * tiling.bk
         split = max(1, triton.cdiv(k, part_k)) if k else 1
         parts = held = None
         if split > 1:
             parts = x.new_empty((split, m, n), dtype=torch.float32)
             held = self._counters.get(x.device, grid[0] * grid[1])
-        bulk = cut.bulk and k * x.element_size() % 16 == 0 and fits_descriptor(x, weight)
+        bulk = tiling.bulk and k * x.element_size() % 16 == 0 and fits_descriptor(x, weight)
         if gated and (bias is not None or norm.residual is not None or split > 1 or not bulk):
             raise ValueError(
                 "small_matmul: a gate is for whole sums of a weight that bulk copies take, without bias and residual"
             )
         left, right = x, weight
         if bulk:
-            left, right = describe(x, cut.bm, cut.bk), describe(weight, cut.bn, cut.bk)
+            left, right = describe(x, tiling.bm, tiling.bk), describe(weight, tiling.bn, tiling.bk)
         if gated:
             gate, up = weight.chunk(2)
-            right = describe_pair(gate, up, cut.bn, cut.bk)
+            right = describe_pair(gate, up, tiling.bn, tiling.bk)
         count = 1 if norm.squares is None else norm.squares.shape[1]
         _rows[(*grid, split)](
             left, right, bias, out, parts, held, norm.residual, norm.scale, scaled, squares,
             norm.squares, m, n, k, *strides, part_k, count, norm.eps,
-            BM=cut.bm, BN=cut.bn, BK=cut.bk, SPLIT=split, SWAP=cut.swap, EVEN=k % cut.bk == 0, BULK=bulk, GATED=gated,
-            SQUARES=next_power_of_2(count), **options,
+            BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, SPLIT=split, SWAP=tiling.swap, EVEN=k % tiling.bk == 0, BULK=bulk,
+            GATED=gated, SQUARES=next_power_of_2(count), **options,
         )  # fmt: skip
         return out, scaled, squares
 

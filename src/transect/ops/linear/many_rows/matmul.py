@@ -41,7 +41,7 @@ from ...lang.tiles import describe, fits_descriptor
 from ...numerics import compute_dtype, sample
 from ...peers import compiled
 from ...registry import Case, Cost, Implementation, OnHost, Op, Trace, register
-from .tiling import Tiles, choose, knobs
+from .tiling import Tiling, choose, knobs
 from .triton import gradient_kernel, kernels, persistent_kernel, tile_kernel
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh")
@@ -102,7 +102,7 @@ def matmul(
     residual: Tensor | None = None,
     activation: str = "",
     *,
-    tiles: Tiles | None = None,
+    tiling: Tiling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """As ``reference``, on the GPU: the persistent kernel where a device has bulk copies and the strides allow it.
@@ -118,31 +118,33 @@ def matmul(
         raise ValueError(f"matmul: out must be [{m}, {n}] with whole rows, not {list(out.shape)} {out.stride()}")
     if out.numel() == 0:
         return out
-    tiles = tiles or choose(x, weight, gate is not None, residual is not None)
-    if tiles.stages > 3 and (residual is not None or x.stride(1) != 1 or weight.stride(1) != 1):
-        tiles = replace(tiles, stages=3)  # a residual, or an operand turned around, takes the shared memory of a stage
+    tiling = tiling or choose(x, weight, gate is not None, residual is not None)
+    if tiling.stages > 3 and (residual is not None or x.stride(1) != 1 or weight.stride(1) != 1):
+        tiling = replace(
+            tiling, stages=3
+        )  # a residual, or an operand turned around, takes the shared memory of a stage
     matrices = (x, weight, out) if gate is None else (x, weight, gate, out)
     bias = None if bias is None else bias.contiguous()
-    if tiles.persistent and x.element_size() == 2 and k > 0 and fits_descriptor(*matrices):
-        _launch_persistent(x, weight, bias, gate, residual, activation, out, tiles)
+    if tiling.persistent and x.element_size() == 2 and k > 0 and fits_descriptor(*matrices):
+        _launch_persistent(x, weight, bias, gate, residual, activation, out, tiling)
         return out
     res_m, res_n = (0, 0) if residual is None else residual.stride()
     g_n, g_k = (0, 0) if gate is None else gate.stride()
-    tile_kernel[(triton.cdiv(m, tiles.bm) * triton.cdiv(n, tiles.bn),)](
+    tile_kernel[(triton.cdiv(m, tiling.bm) * triton.cdiv(n, tiling.bn),)](
         x, weight, gate, bias, residual, out, m, n, k, *x.stride(), *weight.stride(), g_n, g_k, res_m, res_n,
-        out.stride(0), BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GROUP=tiles.group, ACT=activation,
-        GATED=gate is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        out.stride(0), BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, GROUP=tiling.group, ACT=activation,
+        GATED=gate is not None, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
 
 
 def _launch_persistent(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, residual: Tensor | None, activation: str,
-    out: Tensor, tiles: Tiles,
+    out: Tensor, tiling: Tiling,
 ) -> None:  # fmt: skip
     m, k = x.shape
     n = weight.shape[0]
-    bm, bn, bk = tiles.bm, tiles.bn, tiles.bk
+    bm, bn, bk = tiling.bm, tiling.bn, tiling.bk
     x_t = x.stride(1) != 1
     w_t = weight.stride(1) != 1
     if gate is not None and (gate.stride(1) != 1) != w_t:
@@ -156,10 +158,10 @@ def _launch_persistent(
         describe(x, bm, bk, transposed=x_t),
         describe_pair(gate, weight, bn, bk) if gate is not None and pair else describe(weight, bn, bk, transposed=w_t),
         None if gate is None or pair else describe(gate, bn, bk, transposed=w_t),
-        describe(out, bm, bn // 2 if tiles.halves else bn),
-        bias, residual, m, n, k, res_m, res_n, BM=bm, BN=bn, BK=bk, GROUP=tiles.group, ACT=activation,
-        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=most, FLATTEN=not INTERPRETED, HALVES=tiles.halves,
-        PAIRED=pair, num_warps=tiles.warps, num_stages=tiles.stages,
+        describe(out, bm, bn // 2 if tiling.halves else bn),
+        bias, residual, m, n, k, res_m, res_n, BM=bm, BN=bn, BK=bk, GROUP=tiling.group, ACT=activation,
+        GATED=gate is not None, X_T=x_t, W_T=w_t, PROGRAMS=most, FLATTEN=not INTERPRETED, HALVES=tiling.halves,
+        PAIRED=pair, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
 
 
@@ -429,7 +431,7 @@ def _trace() -> Trace:
 
     return Trace(
         arguments,
-        functools.partial(matmul, tiles=Tiles(bm=4, bn=4, bk=4, group=2, warps=1)),
+        functools.partial(matmul, tiling=Tiling(bm=4, bn=4, bk=4, group=2, warps=1)),
         note="Programs go down a group of 2 row tiles before they go on to the next column: those in flight share rows "
         "of x and columns of the weight.",
     )

@@ -17,7 +17,7 @@ from ...tuning import choose as tuned
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiling:
     """How a product is cut up: the knobs of both kernels."""
 
     bm: int = 128
@@ -30,7 +30,7 @@ class Tiles:
     halves: bool = False
 
 
-SMALL = Tiles(bm=16, bn=16, bk=16, group=2, warps=1)
+SMALL = Tiling(bm=16, bn=16, bk=16, group=2, warps=1)
 CHOICES = {
     "bm": (64, 128, 256),
     "bn": (64, 128, 256),
@@ -65,23 +65,23 @@ def gated_rule(size: Size) -> Config:
     return _rule(size, True)
 
 
-def tiles_of(config: Config) -> Tiles:
-    """The kernel and its tiles for a configuration: persistent where the current GPU has bulk copies."""
+def tiling_of(config: Config) -> Tiling:
+    """The kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
     persistent = torch.cuda.get_device_capability()[0] >= 9
-    return Tiles(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
+    return Tiling(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
 
 
-def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> Tiles:
-    """The tiles for a product on the device of ``x``: tuned where the operands lie as they were when it was tuned."""
+def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> Tiling:
+    """The tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was tuned."""
     m, k = x.shape
     if INTERPRETED:
         return SMALL
     if x.element_size() == 4:
-        return Tiles(bm=64 if m > 32 else 16, bn=64, bk=32, warps=4)
+        return Tiling(bm=64 if m > 32 else 16, bn=64, bk=32, warps=4)
     size, by_rule = (m, weight.shape[0], k), gated_rule if gated else rule
     if residual or x.stride(1) != 1 or weight.stride(1) != 1:
-        return tiles_of(by_rule(size))
-    return tiles_of(tuned("matmul.gated" if gated else "matmul", size, x.device, by_rule))
+        return tiling_of(by_rule(size))
+    return tiling_of(tuned("matmul.gated" if gated else "matmul", size, x.device, by_rule))
 
 
 def _size(inputs: Mapping[str, Any]) -> Size:
@@ -105,10 +105,10 @@ def _valid(config: Mapping[str, Any], size: Size, gated: bool) -> bool:
 
 
 def knobs(launch: Callable[..., Tensor], gated: bool) -> Knobs:
-    """What ``transect tune`` may try with a launcher that takes ``matmul``'s arguments and ``tiles``."""
+    """What ``transect tune`` may try with a launcher that takes ``matmul``'s arguments and ``tiling``."""
 
     def run(config: Config, **inputs: Any) -> Tensor:
-        return launch(**inputs, tiles=tiles_of(config))
+        return launch(**inputs, tiling=tiling_of(config))
 
     return Knobs(
         "matmul.gated" if gated else "matmul",

@@ -31,11 +31,12 @@ CHOICES = {
     "blocks": (1, 2),
     "beside": (True, False),
 }
-"""What can be tuned: see ``Plan``; how many blocks share a multiprocessor, and whether one leaves room for the next."""
+"""What can be tuned: see ``HopperTiling``; how many blocks share a multiprocessor, and whether one leaves room for the
+next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HopperTiling:
     """How ``int4_matmul_hopper.cu`` cuts a product up; the fields are arguments of its launcher, in this order."""
 
     rows: int
@@ -70,23 +71,25 @@ def rows_at_once(m: int, group: int) -> int:
     return next(rows for rows in known if m <= rows or rows == max(known))
 
 
-def tiles_at_once(plan: Plan) -> int:
+def tiles_at_once(tiling: HopperTiling) -> int:
     """Sixteens of rows of W that a block works on at a time: its share in equal passes."""
-    passes = -(-plan.per // (plan.warps * plan.columns))
-    return -(-plan.per // passes)
+    passes = -(-tiling.per // (tiling.warps * tiling.columns))
+    return -(-tiling.per // passes)
 
 
-def shared_bytes(plan: Plan, m: int, group: int) -> int:
+def shared_bytes(tiling: HopperTiling, m: int, group: int) -> int:
     """Shared memory of a block: the ring and its barriers; at the end the parts of Y take the ring's place."""
-    wide, sources = tiles_at_once(plan), plan.ranks * plan.teams
-    held = min(m, 8) if plan.rows == 8 else plan.rows
-    stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * plan.rows * 4
-    parts = -(-wide // plan.ranks) * sources * 16 * (plan.rows + 2) * 4 if sources > 1 else 0
-    return -(-plan.stages * 24 // 128) * 128 + max(plan.stages * stage, parts)
+    wide, sources = tiles_at_once(tiling), tiling.ranks * tiling.teams
+    held = min(m, 8) if tiling.rows == 8 else tiling.rows
+    stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * tiling.rows * 4
+    parts = -(-wide // tiling.ranks) * sources * 16 * (tiling.rows + 2) * 4 if sources > 1 else 0
+    return -(-tiling.stages * 24 // 128) * 128 + max(tiling.stages * stage, parts)
 
 
-def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]) -> Plan | None:
-    """The plan of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
+def tiling_of(
+    config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]
+) -> HopperTiling | None:
+    """The tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
 
     ``clusters``: how many of each size there is room for, one block on a multiprocessor.
     """
@@ -97,15 +100,15 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
     if not clusters.get(ranks):
         return None
     per = -(-n // (16 * clusters[ranks] * config["blocks"]))
-    plan = Plan(rows, columns, warps, teams, 1, per, ranks)
-    wide = tiles_at_once(plan)
+    tiling = HopperTiling(rows, columns, warps, teams, 1, per, ranks)
+    wide = tiles_at_once(tiling)
     if wide < columns or (ranks * teams > 1 and wide < per):
         return None
     most = BESIDE if config["beside"] or config["blocks"] > 1 else SHARED
     wanted = -(-per // wide) * -(-chunks // ranks)
     fitting = [s for s in range(teams, max(min(wanted, MOST_STAGES), teams) + 1, teams)
-               if shared_bytes(replace(plan, stages=s), m, group) <= most]  # fmt: skip
-    return replace(plan, stages=fitting[-1]) if fitting else None
+               if shared_bytes(replace(tiling, stages=s), m, group) <= most]  # fmt: skip
+    return replace(tiling, stages=fitting[-1]) if fitting else None
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
@@ -121,10 +124,10 @@ def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     return shared | {"columns": 2, "warps": 8, "teams": 2, "ranks": 8}
 
 
-def plan_codes(
+def choose_tiling(
     m: int, n: int, k: int, group: int, clusters: Mapping[int, int], config: Mapping[str, Any] | None = None
-) -> Plan:
-    """The plan of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
+) -> HopperTiling:
+    """The tiling of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
 
     Raises:
         ValueError: none fits.
@@ -134,9 +137,9 @@ def plan_codes(
                 for ranks in (wanted["ranks"], 4, 2, 1) for columns in (2, 1) for warps in (8, 4, 2, 1)
                 for teams in (2, 1)]  # fmt: skip
     for tried in (wanted, *narrower):
-        plan = plan_of(tried, m, n, k, group, clusters)
-        if plan is not None:
-            return plan
+        tiling = tiling_of(tried, m, n, k, group, clusters)
+        if tiling is not None:
+            return tiling
     raise ValueError(
         f"int4_matmul_hopper.cu: no cut of {m} x {k} by {n} x {k} fits the shared memory; use the Triton kernel"
     )
@@ -147,17 +150,17 @@ class HopperCodes(Codes):
 
     def __init__(self) -> None:
         super().__init__("int4_matmul_hopper", "transect_int4_hopper", 7)
-        self._plans: dict[tuple[int, int, int, int], Plan] = {}
+        self._plans: dict[tuple[int, int, int, int], HopperTiling] = {}
 
-    def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Plan:
+    def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> HopperTiling:
         """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
         m, k = x.shape
         count = multiprocessors(x.device)
         clusters = {ranks: count // ranks for ranks in (1, 2, 4, 8)}
         if config is not None:
-            return plan_codes(m, n, k, group, clusters, config)
+            return choose_tiling(m, n, k, group, clusters, config)
         key = (m, n, k, group)
         if key not in self._plans:
             chosen = choose("int4_matmul_hopper.cu", (m, n, k), x.device, rule)
-            self._plans[key] = plan_codes(m, n, k, group, clusters, chosen)
+            self._plans[key] = choose_tiling(m, n, k, group, clusters, chosen)
         return self._plans[key]

@@ -64,7 +64,7 @@ from ...lang.tiles import INTERPRETS, after_previous, dot
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Knobs, Op, Unavailable, register
 from ...tuning import choose
-from ..few_rows.triton import Counters, Cut, add_parts
+from ..few_rows.triton import Counters, TritonTiling, add_parts
 from . import int4_hopper, int4_rows
 from .int4_packing import CHUNK, arrange, group_of, is_arranged, pack, taken_apart
 
@@ -107,13 +107,13 @@ def _as_float(nibbles, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: igno
 def _codes(  # type: ignore[no-untyped-def]
     x, weight, bias, out, parts, counters, M, N, K, x_m, out_m, part_chunks,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, OFFSET: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """One tile of Y, or a part of it; 128 k a step. Axes as in ``small_matmul``; W is the left operand.
 
     A word holds four k of each of two rows of W, so there are two products; X is read in the order of those k.
     """
-    after_previous(EARLY)
+    after_previous(DEPENDENT_LAUNCH)
     tile_n = tl.program_id(0)
     tile_m = tl.program_id(1)
     part = tl.program_id(2)
@@ -220,16 +220,16 @@ def rows_of_a_tile(m: int) -> int:
     return max(16, min(64, next_power_of_2(m)))
 
 
-def cut_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str, Any] | None = None) -> Cut:
+def tiling_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str, Any] | None = None) -> TritonTiling:
     """How the Triton kernel cuts a product up (``bk`` is what it takes at a time): by ``config``, else tuned, else by
     rule."""
     if INTERPRETED:
-        return Cut(16, 32, CHUNK, 2, warps=1, stages=1)
+        return TritonTiling(16, 32, CHUNK, 2, warps=1, stages=1)
     knobs = config or choose("int4_matmul", (m, n, k), device, triton_rule)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return Cut(
+    return TritonTiling(
         rows_of_a_tile(m), knobs["bn"], CHUNK, min(knobs["split"], k // CHUNK), warps=knobs["warps"],
-        stages=knobs["stages"], early=hopper,
+        stages=knobs["stages"], dependent_launch=hopper,
     )  # fmt: skip
 
 
@@ -258,9 +258,9 @@ def launcher() -> Callable[..., Tensor]:
         out = x.new_empty((m, n))
         if out.numel() == 0:
             return out
-        cut = cut_of(m, n, k, x.device, config)
-        grid = (triton.cdiv(n, cut.bn), triton.cdiv(m, cut.bm))
-        part_chunks = triton.cdiv(k // CHUNK, cut.split)
+        tiling = tiling_of(m, n, k, x.device, config)
+        grid = (triton.cdiv(n, tiling.bn), triton.cdiv(m, tiling.bm))
+        part_chunks = triton.cdiv(k // CHUNK, tiling.split)
         split = triton.cdiv(k // CHUNK, part_chunks)
         parts = held = None
         if split > 1:
@@ -268,9 +268,9 @@ def launcher() -> Callable[..., Tensor]:
             held = counters.get(x.device, grid[0] * grid[1])
         _codes[(*grid, split)](
             x, weight, None if bias is None else bias.contiguous(), out, parts, held, m, n, k, x.stride(0), n,
-            part_chunks, GROUP=group_of(weight), BM=cut.bm, BN=cut.bn, SPLIT=split, OFFSET=OFFSETS[x.dtype],
-            EARLY=cut.early, num_warps=cut.warps, num_stages=cut.stages,
-            **({"launch_pdl": True} if cut.early else {}),
+            part_chunks, GROUP=group_of(weight), BM=tiling.bm, BN=tiling.bn, SPLIT=split, OFFSET=OFFSETS[x.dtype],
+            DEPENDENT_LAUNCH=tiling.dependent_launch, num_warps=tiling.warps, num_stages=tiling.stages,
+            **({"launch_pdl": True} if tiling.dependent_launch else {}),
         )  # fmt: skip
         return out
 
@@ -303,8 +303,8 @@ def way(m: int, n: int) -> str:
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``int4_matmul(x, weight, n, bias=None, *, pdl=False)``: on a Hopper GPU whatever ``way`` says, if it takes
-    the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
+    """A new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU whatever ``way`` says,
+    if it takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
 
     Which one runs is decided by the shape, the strides and the dtype alone, and all of them read the same order of the
     weight. Where the CUDA kernels cannot be built, that is said once, in the log.
@@ -321,16 +321,18 @@ def best_launcher() -> Callable[..., Tensor]:
             log.warning("int4_matmul runs its Triton kernel, which is slower: %s", error)
             return {}
 
-    def call(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-        """As ``reference``, on the GPU; ``pdl`` as in ``CudaRows``."""
+    def call(
+        x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
+    ) -> Tensor:
+        """As ``reference``, on the GPU; ``dependent_launch`` as in ``CudaRows``."""
         chosen = way(x.shape[0], n)
         if chosen == "rebuilt" and x.element_size() == 2:
             return rebuilt(x, weight, n, bias)
         if x.device not in built:
             built[x.device] = build(x.device)
         kernel = built[x.device].get(chosen)
-        if kernel is not None and not int4_rows.cuda_refuses(x, weight, n, bias):
-            return kernel(x, weight, n, bias, pdl=pdl)
+        if kernel is not None and not int4_rows.cuda_refusal(x, weight, n, bias):
+            return kernel(x, weight, n, bias, dependent_launch=dependent_launch)
         return by_tiles(x, weight, n, bias)
 
     return call
@@ -423,7 +425,7 @@ def _cases() -> Sequence[Case]:
 def _kernels() -> Sequence[Kernel]:
     ints = dict.fromkeys(("M", "N", "K", "x_m", "out_m", "part_chunks"), "i32")
     pointers = {"x": "*bf16", "weight": "*i32", "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
-    constants = {"bias": None, "GROUP": 128, "BM": 16, "BN": 64, "SPLIT": 4, "OFFSET": 128, "EARLY": False}
+    constants = {"bias": None, "GROUP": 128, "BM": 16, "BN": 64, "SPLIT": 4, "OFFSET": 128, "DEPENDENT_LAUNCH": False}
     rebuild = {"weight": "*i32", "out": "*bf16", "N": "i32", "K": "i32"}
     return [
         Kernel("codes", _codes, {**pointers, **ints}, constants, divisible=("N", "K", "x_m", "out_m"), stages=4,
@@ -440,7 +442,7 @@ def _size(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _runs(name: str, inputs: Mapping[str, Any]) -> bool:
     m, n, _ = _size(inputs)
-    return way(m, n) == name and not int4_rows.cuda_refuses(**inputs)
+    return way(m, n) == name and not int4_rows.cuda_refusal(**inputs)
 
 
 def _tuned(made: type[int4_rows.CudaCodes] | type[int4_hopper.HopperCodes]) -> Callable[..., Tensor]:
@@ -451,17 +453,17 @@ def _tuned(made: type[int4_rows.CudaCodes] | type[int4_hopper.HopperCodes]) -> C
         return made()
 
     def launch(x: Tensor, weight: Tensor, n: int, bias: Tensor | None, *, config: Mapping[str, Any]) -> Tensor:
-        return kernel()(x, weight, n, bias, pdl=True, config=config)
+        return kernel()(x, weight, n, bias, dependent_launch=True, config=config)
 
     return launch
 
 
 def _in_cuda(
-    made: type[int4_rows.CudaCodes] | type[int4_hopper.HopperCodes], source: str, *, pdl: bool
+    made: type[int4_rows.CudaCodes] | type[int4_hopper.HopperCodes], source: str, *, dependent_launch: bool
 ) -> Implementation:
     return Implementation(
-        "cuda", lambda: partial(made(), pdl=pdl), ("sm_90",), dtypes=("bfloat16",), refuses=int4_rows.cuda_refuses,
-        source=source,
+        "cuda", lambda: partial(made(), dependent_launch=dependent_launch), ("sm_90",), dtypes=("bfloat16",),
+        refusal=int4_rows.cuda_refusal, source=source,
     )  # fmt: skip
 
 
@@ -472,10 +474,10 @@ register(
         cost=cost,
         implementations={
             "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
-            "cuda": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", pdl=False),
-            "cuda_pdl": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", pdl=True),
-            "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", pdl=False),
-            "hopper_pdl": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", pdl=True),
+            "cuda": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=False),
+            "cuda_dependent": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=True),
+            "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=False),
+            "hopper_dependent": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=True),
         },
         examples=_examples,
         peers={

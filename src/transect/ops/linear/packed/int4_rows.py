@@ -29,7 +29,7 @@ BESIDE_ROWS = 16
 ROWS = (8, 16, 32)
 """Rows of X at a time that are compiled; it takes more, but reads W again for them."""
 COLUMNS = 2
-"""Sixteens of rows of W for a warp at a time; one more where it has 16 rows of X (``Plan.columns``)."""
+"""Sixteens of rows of W for a warp at a time; one more where it has 16 rows of X (``RowsTiling.columns``)."""
 MOST_STAGES = 40
 CHOICES = {
     "warps": (4, 6, 8, 12),
@@ -40,13 +40,13 @@ CHOICES = {
     "whole": (False, True),
     "columns": (COLUMNS, COLUMNS + 1),
 }
-"""What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``Plan``; how many blocks share a
+"""What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``RowsTiling``; how many blocks share a
 multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; ``whole`` and
-``columns`` of ``Plan``."""
+``columns`` of ``RowsTiling``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RowsTiling:
     """How ``int4_matmul.cu`` cuts a product up; the fields are arguments of its launcher, in this order."""
 
     rows: int
@@ -80,26 +80,28 @@ def most_warps(group: int, columns: int = COLUMNS) -> int:
     return 12 if group == 128 and columns == COLUMNS else 6
 
 
-def tiles_at_once(plan: Plan) -> int:
+def tiles_at_once(tiling: RowsTiling) -> int:
     """Sixteens of rows of W that a block works on at a time: its share in equal passes."""
-    passes = -(-plan.per // (plan.warps * plan.columns))
-    return -(-plan.per // passes)
+    passes = -(-tiling.per // (tiling.warps * tiling.columns))
+    return -(-tiling.per // passes)
 
 
-def shared_bytes(plan: Plan, m: int, group: int) -> int:
+def shared_bytes(tiling: RowsTiling, m: int, group: int) -> int:
     """Shared memory of a block: barriers, what the cluster's blocks send to be added, and the ring. In the place of the
     ring the teams leave their sums at the end."""
-    wide = tiles_at_once(plan)
-    held = plan.rows if plan.whole or plan.rows == 16 else min(m, plan.rows)
-    known = 8 if plan.whole else 4
-    stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * plan.rows * known
-    sent = -(-wide // plan.ranks) * plan.ranks * plan.rows * 64 if plan.ranks > 1 else 0
-    left = (plan.teams - 1) * plan.warps * plan.columns * plan.rows * 64
-    return -(-(plan.stages * 24 + 8) // 128) * 128 + sent + max(plan.stages * stage, left)
+    wide = tiles_at_once(tiling)
+    held = tiling.rows if tiling.whole or tiling.rows == 16 else min(m, tiling.rows)
+    known = 8 if tiling.whole else 4
+    stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * tiling.rows * known
+    sent = -(-wide // tiling.ranks) * tiling.ranks * tiling.rows * 64 if tiling.ranks > 1 else 0
+    left = (tiling.teams - 1) * tiling.warps * tiling.columns * tiling.rows * 64
+    return -(-(tiling.stages * 24 + 8) // 128) * 128 + sent + max(tiling.stages * stage, left)
 
 
-def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]) -> Plan | None:
-    """The plan of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
+def tiling_of(
+    config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]
+) -> RowsTiling | None:
+    """The tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
 
     ``clusters``: how many of each size there is room for, one block on a multiprocessor.
     """
@@ -112,17 +114,17 @@ def plan_of(config: Mapping[str, Any], m: int, n: int, k: int, group: int, clust
     if (config["blocks"] > 1 and rows > BESIDE_ROWS) or (config["whole"] and rows > ROWS[0]):
         return None
     per = max(columns, -(-n // (16 * clusters[ranks] * config["blocks"])))
-    wide = tiles_at_once(Plan(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
+    wide = tiles_at_once(RowsTiling(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
     if ranks * teams > 1 and wide < per:
         return None
-    plan = Plan(rows, -(-wide // columns), teams, teams, per, ranks, 0, config["whole"], columns)
+    tiling = RowsTiling(rows, -(-wide // columns), teams, teams, per, ranks, 0, config["whole"], columns)
     most = BESIDE if rows <= BESIDE_ROWS else SHARED
     wanted = max(teams, min(-(-per // wide) * -(-chunks // ranks), MOST_STAGES))
-    fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(plan, stages=s), m, group) <= most]
+    fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(tiling, stages=s), m, group) <= most]
     if not fitting:
         return None
     stages = fitting[-1]
-    return replace(plan, stages=stages, late=config["late"] * stages // 4)
+    return replace(tiling, stages=stages, late=config["late"] * stages // 4)
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
@@ -141,10 +143,10 @@ def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     return plain | {"warps": 12, "ranks": 8, "whole": few, "late": late}
 
 
-def plan_codes(
+def choose_tiling(
     m: int, n: int, k: int, group: int, clusters: Mapping[int, int], config: Mapping[str, Any] | None = None
-) -> Plan:
-    """The plan of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
+) -> RowsTiling:
+    """The tiling of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
 
     Raises:
         ValueError: none fits.
@@ -153,14 +155,14 @@ def plan_codes(
     narrower = [dict(wanted) | {"ranks": ranks, "warps": warps, "teams": 1, "blocks": 1, "columns": COLUMNS}
                 for ranks in (wanted["ranks"], 4, 2, 1) for warps in (12, 8, 6, 4)]  # fmt: skip
     for tried in (wanted, *narrower):
-        plan = plan_of(tried, m, n, k, group, clusters)
-        if plan is not None:
-            return plan
+        tiling = tiling_of(tried, m, n, k, group, clusters)
+        if tiling is not None:
+            return tiling
     raise ValueError(f"int4_matmul.cu: no cut of {m} x {k} by {n} x {k} fits the shared memory; use the Triton kernel")
 
 
-class Cut(Protocol):
-    """A plan of either kernel."""
+class Tiling(Protocol):
+    """How either kernel cuts a product up."""
 
     @property
     def numbers(self) -> tuple[int, ...]: ...
@@ -174,28 +176,28 @@ class Codes(ABC):
     """
 
     def __init__(self, source: str, symbol: str, numbers: int) -> None:
-        """``numbers``: how many a plan has."""
+        """``numbers``: how many a tiling has."""
         self._source = f"{source}.cu"
         self._launch = bind(source, symbol, "ppppiiiil" + "i" * (numbers + 1) + "p")
 
     @abstractmethod
-    def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Cut:
+    def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Tiling:
         """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, pdl: bool = False,
+        self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """As ``int4_matmul.reference``.
 
-        ``pdl``: as in ``small_matmul.CudaRows``. ``config``: one of each of the kernel's ``CHOICES`` instead of the
-        tuned ones.
+        ``dependent_launch``: as in ``small_matmul.CudaRows``. ``config``: one of each of the kernel's ``CHOICES``
+        instead of the tuned ones.
 
         Raises:
-            ValueError: see ``cuda_refuses``; or the configuration does not fit the shape.
+            ValueError: see ``cuda_refusal``; or the configuration does not fit the shape.
             RuntimeError: the launch failed.
         """
-        reason = cuda_refuses(x, weight, n, bias)
+        reason = cuda_refusal(x, weight, n, bias)
         if reason:
             raise ValueError(f"{self._source}: {reason}")
         m, k = x.shape
@@ -203,13 +205,13 @@ class Codes(ABC):
         out = x.new_empty((m, n))
         if m == 0 or n == 0:
             return out
-        cut = self.plan(x, n, group, config)
+        tiling = self.tiling(x, n, group, config)
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
-            x.stride(0), *cut.numbers, 2 if pdl else 1, torch.cuda.current_stream(x.device).cuda_stream,
+            x.stride(0), *tiling.numbers, 2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
-            raise RuntimeError(f"{self._source}: the launch of {cut} for {m} x {k} by {n} x {k} returned {code}")
+            raise RuntimeError(f"{self._source}: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
         return out
 
 
@@ -220,7 +222,7 @@ class CudaCodes(Codes):
         super().__init__("int4_matmul", "transect_int4_matmul", 9)
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
-        self._plans: dict[tuple[int, int, int, int], Plan] = {}
+        self._tilings: dict[tuple[int, int, int, int], RowsTiling] = {}
 
     def clusters(self, device: torch.device) -> Mapping[int, int]:
         """How many clusters of 1, 2, 4 and 8 blocks run at once. Not what the multiprocessors would divide into: a
@@ -232,27 +234,27 @@ class CudaCodes(Codes):
             self._clusters = found
         return self._clusters
 
-    def plan(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Plan:
+    def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> RowsTiling:
         """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
         m, k = x.shape
         clusters = self.clusters(x.device)
         if config is not None:
-            return plan_codes(m, n, k, group, clusters, config)
+            return choose_tiling(m, n, k, group, clusters, config)
         key = (m, n, k, group)
-        if key not in self._plans:
-            plan = plan_codes(m, n, k, group, clusters, choose("int4_matmul.cu", (m, n, k), x.device, rule))
+        if key not in self._tilings:
+            tiling = choose_tiling(m, n, k, group, clusters, choose("int4_matmul.cu", (m, n, k), x.device, rule))
             if not self._clusters:
-                return plan
-            self._plans[key] = plan
-        return self._plans[key]
+                return tiling
+            self._tilings[key] = tiling
+        return self._tilings[key]
 
 
-def cuda_refuses(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str:
-    """Why ``int4_matmul.cu`` and ``int4_matmul_hopper.cu`` do not take these arguments, or ``""``."""
+def cuda_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
+    """Why ``int4_matmul.cu`` and ``int4_matmul_hopper.cu`` do not take these arguments, or None."""
     if any(t is not None and t.dtype != torch.bfloat16 for t in (x, bias)):
         return "it computes in bfloat16"
     if not (weight.is_contiguous() and is_arranged(weight, n, x.shape[1])):
         return f"the weight must be what arrange of int4_packing.py gives for {n} rows of {x.shape[1]}"
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         return "it reads 16 bytes of x at a time: the rows' stride and the address must be multiples of 16 bytes"
-    return ""
+    return None
