@@ -1,9 +1,8 @@
-"""What every Triton file of this folder starts from: the compiler if it is installed, and where its kernels run.
+"""Where every Triton file begins: the compiler if it is installed, and where its kernels run.
 
-Triton is optional. Without it ``kernel`` leaves a function as it is, ``tl`` is None, and ``runs_triton`` is False, so
-that an operator file still imports and its reference works. With ``TRITON_INTERPRET=1`` in the environment before
-Triton is imported, kernels run on the CPU, one program after another, in numpy; that is how they are tested without a
-GPU.
+Triton is optional. Without it ``kernel`` leaves a function as it is, ``tl`` is None, and ``runs_triton`` is False. An
+operator file still imports then, and its reference works. With ``TRITON_INTERPRET=1`` in the environment before Triton
+is imported, kernels run on the CPU, one program after another, in numpy; that is how they are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """What ``Implementation.load`` of a Triton launcher is.
+    """``Implementation.load`` of a Triton launcher.
 
     Raises (when called):
         Unavailable: Triton is missing, or there is neither a GPU nor the interpreter.
@@ -61,7 +60,7 @@ def runs_triton(*tensors: Tensor) -> bool:
 
 
 def require(name: str, *tensors: Tensor) -> None:
-    """Check what a launcher is about to hand to a kernel.
+    """Check the tensors that a launcher is about to hand to a kernel.
 
     Raises:
         ValueError: a dtype that no kernel computes in, or tensors on different devices.

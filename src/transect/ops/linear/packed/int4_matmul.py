@@ -2,37 +2,38 @@ r"""Product of a few to some thousand rows with a weight of 4-bit codes in group
 
     Y = X W^T + b        W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
 
-For each group g of G neighbouring k the scale leaves the sum, and so does the zero:
+For each group g of G neighbouring k, the scale and the zero leave the sum:
 
     sum over g of  scale[n, g] * (sum of code * x)  +  zero[n, g] * (sum of x)
 
-The inner product of codes and x runs on the tensor cores. A code c becomes a bfloat16 by an or: the bits 0x4300 are
-128 with a step of 1, so 0x4300 | c is 128 + c, and 128 times the sum of x is taken off with the zero. Codes are exact
-that way; no weight is ever rounded, which a kernel that rebuilds W in bfloat16 cannot say. float16 has 0x6400, 1024 +
-c. In float32 8 is taken off the code instead: zeros lie near -8 scale, and their share would cancel against the codes'.
+The inner product of codes and x runs on the tensor cores. An ``or`` turns a code c into a bfloat16: the bits 0x4300 are
+128 with a step of 1, so 0x4300 | c is 128 + c, and the zero takes off 128 times the sum of x. Codes are exact that way,
+and no weight is rounded; a kernel that rebuilds W in bfloat16 rounds each one. float16 has 0x6400, 1024 + c. In float32
+the kernel subtracts 8 from the code instead: zeros lie near -8 scale, and their share would cancel against that of the
+codes.
 
 Shapes: x ``[M, K]``, weight int32 ``[K / 128, N / 16, 256 + 2048 / G]`` (``arrange`` of ``int4_packing.py``: codes,
 scales and zeros, which are bfloat16), n = N, bias ``[N]``, result ``[M, N]``. G is 32, 64 or 128 and K a multiple of
 128. Inference only.
 
 Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 16-bit scales, against 2 in bfloat16.
-All ways read the same order of the weight, so one copy of it is all that is held. ``way`` chooses, from what was
-quicker on an H200 in a chain of launches, as ``benchmarks/ops_int4.py`` times them:
 
-* ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows, and up to 64 of narrow weights. Below some 30 MB the
-  microseconds that begin and end a launch show. There X may be whole numbers of 16 bits, up to 8 rows of it, in units
-  of at most 2^-14 of the largest of 128 k (``int4_whole.cuh``): products of bytes are exact, and what X loses is far
-  below what the result's bfloat16 rounds off. For 9 to 16 rows codes are multiplied as subnormal numbers, exactly too;
-  X must be below 2^64 there, and loses digits below 2^-57. What bounds 16 rows of a deep weight (14336 k) is how long
-  a warp takes for 128 k, some 1000 cycles whatever it has to do less: 12 us with and without new weights, where the
-  copies alone take 9 to 10 and the bytes 7.4.
-* ``int4_matmul_hopper.cu`` (``int4_hopper.py``), heads, and 17 to 64 rows of wide weights, where instructions and
-  products bound it.
-* from 65 rows of a half type on W is rebuilt and multiplied by cuBLAS.
-* the Triton kernel below for other dtypes and GPUs.
+All ways read the same order of the weight, so one copy of it is enough. ``way`` chooses what was quicker on an H200 in
+a chain of launches (``benchmarks/ops_int4.py``):
+
+* ``int4_matmul.cu`` (``int4_rows.py``) runs up to 16 rows, and up to 64 of narrow weights. For up to 8 rows of weights
+  below about 30 MB, X may be rounded to whole numbers of 16 bits, in units of at most 2^-14 of the largest of 128 k
+  (``int4_whole.cuh``): products of bytes are then exact, and what X loses is far below the rounding of the bfloat16
+  result. For 9 to 16 rows it multiplies codes as subnormal numbers, exactly too; X must be below 2^64 there, and loses
+  digits below 2^-57.
+* ``int4_matmul_hopper.cu`` (``int4_hopper.py``) runs heads, and 17 to 64 rows of wide weights, which are bound by
+  instructions and products.
+* From 65 rows of a half type on, W is rebuilt and cuBLAS multiplies.
+* The Triton kernel below runs other dtypes and GPUs.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
-the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``.
+the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``. What bounds 16 rows, and what
+was tried and lost, is in ``docs/lab-notes/int4.md``.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ from .int4_packing import CHUNK, arrange, group_of, is_arranged, pack, taken_apa
 
 log = logging.getLogger(__name__)
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: -8}
-"""What comes on top of a code before the product."""
+"""The offset that is added to a code before the product."""
 DENSE_ROWS = 65
-"""From so many rows on it is quicker to rebuild W and multiply by it."""
+"""From this number of rows on it is quicker to rebuild W and multiply by it."""
 REBUILT_ROWS = 64
-"""Of W, in a program that rebuilds it."""
+"""Rows of W in a program that rebuilds it."""
 TRITON_CHOICES = {"bn": (32, 64, 128), "split": (1, 2, 4, 8), "warps": (2, 4, 8), "stages": (2, 3, 4)}
 
 
@@ -86,7 +87,7 @@ def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> 
 
 
 def dense(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """W ``[n, K]``, by torch: of float64 exact, of a narrower type rounded at every step."""
+    """W ``[n, K]`` by torch: exact in float64, rounded at every step in a narrower type."""
     codes, scale, zero = taken_apart(weight, n)
     grouped = codes.view(*scale.shape, -1).to(dtype)
     return torch.addcmul(zero[..., None].to(dtype), scale[..., None].to(dtype), grouped).view(n, -1)
@@ -216,7 +217,7 @@ def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
 
 
 def rows_of_a_tile(m: int) -> int:
-    """Of X, in the Triton kernel."""
+    """Rows of X in a tile of the Triton kernel."""
     return max(16, min(64, next_power_of_2(m)))
 
 
@@ -234,7 +235,7 @@ def tiling_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str,
 
 
 def _fitting(x: Tensor, weight: Tensor, n: int) -> None:
-    """Raises ValueError where the shapes are not those of a product."""
+    """Raise ValueError unless the shapes are those of a product."""
     if x.dim() != 2 or not is_arranged(weight, n, x.shape[1]):
         raise ValueError(
             f"int4_matmul: x {list(x.shape)} and weight {weight.dtype} {list(weight.shape)} of {n} rows do not fit; x "
@@ -249,7 +250,7 @@ def launcher() -> Callable[..., Tensor]:
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, config: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """As ``reference``, on the GPU. ``config``: of ``TRITON_CHOICES``, instead of the tuned one."""
+        """``reference`` on the GPU. ``config``: one of ``TRITON_CHOICES`` instead of the tuned one."""
         require("int4_matmul", *(t for t in (x, bias) if t is not None))
         _fitting(x, weight, n)
         m, k = x.shape
@@ -281,8 +282,8 @@ by_triton = launcher()
 
 
 def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
-    """As ``reference`` for many rows of bfloat16 or float16, on the GPU: W is rebuilt in that type, which rounds it,
-    and takes 2 N K bytes for the time of the call."""
+    """``reference`` for many rows of bfloat16 or float16, on the GPU. It rebuilds W in that type, which rounds it, and
+    takes 2 N K bytes for the time of the call."""
     require("int4_matmul", x)
     if x.element_size() != 2:
         raise ValueError(f"int4_matmul: a weight is rebuilt in bfloat16 or float16, not in {x.dtype}; use by_triton")
@@ -295,19 +296,19 @@ def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Te
 
 
 def way(m: int, n: int) -> str:
-    """What was quickest on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows``
-    (``int4_matmul.cu``), ``hopper`` (``int4_matmul_hopper.cu``) or ``rebuilt``."""
+    """The quickest way on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows`` (``int4_matmul.cu``),
+    ``hopper`` (``int4_matmul_hopper.cu``) or ``rebuilt``."""
     if m >= DENSE_ROWS:
         return "rebuilt"
     return "hopper" if n >= 65536 or (m > 16 and n >= 16384) else "rows"
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU whatever ``way`` says,
-    if it takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
+    """A new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU what ``way`` says, if
+    that takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
 
-    Which one runs is decided by the shape, the strides and the dtype alone, and all of them read the same order of the
-    weight. Where the CUDA kernels cannot be built, that is said once, in the log.
+    The shape, the strides and the dtype alone decide which one runs, and all of them read the same order of the weight.
+    If the CUDA kernels cannot be built, the log says so once.
     """
     by_tiles = launcher()
     built: dict[torch.device, dict[str, Callable[..., Tensor]]] = {}
@@ -324,7 +325,7 @@ def best_launcher() -> Callable[..., Tensor]:
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
     ) -> Tensor:
-        """As ``reference``, on the GPU; ``dependent_launch`` as in ``CudaRows``."""
+        """``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
         chosen = way(x.shape[0], n)
         if chosen == "rebuilt" and x.element_size() == 2:
             return rebuilt(x, weight, n, bias)
@@ -373,7 +374,7 @@ def _rounded(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _for_torch(weight: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """What torch's own product with 4-bit codes takes: W = scale (code - 8) + zero, groups of 32 to 256."""
+    """The arguments of torch's own product with 4-bit codes: W = scale (code - 8) + zero, groups of 32 to 256."""
     codes, scale, zero = taken_apart(weight, n)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     both = torch.stack((scale, zero + 8 * scale), -1).to(dtype).transpose(0, 1).contiguous()
