@@ -51,7 +51,7 @@ def test_commands_in_the_pages_run(smollm2, page: str, command: str, monkeypatch
         done = run_here(*arguments)
     else:
         shell = f"{sys.executable} -m {command}"
-        done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{page}: {command}\n{done.stderr}"
     assert done.stdout.strip()
 
@@ -66,7 +66,7 @@ def test_programs_in_the_pages_run(smollm2, tmp_path: Path, capsys, page: str, p
         assert capsys.readouterr().out.strip()
         return
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, f"{page}:\n{done.stderr}"
     assert done.stdout.strip()
 

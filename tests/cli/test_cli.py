@@ -10,7 +10,7 @@ import pytest
 from commands import run_here
 
 TRANSECT = [sys.executable, "-m", "transect"]
-PATIENCE_S = 90
+PATIENCE_S = 200
 
 
 def run(*arguments):

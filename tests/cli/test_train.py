@@ -45,7 +45,7 @@ def start(folder, *arguments):
 
 def finish(folder, *arguments):
     process = start(folder, *arguments)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=300)
     return process.returncode, out
 
 
@@ -60,7 +60,7 @@ def losses(folder, name):
 
 
 def wait_for_step(folder, name, step):
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 250
     while time.monotonic() < deadline:
         if len(losses(folder, name)) >= step:
             return
@@ -92,7 +92,7 @@ def test_killed_and_resumed_it_is_the_same_run(folder) -> None:
             process = start(folder, "--resume", "--run", "runs/killed")
         else:  # killed before the first checkpoint was whole
             process = start(folder, folder / "killed.toml")
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert losses(folder, "killed") == losses(folder, "whole")
     a, b = (checkpoint.newest(folder / "runs" / name) for name in ("killed", "whole"))
@@ -103,7 +103,7 @@ def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> Non
     process = start(folder, write_config(folder, "stopped"))
     wait_for_step(folder, "stopped", 4)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert "stopped at step" in out
     stopped = checkpoint.newest(folder / "runs" / "stopped").step

@@ -151,7 +151,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert "could not be written" in done.stdout, done.stderr
     assert newest(tmp_path).step == 1
     assert [path.name for path in list_steps(tmp_path)] == ["step-00000001"]

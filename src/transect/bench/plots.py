@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .load import Record
 from .levels import Result
+from .load import Record
 from .summary import PERCENTILES
 
 COLOURS = ("#0b7285", "#f08c00", "#c92a2a")

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from effort import quick_first
 
 from transect.engine.config import EngineConfig
 from transect.engine.gpu import compilers
@@ -71,7 +72,7 @@ def saying(*lines):
 
 
 def soon(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not condition():
         time.sleep(0.05)
     return condition()
@@ -93,7 +94,7 @@ def test_none_in_a_container_with_little_cpu_time(tmp_path, monkeypatch):
 
 
 def test_compiles_what_it_is_sent(environment, tmp_path):
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=300)
     kernel = done.stdout.splitlines()
     assert len(kernel) == 3, done.stderr
     assert not list(tmp_path.rglob("_rows.cubin"))
@@ -108,13 +109,13 @@ def test_compiles_what_it_is_sent(environment, tmp_path):
     assert compilers.finish(loaded.append) == len(loaded) <= 1
     assert [path.stat().st_size > 0 for path in tmp_path.rglob("_rows.cubin")] == [True]
     compilers.stop()
-    compilers._process.wait(timeout=60)
+    compilers._process.wait(timeout=300)
 
 
 def test_ends_when_there_is_nothing_to_do(environment):
     compilers = start(environment, EngineConfig(model="x"))
     assert compilers.finish(lambda kernel: None) == 0
-    compilers._process.wait(timeout=60)
+    compilers._process.wait(timeout=300)
 
 
 def test_is_stopped_when_the_engine_cannot_be_built(environment):
@@ -135,14 +136,14 @@ def test_the_engine_goes_on_when_it_has_died(environment):
     assert compilers.finish(lambda kernel: None) == 0
 
 
-@pytest.mark.parametrize("last_words", [b"", b"\x80\x05"])
+@pytest.mark.parametrize("last_words", quick_first([b"\x80\x05", b""], 1))
 def test_nothing_is_left_when_the_engine_has_been_killed(environment, last_words):
     """Perhaps in the middle of a message."""
     compilers = start(environment, EngineConfig(model="x"))
     compilers.begin(90, ())
     compilers._process.stdin.write(last_words)
     compilers._process.stdin.close()
-    assert compilers._process.wait(timeout=60) == -signal.SIGKILL
+    assert compilers._process.wait(timeout=300) == -signal.SIGKILL
     assert soon(lambda: not group_lives(compilers._process.pid))
     compilers._process.stdout.close()
 
@@ -155,7 +156,7 @@ def test_workers_end_when_their_parent_has_been_killed(environment):
     while json.loads(compilers._process.stdout.readline())["done"] != 0:
         pass
     compilers._process.send_signal(signal.SIGKILL)
-    compilers._process.wait(timeout=60)
+    compilers._process.wait(timeout=300)
     try:
         assert soon(lambda: not group_lives(compilers._process.pid))
         assert compilers.finish(lambda kernel: None) == 0
@@ -216,5 +217,5 @@ def test_triton_may_be_of_another_package(monkeypatch):
 
 def test_no_torch_until_it_has_begun():
     script = "import sys, transect.engine.llm, transect.engine.gpu.compilers; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["False"], done.stderr

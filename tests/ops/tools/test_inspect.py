@@ -60,7 +60,7 @@ def test_unknown_target_has_no_occupancy() -> None:
 def _inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
     command = [sys.executable, "-m", "transect", "inspect", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def test_table() -> None:
@@ -91,7 +91,7 @@ def test_stages() -> None:
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", STAGES]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     parts = done.stdout.split("=====")
     for part, token in zip(parts, ("tt.load", ".target sm_90a", "LDG.E.128"), strict=False):

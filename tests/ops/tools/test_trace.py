@@ -187,9 +187,9 @@ def test_what_cannot_run_here_is_passed_over() -> None:
 def test_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, "-m", "transect", "trace", "matmul", "--plot", str(tmp_path / "a.png")]
-    done = subprocess.run([*command, "--program", "5"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--program", "5"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "read by program 5" in done.stdout and "[4:8, 8:12]" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    done = subprocess.run([*command, "--program", "12"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--program", "12"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "programs of this run are 0 to 11" in done.stderr

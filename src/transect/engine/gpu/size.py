@@ -24,18 +24,19 @@ def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccoun
         weights=loaded.model.nbytes,
         tables=loaded.allocated - loaded.model.nbytes + measured.tables,
         largest_step=measured.largest_step,
-        graphs=_graph_bytes(setup, measured),
+        graphs=_graph_bytes(setup, loaded, measured),
     )
     return account, _cache_size(setup, account)
 
 
-def _graph_bytes(setup: Setup, measured: Measured) -> int:
+def _graph_bytes(setup: Setup, loaded: Loaded, measured: Measured) -> int:
     """Kept free for CUDA graphs, and for requests with penalties or biases."""
     seqs, captured_fill = setup.limits["max_num_seqs"], setup.captured_fill
     captured = 0 if setup.config.cuda_graphs == "off" else len(row_buckets(seqs, setup.tricks["fine_rows"]))
     captured += 0 if captured_fill is None else len(filled_rows(captured_fill))
+    rebuilt = max(weight.workspace for _, weight in loaded.model.projections()) if captured else 0
     share = min(1.0, setup.tricks["graph_tokens"] / setup.limits["max_num_batched_tokens"])
-    return kept_for_graphs(setup.model.vocab_size, seqs, captured) + int(measured.largest_step * share)
+    return kept_for_graphs(setup.model.vocab_size, seqs, captured) + rebuilt + int(measured.largest_step * share)
 
 
 def _cache_size(setup: Setup, account: MemoryAccount) -> KVSize:

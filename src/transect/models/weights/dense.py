@@ -83,7 +83,7 @@ class Dense(Weight):
     def stream_product(self, products: StreamProducts) -> DenseStream:
         return DenseStream(products, self.weight, self.bias)
 
-    def join_with(self, others: Sequence[Weight]) -> Dense | None:
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Dense | None:
         parts = [self, *(other for other in others if isinstance(other, Dense))]
         biases = [part.bias for part in parts if part.bias is not None]
         alike = len({(part.weight.dtype, part.weight.device) for part in parts}) == 1

@@ -81,6 +81,21 @@ def test_what_no_cut_fits_is_refused() -> None:
         int4_rows.choose_tiling(1, 4096, 4096, 128, {1: 0})
 
 
+GATED = [(28672, 4096), (37888, 3584), (17920, 1536), (16384, 2048), (6144, 1024), (64, 128)]
+
+
+@pytest.mark.parametrize(("n", "k"), GATED)
+def test_a_warp_with_the_gate_in_its_epilogue_holds_whole_pairs(n: int, k: int) -> None:
+    config = {**int4_rows.rule((1, n, k)), "ranks": 1, "warps": 8}
+    tiling = int4_rows.tiling_of(config, 1, n, k, 128, CLUSTERS, gated=True)
+    assert tiling is not None and tiling.gated and tiling.ranks == 1
+    assert tiling.per % 2 == 0 == int4_rows.tiles_at_once(tiling) % 2
+    _fits(tiling, 1, n, k, 128)
+    for refused in ({"ranks": 2}, {"warps": 9}, {"columns": 3}):
+        assert int4_rows.tiling_of({**config, **refused}, 1, n, k, 128, CLUSTERS, gated=True) is None
+    assert int4_rows.tiling_of(config, 9, n, k, 128, CLUSTERS, gated=True) is None
+
+
 @pytest.fixture
 def kernel() -> int4_rows.CudaCodes:
     return loaded(int4_rows.CudaCodes, hopper=True)
@@ -98,6 +113,23 @@ def test_error_is_that_of_torch_and_every_run_gives_the_same(
     kernel: int4_rows.CudaCodes, m: int, n: int, k: int, group: int, dependent_launch: bool
 ) -> None:
     check_int4_product(kernel, m, n, k, group, dependent_launch=dependent_launch, repeats=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent_launch", [False, True])
+@pytest.mark.parametrize("m", [1, 3, 8])
+@pytest.mark.parametrize(("n", "k"), [(n, k) for n, k in GATED if n >= 16384])
+def test_the_gate_in_the_epilogue(kernel: int4_rows.CudaCodes, m: int, n: int, k: int, dependent_launch: bool) -> None:
+    weight = int4_weight(n, k, 128, "cuda")
+    x, *_ = product_inputs(m, n, k)
+    both = int4_matmul.reference(x.double(), weight, n).unflatten(-1, (-1, 2, 16))
+    want = (F.silu(both[:, :, 0]) * both[:, :, 1]).flatten(1)
+    got = kernel.gated(x, weight, n, dependent_launch=dependent_launch)
+    assert got is not None and got.shape == (m, n // 2)
+    # Rounding the two factors before they are multiplied, as two kernels do, costs about 3e-3.
+    assert (got.double() - want).norm() <= 3e-3 * want.norm()
+    for _ in range(3):
+        assert torch.equal(got, kernel.gated(x, weight, n, dependent_launch=dependent_launch))
 
 
 @pytest.mark.gpu

@@ -50,6 +50,9 @@ constexpr float kUnscaled = 0x1p69f, kUnscaled8 = 0x1p65f;  // 2^133 / 2^64, and
 // Whether a stage has room for rows of X past the last one: their places then follow from the first one's.
 template <int NT, bool WHOLE>
 constexpr bool kAllRows = NT == 2 || WHOLE;
+// Whether there is a gate in the epilogue: where registers are to spare.
+template <int THREADS, int NT, int RB>
+constexpr bool kGates = NT == 1 && RB == 2 && THREADS <= 320;
 // Blocks of a multiprocessor that the registers are shared out for.
 template <int NT>
 constexpr int kBlocks = NT <= 2 ? 2 : 1;
@@ -75,7 +78,7 @@ template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
               int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
-              int stages, int ahead, int late) {
+              int stages, int ahead, int late, int gated) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
   constexpr bool ALL_ROWS = kAllRows<NT, WHOLE>, SUBNORMAL = kSubnormal<NT>;
@@ -210,6 +213,16 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     for (int c = 0; c < 4; c++) {
       const int n = (first + t) * 16 + c / 2 * 8 + lane / 4, m = tile * 8 + lane % 4 * 2 + c % 2;
       if (n < N && m < rows) out[(size_t)(m0 + m) * N + n] = __float2bfloat16(v[c] + (bias ? __bfloat162float(bias[n]) : 0.f));
+    }
+  };
+  // Sixteens of rows of W alternate between gate and up, so a warp with two of them holds both of an output.
+  auto store_gated = [&](const float (&gate)[4], const float (&up)[4], int t, int tile, int n_tiles) {
+    if (t >= n_tiles) return;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int n = (first + t) / 2 * 16 + c / 2 * 8 + lane / 4, m = tile * 8 + lane % 4 * 2 + c % 2;
+      if (n < N / 2 && m < rows)
+        out[(size_t)(m0 + m) * (N / 2) + n] = __float2bfloat16(gate[c] / (1 + __expf(-gate[c])) * up[c]);
     }
   };
   // Where a lane reads in a stage; with registers to spare not to be made anew in every step.
@@ -354,10 +367,16 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     }
     if (ranks == 1) {
       if (team == 0) {
+        const int t = pass * wide + my_tile, n_tiles = min(count, (pass + 1) * wide);
+        if (kGates<THREADS, NT, RB> && gated) {
 #pragma unroll
-        for (int r = 0; r < RB; r++)
+          for (int tile = 0; tile < NT; tile++) store_gated(y[0][tile], y[RB - 1][tile], t, tile, n_tiles);
+        } else {
 #pragma unroll
-          for (int tile = 0; tile < NT; tile++) store(y[r][tile], pass * wide + my_tile + r, tile, min(count, (pass + 1) * wide));
+          for (int r = 0; r < RB; r++)
+#pragma unroll
+            for (int tile = 0; tile < NT; tile++) store(y[r][tile], t + r, tile, n_tiles);
+        }
       }
 #pragma unroll
       for (int r = 0; r < RB; r++)
@@ -398,7 +417,7 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 
 template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
 static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
-                 int warps, int teams, int stages, int per, int ranks, int late, int dependent, void* stream) {
+                 int warps, int teams, int stages, int per, int ranks, int late, int gated, int dependent, void* stream) {
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
@@ -410,10 +429,11 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   if (shared > kMostShared || (ranks * teams > 1 && passes > 1) || (warps * teams + 2) * 32 > THREADS ||
       stages % teams || wide < RB)
     return -1;
+  if (gated && (!kGates<THREADS, NT, RB> || ranks > 1 || per % 2 || wide % 2 || N % 32 || bias)) return -1;
   return (int)launch(int4_rows<GROUP, THREADS, NT, RB, WHOLE>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared,
                      ranks, dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
-                     (int)(dependent > 1), late);
+                     (int)(dependent > 1), late, gated);
 }
 
 // How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
@@ -425,11 +445,12 @@ extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_r
 // a warp at a time, 2, or 3 with 16 ``rows`` and groups of 128; ``stages`` of the ring, a multiple of ``teams``;
 // ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
 // launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``whole``: 1 for X as whole
-// numbers, with 8 ``rows``. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel
+// numbers, with 8 ``rows``. ``gated``: 1 where the sixteens of rows of W are gate, up, gate, up ...: out is silu(gate) up [M, N / 2];
+// with up to 8 rows, 1 rank, 2 columns, at most 8 warps and no bias. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel
 // before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
-                                    int ranks, int late, int whole, int columns, int dependent, void* stream) {
+                                    int ranks, int late, int whole, int columns, int gated, int dependent, void* stream) {
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
@@ -438,7 +459,7 @@ extern "C" int transect_int4_matmul(const void* x, const void* weight, const voi
 #define TRANSECT_INT4(GROUP, THREADS, NT, RB, WHOLE)                                                                          \
   if (group == GROUP && threads == THREADS && rows == NT * 8 && columns == RB && (whole != 0) == WHOLE)                       \
     return start<GROUP, THREADS, NT, RB, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks,    \
-                                                late, dependent, stream);
+                                                late, gated, dependent, stream);
 #define TRANSECT_WARPS(GROUP, THREADS)       \
   TRANSECT_INT4(GROUP, THREADS, 1, 2, true)  \
   TRANSECT_INT4(GROUP, THREADS, 1, 2, false) \

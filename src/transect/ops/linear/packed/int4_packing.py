@@ -70,7 +70,7 @@ def arrange(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def arrange_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """As ``arrange``, of codes one to a byte, uint8 ``[N, K]``; a row may have an odd number of groups."""
+    """``arrange`` for codes uint8 ``[N, K]``, one to a byte; a row may have an odd number of groups."""
     n, k = codes.shape
     groups = scale.shape[1]
     if k % CHUNK:

@@ -67,12 +67,18 @@ class RowsTiling:
     """X as whole numbers of 16 bits; for 8 rows at a time."""
     columns: int = COLUMNS
     """Sixteens of rows of W for a warp at a time; ``COLUMNS`` + 1 for 16 rows of X and groups of 128."""
+    gated: bool = False
+    """Sixteens of rows of W are gate and up in turn; each warp holds both, so the gate is in the epilogue."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers that the launcher takes."""
         return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, int(self.whole),
-                self.columns)  # fmt: skip
+                self.columns, int(self.gated))  # fmt: skip
+
+
+MOST_GATED = 8
+"""Warps of a block with the gate in its epilogue."""
 
 
 def most_warps(group: int, columns: int = COLUMNS) -> int:
@@ -99,11 +105,12 @@ def shared_bytes(tiling: RowsTiling, m: int, group: int) -> int:
 
 
 def tiling_of(
-    config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]
+    config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int], *, gated: bool = False
 ) -> RowsTiling | None:
     """The tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
 
-    ``clusters``: how many of each size there is room for, one block on a multiprocessor.
+    ``clusters``: how many of each size there is room for, one block on a multiprocessor. ``gated``: with the gate in
+    the epilogue, for which a warp needs whole pairs of sixteens and all of K.
     """
     rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
     ranks, teams, chunks, columns = config["ranks"], config["teams"], k // CHUNK, config["columns"]
@@ -113,11 +120,16 @@ def tiling_of(
         return None
     if (config["blocks"] > 1 and rows > BESIDE_ROWS) or (config["whole"] and rows > ROWS[0]):
         return None
-    per = max(columns, -(-n // (16 * clusters[ranks] * config["blocks"])))
-    wide = tiles_at_once(RowsTiling(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
-    if ranks * teams > 1 and wide < per:
+    if gated and (rows > ROWS[0] or ranks > 1 or columns != COLUMNS or n % 32 or config["warps"] * teams > MOST_GATED):
         return None
-    tiling = RowsTiling(rows, -(-wide // columns), teams, teams, per, ranks, 0, config["whole"], columns)
+    per = max(columns, -(-n // (16 * clusters[ranks] * config["blocks"])))
+    if gated:  # whole pairs in a block, and in each of its passes
+        passes = -(-per // (config["warps"] * columns))
+        per = passes * 2 * -(-per // (2 * passes))
+    wide = tiles_at_once(RowsTiling(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
+    if (ranks * teams > 1 and wide < per) or (gated and wide % 2):
+        return None
+    tiling = RowsTiling(rows, -(-wide // columns), teams, teams, per, ranks, 0, config["whole"], columns, gated)
     most = BESIDE if rows <= BESIDE_ROWS else SHARED
     wanted = max(teams, min(-(-per // wide) * -(-chunks // ranks), MOST_STAGES))
     fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(tiling, stages=s), m, group) <= most]
@@ -200,15 +212,21 @@ class Codes(ABC):
         reason = cuda_refusal(x, weight, n, bias)
         if reason:
             raise ValueError(f"{self._source}: {reason}")
+        if x.shape[0] == 0 or n == 0:
+            return x.new_empty((x.shape[0], n))
+        tiling = self.tiling(x, n, group_of(weight), config)
+        return self._run(tiling, x, weight, n, bias, n, dependent_launch)
+
+    def _run(
+        self, tiling: Tiling, x: Tensor, weight: Tensor, n: int, bias: Tensor | None, outputs: int,
+        dependent_launch: bool,
+    ) -> Tensor:  # fmt: skip
         m, k = x.shape
-        group = group_of(weight)
-        out = x.new_empty((m, n))
-        if m == 0 or n == 0:
-            return out
-        tiling = self.tiling(x, n, group, config)
+        out = x.new_empty((m, outputs))
         code = self._launch(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
-            x.stride(0), *tiling.numbers, 2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
+            group_of(weight), x.stride(0), *tiling.numbers, 2 if dependent_launch else 1,
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"{self._source}: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
@@ -219,10 +237,11 @@ class CudaCodes(Codes):
     """``int4_matmul`` by ``int4_matmul.cu``; raises the same errors as ``Codes``."""
 
     def __init__(self) -> None:
-        super().__init__("int4_matmul", "transect_int4_matmul", 9)
+        super().__init__("int4_matmul", "transect_int4_matmul", 10)
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._tilings: dict[tuple[int, int, int, int], RowsTiling] = {}
+        self._gated: dict[tuple[int, int, int, int], RowsTiling | None] = {}
 
     def clusters(self, device: torch.device) -> Mapping[int, int]:
         """How many clusters of 1, 2, 4 and 8 blocks run at once. This is less than the multiprocessors divided by the
@@ -247,6 +266,22 @@ class CudaCodes(Codes):
                 return tiling
             self._tilings[key] = tiling
         return self._tilings[key]
+
+    def gated(self, x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
+        """``silu(gate) * up [M, N / 2]`` of a weight whose sixteens of rows are gate and up in turn; None where the
+        epilogue cannot do that (K shared by blocks), or where it was not measured to pay (more than 8 rows)."""
+        (m, k), group = x.shape, group_of(weight)
+        if m > ROWS[0] or cuda_refusal(x, weight, n) is not None:
+            return None
+        clusters, key = self.clusters(x.device), (m, n, k, group)
+        if key not in self._gated:
+            config = choose("int4_matmul.cu", (m, n, k), x.device, rule)
+            tiling = tiling_of(config, m, n, k, group, clusters, gated=True)
+            if not self._clusters:
+                return x.new_empty((m, n // 2))  # launches are skipped: see ``cuda.skipped``
+            self._gated[key] = tiling
+        found = self._gated[key]
+        return None if found is None else self._run(found, x, weight, n, None, n // 2, dependent_launch)
 
 
 def cuda_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
