@@ -53,7 +53,7 @@ class _Plan:
         self.step = step
         self.rows: list[ScheduledRow] = []
         self.sequences: list[Sequence] = []
-        """Of the rows, one each."""
+        """The sequence of each row."""
         self.copies: list[tuple[int, int]] = []
         self.forks: list[Sequence] = []
         """Choices that begin with this step and are not yet among the running."""
@@ -92,7 +92,7 @@ class Scheduler:
         self._num_sequences = 0
         self._step = 0
         self._last: list[Sequence] = []
-        """Of the rows of the last step."""
+        """The sequences of the last step's rows."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0

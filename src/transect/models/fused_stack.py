@@ -89,7 +89,7 @@ class FusedStack:
         """Of the first layer, where all layers can: it is asked which steps it takes."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
-        """Of each position, cosines and then sines."""
+        """For each position, cosines and then sines."""
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
@@ -131,7 +131,7 @@ class FusedStack:
     def _run_streams(
         self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
     ) -> tuple[Tensor, Tensor]:
-        """As ``_run``, by products that begin and end at the residual stream; all tokens are wanted."""
+        """``_run`` by products that begin and end at the residual stream; all tokens are wanted."""
         first = self._layers[0].attention_norm
         stream = Stream(x_TD, first(x_TD), None, first.eps)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
@@ -219,7 +219,7 @@ class _FusedLayer:
         self.o, self.down = attention.o.product(), mlp.down.product()
         projections = (qkv, attention.o, gate_up, mlp.down)
         self.sizes = [(*weight.shape, weight is gate_up) for weight in projections]
-        """Of its products, as ``StreamProducts`` asks for them."""
+        """Sizes of its products, as ``StreamProducts`` takes them."""
         self.on_stream = None if streams is None else _StreamLayer.of(projections, streams)
 
 

@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class PromptDetails(BaseModel):
-    """Of the prompt tokens, how many came from the prefix cache."""
+    """How many of the prompt tokens came from the prefix cache."""
 
     cached_tokens: int
 

@@ -191,7 +191,7 @@ def _limit(size: int, what: str, most: int = MAX_REPEATED) -> None:
 
 
 def _limit_percent(pattern: str, values: Any) -> None:
-    """Of ``pattern % values``: the widths written out, and with ``*`` those among the values."""
+    """Limit the widths of ``pattern % values``: those written out, and with ``*`` those among the values."""
     _limit(_largest_number(pattern), "a field width")
     if "*" in pattern:
         _limit(_largest(values if isinstance(values, tuple) else (values,)), "a field width")

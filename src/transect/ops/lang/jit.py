@@ -1,4 +1,4 @@
-"""What every Triton file of this folder starts from: the compiler if it is installed, and where its kernels run.
+"""Where every Triton file begins: the compiler if it is installed, and where its kernels run.
 
 Triton is optional, and every version from 3.6 on will do: torch 2.11 brings 3.6, torch 2.13 brings 3.7, torch 2.15
 brings 3.9. What differs between them stands here and in ``gluon_language.py``. Without Triton ``kernel`` leaves a
@@ -63,7 +63,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """What ``Implementation.load`` of a Triton launcher is.
+    """``Implementation.load`` of a Triton launcher.
 
     Raises (when called):
         Unavailable: Triton is missing, or there is neither a GPU nor the interpreter.
@@ -89,7 +89,7 @@ def runs_triton(*tensors: Tensor) -> bool:
 
 
 def require(name: str, *tensors: Tensor) -> None:
-    """Check what a launcher is about to hand to a kernel.
+    """Check the tensors that a launcher is about to hand to a kernel.
 
     Raises:
         ValueError: a dtype that no kernel computes in, or tensors on different devices.

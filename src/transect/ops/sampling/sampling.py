@@ -5,23 +5,28 @@ For a row of logits x with temperature t, and noise G from ``philox.py`` that de
     z_i = (x_i - max x) / t           kept: z_i >= log(min_p), z_i >= the k-th largest z, and of those the likeliest,
     token = argmax over kept (z_i + G_i)      equals in the order of their ids, until their mass reaches top_p
 
-which is a draw from the kept tokens' softmax (Gumbel-max; Gumbel 1954, Maddison et al. 2014). Tokens equal to the k-th
-are all kept. Temperature 0 is argmax, the lower id of equals. A row that keeps its whole vocabulary draws a group of
-128 tokens by its mass first, then a token within it: the same distribution for V / 128 + 128 random numbers in place
-of V. These are the rules of ``engine/sampler.py``, and the draws are the same tokens, up to rounding of a score (about
-1e-6).
+This is a draw from the kept tokens' softmax (Gumbel-max; Gumbel 1954, Maddison et al. 2014). All tokens equal to the
+k-th are kept. Temperature 0 is argmax, the lower id of equals. A row that keeps its whole vocabulary first draws a
+group of 128 tokens by its mass, then a token within it: the same distribution with V / 128 + 128 random numbers in
+place of V. These are the rules of ``engine/sampler.py``, and the draws are the same tokens, up to rounding of a score
+(about 1e-6).
 
-Nothing is sorted. After ``_groups`` (largest logit and mass of each group, one pass over the logits at the rate of
-memory) a program a row knows its maximum and its mass, and a bar for what can matter: the k-th largest group maximum
-(at least k tokens reach it), min-p's floor, or 2**-13 of the mass. ``_collect`` gathers what passes the bar, some
-hundred tokens as a rule, and ``_choose`` settles the row on those: the k-th largest by a search over bit patterns, then
-the best score, checked against top-p and, if it lies outside, replaced by the best of the tokens before it. What lies
-outside shuts out everything behind it, so few rounds are needed. A flat row (more than CANDIDATES above the bar, or too
-little mass) is settled the same way on all its tokens. Masses are added as integers (units of 2**-42), so that no
-order of arrival shows: a row's token does not depend on the other rows, to the bit.
+Nothing is sorted:
+
+* ``_groups`` reads the logits once, at the rate of memory, and leaves the largest logit and the mass of each group.
+  Then one program a row knows the row's maximum, its mass, and a bar for what can matter: the k-th largest group
+  maximum (at least k tokens reach it), min-p's floor, or 2**-13 of the mass.
+* ``_collect`` gathers what passes the bar, usually some hundred tokens.
+* ``_choose`` settles the row on those. It finds the k-th largest by a search over bit patterns, then takes the best
+  score and checks it against top-p. If the token lies outside, it shuts out everything behind it, and the best of the
+  tokens before it is next, so few rounds are needed. A flat row (more than CANDIDATES above the bar, or too little
+  mass) is settled the same way on all its tokens.
+
+Masses are added as integers (units of 2**-42), so the order of arrival cannot change them: a row's token does not
+depend on the other rows, to the bit.
 
 On Hopper the launches are dependent: each begins while the one before it runs, and reads a row's parameters,
-temperature to position, before that has ended. So the kernel before the first of them must not be what writes those.
+temperature to position, before that has ended. So the kernel before the first of them must not write those.
 
 Shapes: logits ``[R, V]``; temperature, top_p, min_p float32 ``[R]``; top_k int32 ``[R]`` (0 or at least V: off); seed
 int64 ``[R]``; choice and position int32 or int64 ``[R]``; result int64 ``[R]``. No gradient. The host reads no value.
@@ -59,8 +64,8 @@ from .triton import CANDIDATES, _choose, _collect, _groups, _settle, kernels
 GROUP = 128
 SMALLEST_TEMPERATURE = 1e-30
 COLLECTORS = 512
-"""Programs of ``_collect`` for all rows together, where a row's groups are enough for that: as many as an H200 runs at
-once with 128 registers a thread. Twice as many for more than MANY_ROWS, each of which would else get too few."""
+"""Programs of ``_collect`` for all rows together, where a row has enough groups: as many as an H200 runs at once with
+128 registers a thread. Twice as many for more than MANY_ROWS rows, each of which would otherwise get too few."""
 MANY_ROWS = 64
 
 
@@ -126,7 +131,7 @@ CHOICES = {
 
 
 def rule(size: tuple[int, int]) -> Config:
-    """For any (rows, vocabulary)."""
+    """The knobs for any (rows, vocabulary)."""
     return {"groups": 32, "warps": 4, "collected": 16, "block": 512 if INTERPRETED else 2048, "choose_warps": 8}
 
 
@@ -145,7 +150,7 @@ def sample(
     logprobs: Tensor | None = None,
     finite: Tensor | None = None,
 ) -> Tensor:
-    """As ``reference``, on the device; can be captured in a CUDA graph.
+    """``reference`` on the device; a CUDA graph can capture it.
 
     Args:
         out: int64 ``[R]``, where the tokens are to go.

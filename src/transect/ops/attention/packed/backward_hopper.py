@@ -1,40 +1,37 @@
 """The gradient of flash attention for Hopper GPUs: one kernel for dq, dk and dv, 5 products in place of 7.
 
-The math and the kernels for every other GPU (and for the interpreter) are in ``packed/backward.py``; this file
-computes the same gradients, in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of Triton
-in which layouts, shared memory, barriers and the roles of warps are spelled out.
+The math and the kernels for every other GPU (and for the interpreter) are in ``packed/backward.py``. This file computes
+the same gradients in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of Triton that
+spells out layouts, shared memory, barriers and the roles of warps.
 
-A program owns 128 keys of one key head and walks over the queries that see them, 64 at a time, of all query heads that
-share the key head one after another: so the sum over a group of heads is made in registers and costs nothing. Scores
-are kept with the keys as rows. For each tile of queries:
+A program owns 128 keys of one key head. It walks over the queries that see them, 64 at a time, of all query heads that
+share the key head, one head after another. So the sum over a group of heads happens in registers and costs nothing.
+Scores have the keys as rows. For each tile of queries:
 
     s' = k q'     dp' = v g'     p' = exp2(scale2 s' - L)     ds' = p' (dp' - D)
     dv += p' g    dk += ds' q    dq += ds k
 
-p' then is the left operand of dv as it lies in registers. ds' goes through shared memory, once, for dk and, transposed,
-for dq. k, v and the tiles of q and g, L and D are brought by one warp that only *fetches* (``_fetch``), with 24
-registers a thread, into a ring of STAGES tiles; two warpgroups *work* (``_work``), each on 64 of the keys, with 240
-registers a thread: 128 of them for dk and dv, 64 for s' and dp'. ``full[slot]`` says that a copy has arrived,
-``empty[slot]`` that both warpgroups have read it.
+p' is then the left operand of dv as it lies in registers. ds' goes through shared memory once, for dk and, transposed,
+for dq. One warp only *fetches* (``_fetch``): it brings k, v, the tiles of q and g, L and D into a ring of STAGES tiles,
+and has 24 registers a thread. Two warpgroups *work* (``_work``), each on 64 of the keys, with 240 registers a thread:
+128 for dk and dv, 64 for s' and dp'. ``full[slot]`` says that a copy has arrived, ``empty[slot]`` that both warpgroups
+have read it.
 
-In a step the products are issued without waiting: dp' runs while p' is computed, dv while ds' is, dk while dq is added
-to memory, and on into the next step's s'.
+A step issues its products without waiting: dp' runs while p' is computed, dv while ds' is, dk while dq is added to
+memory, and on into the next step's s'.
 
-dq is a sum over keys, and so over programs: each adds its part to a float32 workspace, in no fixed order. So dk and dv
-are the same to the bit in every run, and dq up to the rounding of float32 sums. Where that is not wanted
-(``torch.use_deterministic_algorithms``) the two kernels of ``packed/backward.py`` run. The workspace holds
-each tile of dq in the order in which threads hold it (``_in_fragment_order``): 512 bytes for each instruction of a
-warp. In the order of rows a warp reaches 8 rows, 32 bytes of each; the additions then kept shared memory's data path
-busy, and the whole was 1.3 times slower. A last kernel puts dq in order, scaled and rounded (``finish_kernel``).
+dq is a sum over keys, and so over programs. Each adds its part to a float32 workspace, in no fixed order. So dk and dv
+are the same to the bit in every run, and dq up to the rounding of float32 sums. With
+``torch.use_deterministic_algorithms`` the two kernels of ``packed/backward.py`` run instead. The workspace holds each
+tile of dq in the order in which threads hold it (``_in_fragment_order``): 512 bytes for each instruction of a warp. A
+last kernel puts dq in order, scaled and rounded (``finish_kernel``).
 
-Bound by: the tensor cores have work 62 to 68% of the time, and the data path of shared memory, which feeds them, 68 to
-76%: a product of 64 rows and 64 columns with both operands in shared memory asks for all 128 bytes a cycle that it has,
-and s', dp' and dq are such products. 128 queries at a time would halve that, but not fit the registers. What is left is
-mostly waiting at barriers: the warpgroups meet twice in a step, because dq needs the ds' of both. (Counters, and times
-beside cuDNN's: benchmarks/attention_backward.py.) Taking the scores of the next tile before this one's dq, so that
-exponentials run beside products, was slower: it spills.
+Bound by the tensor cores and by the data path of shared memory, which feeds them: a product of 64 rows and 64 columns
+with both operands in shared memory asks for all 128 bytes a cycle, and s', dp' and dq are such products. The rest is
+mostly waiting at barriers: the warpgroups meet twice in a step, because dq needs the ds' of both.
 
 Source: Dao 2023, arXiv:2307.08691 (loop order, atomic dq); Shah et al. 2024, arXiv:2407.08608 (roles, overlap).
+Counters, and what was tried and lost, are in ``docs/lab-notes/attention.md``.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, g, lse, delta, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, kv_full, full, empty, total, first_j,
     kv_head, low, high, end, tokens, GROUP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The one warp that has the copy engine bring k, v and the tiles of queries, and brings L and D itself."""
+    """The warp that has the copy engine bring k, v and the tiles of queries, and that brings L and D itself."""
     mbarrier.expect(kv_full, 2 * k.block_type.nbytes)
     async_load(k, [first_j, kv_head, 0], kv_full, k_tile.index(0))
     async_load(v, [first_j, kv_head, 0], kv_full, v_tile.index(0))
@@ -114,9 +111,9 @@ def _fetch(  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _in_fragment_order(x, BM: gl.constexpr, DP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """dq of a tile, ``[BM * DP]``, in an order in which the 4 numbers that a thread adds at a time are neighbours, and
-    so are those of neighbouring threads: 512 bytes for each instruction of a warp. In the order of rows the warp would
-    reach 8 rows, 32 bytes of each."""
+    """dq of a tile, ``[BM * DP]``, in an order where the 4 numbers that a thread adds at a time are neighbours, and so
+    are those of neighbouring threads: 512 bytes for each instruction of a warp. In the order of rows a warp would reach
+    8 rows, 32 bytes of each."""
     x = x.reshape([4, 2, 8, 2, DP // 16, 4, 2])  # rows: warp, half, lane; columns: warpgroup, 8s, lane, pair
     return x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([BM * DP])
 
@@ -299,7 +296,7 @@ def backward(
     """Gradients of q, k and v from the upstream gradient, L and D ``[H, T]`` float32.
 
     Raises:
-        ValueError: shapes that do not fit each other, or inputs that it does not take.
+        ValueError: shapes that do not fit each other, or inputs that this kernel does not take.
     """
     q, k, v = check(q, k, v, cu_seqlens)
     g, lse, delta = g.contiguous(), lse.contiguous(), delta.contiguous()
@@ -328,7 +325,7 @@ def backward(
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     if gluon is None:
         return []
     tiles = {

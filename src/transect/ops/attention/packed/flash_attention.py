@@ -8,12 +8,12 @@ tokens:
 
 **Forward.** A program holds BM queries of one head and walks over tiles of BN keys. It keeps, for each query, the
 largest score so far m, the sum l of exp(s - m), and the output o not yet divided (Milakov & Gimelshein 2018). A new
-tile with the largest score m' multiplies what was summed before by exp(m - m'): that is all it takes for the softmax
-never to need a second look. Only o and L = m + log l leave the program: T H (d + 1) numbers, not T^2 H.
+tile with the largest score m' multiplies the earlier sums by exp(m - m'). So the softmax never needs a second look.
+Only o and L = m + log l leave the program: T H (d + 1) numbers, not T^2 H.
 
-Two kernels do that: the one of this file, which runs everywhere, and on Hopper the one in ``packed/hopper.py``
-for 16-bit heads of 64, 96 and 128, up to 1.4 times faster there. ``forward`` chooses by device, dtype, head size,
-strides, and how long the documents are on average. ``flash_attention.cu`` is the forward pass in CUDA C++, to be read.
+Two kernels do this: the one of this file, which runs everywhere, and on Hopper the one in ``packed/hopper.py`` for
+16-bit heads of 64, 96 and 128. ``forward`` chooses by device, dtype, head size, strides, and the average length of the
+documents. ``flash_attention.cu`` is the forward pass in CUDA C++, to be read.
 
 **Backward.** The gradient, its derivation and its kernels are in ``packed/backward.py``.
 
@@ -144,7 +144,7 @@ def forward(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """As ``reference``, without holding scores."""
+    """``reference`` without holding scores."""
     return forward(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 
@@ -220,7 +220,7 @@ _attention_op.register_autograd(_backward_op, setup_context=_save)
 def flash_attention_autograd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """As ``flash_attention``, through ``torch.library``: gradients, fake tensors, ``torch.compile``."""
+    """``flash_attention`` through ``torch.library``: gradients, fake tensors, ``torch.compile``."""
     return _attention_op(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 

@@ -1,41 +1,37 @@
 """Flash attention forward for Hopper GPUs: warps that only load, warps that only compute, products beside the softmax.
 
-The math, the arguments and the kernel for every other GPU (and for the interpreter) are in ``flash_attention.py``; this
-file computes the same o and L, in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of
-Triton in which layouts, shared memory, barriers and the roles of warps are spelled out.
+The math, the arguments and the kernel for every other GPU (and for the interpreter) are in ``flash_attention.py``. This
+file computes the same o and L in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of
+Triton that spells out layouts, shared memory, barriers and the roles of warps.
 
 A tile is 128 queries of one head. The warps of a program have two kinds of roles (``forward_kernel``):
 
-* one warp *fetches*: it chooses the tile, and has the bulk copy engine (TMA) bring its queries, and then blocks of 128
-  keys and values into a ring in shared memory, as far ahead as the ring has room. It needs 24 registers a thread, so
-  that
-* two *warpgroups* of 4 warps *attend*, each for 64 of the queries, with 240 registers a thread: 64 for the output, 64
+* One warp *fetches*. It chooses the tile, and has the bulk copy engine (TMA) bring its queries, and then blocks of 128
+  keys and values into a ring in shared memory, as far ahead as the ring has room. It needs only 24 registers a thread.
+* Two *warpgroups* of 4 warps *attend*, each for 64 of the queries, with 240 registers a thread: 64 for the output, 64
   for the scores of a block, 32 for its probabilities. (For full attention with heads of 64 there are three, and 192
-  queries: half the output to hold, and more exponentials for each product to be hidden.)
+  queries: half the output to hold, and more exponentials to hide behind each product.)
 
 They meet at barriers in shared memory (mbarriers): ``full[slot]`` when a copy has arrived, ``empty[slot]`` when every
-warpgroup has read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... (blocks from the last key to
-the first, so that the one which needs a mask comes first).
+warpgroup has read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... Blocks run from the last key
+to the first, so that the one which needs a mask comes first.
 
-In a warpgroup the tensor cores and the exponentials take turns unless told otherwise. So a step issues two products
-without waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block
-starts when its scores are there, and runs while p v still does (``_walk``). Between the warpgroups nothing is arranged:
-while one waits for its scores the other computes exponentials. Handing the tensor cores back and forth explicitly, as
-FlashAttention-3 does, was measured slower here (0.97 to 1.0 of this).
+In a warpgroup the tensor cores and the exponentials take turns by default. So a step issues two products without
+waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block starts
+when its scores are there, and runs while p v still does (``_walk``). Between the warpgroups nothing is arranged: while
+one waits for its scores, the other computes exponentials.
 
-There is a program for each multiprocessor. It takes tiles from a counter that all share, the ones with most keys first,
-and loads the queries of the next tile while this one is finished. Which program computes a tile changes from run to
-run; its result does not, to the bit: nothing is ever added up across programs.
+There is one program for each multiprocessor. It takes tiles from a shared counter, those with most keys first, and
+loads the queries of the next tile while it finishes this one. Which program computes a tile changes from run to run.
+The result does not, to the bit, because nothing is added up across programs.
 
-Bound by: the tensor cores, and for heads of 64 the exponential units as much. For each block of heads of 128 a
-multiprocessor spends 2048 cycles on products, and its exponential units, 16 a cycle, 1024 on the softmax beside them.
-On an H200 (``results/h200/profile_flash_attention.json``) the tensor pipe is active 74% of the cycles at 4 x 4096
-causal and 75% in full, the exponential units 38 and 39%; with heads of 64 it is 47 and 49%. Little overlaps at the
-beginning and the end of a tile (the first block's scores and softmax, the last product, storing), so short documents
-pay: 8 x 1024 runs at 0.70 of the rate of 8192. Long runs meet the power limit: the clock gives way. Times beside cuDNN:
-``results/h200/attention_forward.json``.
+Bound by the tensor cores, and for heads of 64 as much by the exponential units. For each block with heads of 128 a
+multiprocessor spends 2048 cycles on products, and its exponential units, 16 a cycle, spend 1024 on the softmax beside
+them. Little overlaps at the beginning and the end of a tile (the first block's scores and softmax, the last product,
+the stores), so short documents pay more.
 
 Source: Shah et al. 2024, arXiv:2407.08608 (roles, overlap); Milakov & Gimelshein 2018, arXiv:1805.02867 (softmax).
+Counters, and what was tried and lost, are in ``docs/lab-notes/attention.md``.
 """
 
 from __future__ import annotations
@@ -212,7 +208,7 @@ def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, PARTS: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens,
     scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup does: 64 queries of every tile."""
+    """The work of a warpgroup: 64 queries of every tile."""
     ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
     DP: gl.constexpr = q_tiles.shape[3]
@@ -295,7 +291,7 @@ def _note(plan, place, value):  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Have the next block of ``source`` brought to place ``queue`` of the ring, when that is free."""
+    """Ask for the next block of ``source`` at place ``queue`` of the ring, when that is free."""
     slot = queue % SLOTS
     mbarrier.wait(empty.index(slot), (queue // SLOTS & 1) ^ 1)
     mbarrier.expect(full.index(slot), source.block_type.nbytes)
@@ -345,10 +341,10 @@ def _fetch(  # type: ignore[no-untyped-def]
     PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """What the copying warp does: chooses tiles, tells the others, and keeps the ring full.
+    """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full.
 
     It asks for the next tile AHEAD blocks before the end of this one: late, so that whoever is free first gets it, and
-    yet early enough to have its queries there in time.
+    early enough to have its queries there in time.
     """
     ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
@@ -489,7 +485,7 @@ def _descriptor(t: Tensor, rows: int) -> Any:
 
 def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
     """How many heads are worked on at a time: as many as have keys and values of 16 MB together, which leaves most of
-    the L2 cache free; at least those that share a key head."""
+    the L2 cache free, and at least those that share a key head."""
     key_heads = max(1, 2**24 // (4 * d * max(1, tokens // documents)))
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(group, key_heads * group))
 
@@ -498,12 +494,12 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
     *, parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``flash_attention.forward``, by this kernel; copies what the bulk copy engine cannot address.
+    """``flash_attention.forward`` by this kernel; copies what the bulk copy engine cannot address.
 
     ``parts``: warpgroups that compute, 2, or 3 for heads of 64.
 
     Raises:
-        ValueError: shapes that do not fit each other, or inputs that it does not take.
+        ValueError: shapes that do not fit each other, or inputs that this kernel does not take.
     """
     q, k, v = check(q, k, v, cu_seqlens)
     tokens, heads, d = q.shape
@@ -541,7 +537,7 @@ def flash_attention(
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     if gluon is None:
         return []
     ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")
@@ -582,7 +578,7 @@ def device_refusal() -> str | None:
 
 
 def available(launcher: Any) -> Any:
-    """What ``Implementation.load`` of a launcher that may run this kernel is.
+    """``Implementation.load`` of a launcher that may run this kernel.
 
     Raises (when called):
         Unavailable: no Gluon, or not a Hopper GPU.

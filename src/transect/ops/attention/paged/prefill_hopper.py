@@ -1,21 +1,21 @@
 """Prefill chunks over a paged cache on Hopper GPUs: the bulk copy engine gathers the blocks of the cache.
 
-The math and the arguments are in ``paged_attention.py``; the roles of the warps, the ring of keys and values, and the
-overlap of products and softmax are those of ``packed/hopper.py``. What is different here:
+The math and the arguments are in ``paged_attention.py``. The roles of the warps, the ring of keys and values, and the
+overlap of products and softmax are those of ``packed/hopper.py``. The differences:
 
 * A tile is 128 rows of one key head: 128 / G queries with the G heads that share it, side by side, as the bulk copy
   brings them from ``[T, H, d]``.
-* 128 keys come as ``128 / block_size`` blocks wherever the block table says, half of a head (64 columns, what the
-  copy engine swizzles at a time) for each copy. Shared memory is swizzled in units of 8 rows of 128 bytes, and a copy
-  fills whole units, so the pieces together are the tile that one large copy would have made.
-* A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are asked for outside of
-  the cache, where copies give zeros; the rest of the last block is overwritten with zeros by the warp that fetches,
-  before it says that the values are there.
+* 128 keys come as ``128 / block_size`` blocks from wherever the block table says. Each copy brings half of a head (64
+  columns, the width that the copy engine swizzles). Shared memory is swizzled in units of 8 rows of 128 bytes, and a
+  copy fills whole units. So the pieces together are the tile that one large copy would have made.
+* A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are requested outside of
+  the cache, where copies give zeros. The fetching warp overwrites the rest of the last block with zeros before it says
+  that the values are there.
 
-Without a window only: what a window has passed would need the same treatment. Rows of one query are left to the decode
-kernel. Which program computes a tile changes from run to run, its result does not.
+It takes no sliding window: positions before a window would need the same treatment. Rows of one query belong to the
+decode kernel. Which program computes a tile changes from run to run; the result does not.
 
-Bound by: the tensor cores, as flash attention is; 4 d FLOPs for each visible pair and head.
+Bound by the tensor cores, as flash attention is; 4 d FLOPs for each visible pair and head.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _gather(  # type: ignore[no-untyped-def]
     source, wanted, left, head, pieces, full, empty, tail, tails, queue, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Have the keys or values in the blocks ``wanted`` brought to place ``queue`` of the ring, when that is free.
+    """Ask for the keys or values in the blocks ``wanted`` at place ``queue`` of the ring, when that is free.
 
     ``left``: how many of their positions, and of those behind, the row has. ``tails``: how many blocks of values were
     cleared at their end so far; returned with this one.
@@ -199,7 +199,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     work, blocks, table_b, share, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """What the copying warp does: chooses tiles, tells the others, and keeps the ring full."""
+    """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full."""
     QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
     queue = 0
     told = 0
@@ -269,7 +269,7 @@ def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H: gl.constexpr,
     GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup does: 64 rows of every tile."""
+    """The work of a warpgroup: 64 rows of every tile."""
     D: gl.constexpr = q_tiles.shape[3]
     QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLUMNS, 16])
@@ -405,7 +405,7 @@ def prefill(
 ) -> None:  # fmt: skip
     """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``.
 
-    Arguments as ``PagedBatch`` has them; ``longest``: a bound of the lengths.
+    Arguments are those of ``PagedBatch``; ``longest``: a bound of the lengths.
     """
     tokens, heads, d = q.shape
     blocks, kv_heads, block, _ = k_cache.shape
@@ -431,7 +431,7 @@ def prefill(
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     if gluon is None:
         return []
     made = []

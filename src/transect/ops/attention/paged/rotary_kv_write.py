@@ -1,4 +1,4 @@
-r"""What stands between the projections and paged attention, in one launch: turn q and k, write k and v to the cache.
+r"""Everything between the projections and paged attention in one launch: rotate q and k, write k and v to the cache.
 
 For token t of the step, with slot s(t) (``kv_cache_write.py``) and the rotation R of its position (``rotary.py``):
 
@@ -7,13 +7,13 @@ For token t of the step, with slot s(t) (``kv_cache_write.py``) and the rotation
 ``norm`` is the RMSNorm of each head by itself with learned weights (Qwen3), where weights are given, else nothing.
 Inference only: no gradient. The caches change in place.
 
-Shapes: q ``[T, H, d]``, k and v ``[T, K, d]`` (views of one ``[T, (H + 2K) d]`` projection will do), cos and sin
-``[T, d/2]`` float32, weights ``[d]``, caches ``[blocks, K, block_size, d]``. Result: the turned q ``[T, H, d]``.
+Shapes: q ``[T, H, d]``, k and v ``[T, K, d]`` (views of one ``[T, (H + 2K) d]`` projection will do), cos and sin ``[T,
+d/2]`` float32, weights ``[d]``, caches ``[blocks, K, block_size, d]``. Result: the rotated q ``[T, H, d]``.
 Sources: Su et al. 2021, arXiv:2104.09864; Kwon et al. 2023, arXiv:2309.06180; QK-norm: Henry et al. 2020,
 arXiv:2010.04245.
 
-Bound by bytes: each element is read once and written once, with 3 FLOPs (7 with the norm) in between. Done apart these
-are three or four launches and the keys travel twice; at a few tokens the launches are what counts.
+Bound by bytes: each element is read once and written once, with 3 FLOPs (7 with the norm) in between. Apart, these are
+three or four launches and the keys travel twice; with few tokens the launches are what counts.
 """
 
 from __future__ import annotations

@@ -2,37 +2,38 @@ r"""Product of a few to some thousand rows with a weight of 4-bit codes in group
 
     Y = X W^T + b        W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
 
-For each group g of G neighbouring k the scale leaves the sum, and so does the zero:
+For each group g of G neighbouring k, the scale and the zero leave the sum:
 
     sum over g of  scale[n, g] * (sum of code * x)  +  zero[n, g] * (sum of x)
 
-The inner product of codes and x runs on the tensor cores. A code c becomes a bfloat16 by an or: the bits 0x4300 are
-128 with a step of 1, so 0x4300 | c is 128 + c, and 128 times the sum of x is taken off with the zero. Codes are exact
-that way; no weight is ever rounded, which a kernel that rebuilds W in bfloat16 cannot say. float16 has 0x6400, 1024 +
-c. In float32 8 is taken off the code instead: zeros lie near -8 scale, and their share would cancel against the codes'.
+The inner product of codes and x runs on the tensor cores. An ``or`` turns a code c into a bfloat16: the bits 0x4300 are
+128 with a step of 1, so 0x4300 | c is 128 + c, and the zero takes off 128 times the sum of x. Codes are exact that way,
+and no weight is rounded; a kernel that rebuilds W in bfloat16 rounds each one. float16 has 0x6400, 1024 + c. In float32
+the kernel subtracts 8 from the code instead: zeros lie near -8 scale, and their share would cancel against that of the
+codes.
 
 Shapes: x ``[M, K]``, weight int32 ``[K / 128, N / 16, 256 + 2048 / G]`` (``arrange`` of ``int4_packing.py``: codes,
 scales and zeros, which are bfloat16), n = N, bias ``[N]``, result ``[M, N]``. G is 32, 64 or 128 and K a multiple of
 128. Inference only.
 
 Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 16-bit scales, against 2 in bfloat16.
-All ways read the same order of the weight, so one copy of it is all that is held. ``way`` chooses, from what was
-quicker on an H200 in a chain of launches, as ``benchmarks/ops_int4.py`` times them:
 
-* ``int4_matmul.cu`` (``int4_rows.py``), up to 16 rows, and up to 64 of narrow weights. Below some 30 MB the
-  microseconds that begin and end a launch show. There X may be whole numbers of 16 bits, up to 8 rows of it, in units
-  of at most 2^-14 of the largest of 128 k (``int4_whole.cuh``): products of bytes are exact, and what X loses is far
-  below what the result's bfloat16 rounds off. For 9 to 16 rows codes are multiplied as subnormal numbers, exactly too;
-  X must be below 2^64 there, and loses digits below 2^-57. What bounds 16 rows of a deep weight (14336 k) is how long
-  a warp takes for 128 k, some 1000 cycles whatever it has to do less: 12 us with and without new weights, where the
-  copies alone take 9 to 10 and the bytes 7.4.
-* ``int4_matmul_hopper.cu`` (``int4_hopper.py``), heads, and 17 to 64 rows of wide weights, where instructions and
-  products bound it.
-* from 65 rows of a half type on W is rebuilt and multiplied by cuBLAS.
-* the Triton kernel of ``triton.py`` for other dtypes and GPUs.
+All ways read the same order of the weight, so one copy of it is enough. ``way`` chooses what was quicker on an H200 in
+a chain of launches (``benchmarks/ops_int4.py``):
+
+* ``int4_matmul.cu`` (``int4_rows.py``) runs up to 16 rows, and up to 64 of narrow weights. For up to 8 rows of weights
+  below about 30 MB, X may be rounded to whole numbers of 16 bits, in units of at most 2^-14 of the largest of 128 k
+  (``int4_whole.cuh``): products of bytes are then exact, and what X loses is far below the rounding of the bfloat16
+  result. For 9 to 16 rows it multiplies codes as subnormal numbers, exactly too; X must be below 2^64 there, and loses
+  digits below 2^-57.
+* ``int4_matmul_hopper.cu`` (``int4_hopper.py``) runs heads, and 17 to 64 rows of wide weights, which are bound by
+  instructions and products.
+* From 65 rows of a half type on, W is rebuilt and cuBLAS multiplies.
+* The Triton kernel of ``triton.py`` runs other dtypes and GPUs.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
-the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``.
+the or-trick of Kim et al. 2022, arXiv:2211.10017; split sums as in ``small_matmul.py``. What bounds 16 rows, and what
+was tried and lost, is in ``docs/lab-notes/int4.md``.
 """
 
 from __future__ import annotations
@@ -72,15 +73,15 @@ def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> 
 
 
 def dense(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """W ``[n, K]``, by torch: of float64 exact, of a narrower type rounded at every step."""
+    """W ``[n, K]`` by torch: exact in float64, rounded at every step in a narrower type."""
     codes, scale, zero = taken_apart(weight, n)
     grouped = codes.view(*scale.shape, -1).to(dtype)
     return torch.addcmul(zero[..., None].to(dtype), scale[..., None].to(dtype), grouped).view(n, -1)
 
 
 def way(m: int, n: int) -> str:
-    """What was quickest on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows``
-    (``int4_matmul.cu``), ``hopper`` (``int4_matmul_hopper.cu``) or ``rebuilt``."""
+    """The quickest way on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows`` (``int4_matmul.cu``),
+    ``hopper`` (``int4_matmul_hopper.cu``) or ``rebuilt``."""
     if m >= DENSE_ROWS:
         return "rebuilt"
     return "hopper" if n >= 65536 or (m > 16 and n >= 16384) else "rows"
@@ -120,11 +121,11 @@ def gated_launcher() -> Callable[..., Tensor | None]:
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU whatever ``way`` says,
-    if it takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
+    """A new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU what ``way`` says, if
+    that takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
 
-    Which one runs is decided by the shape, the strides and the dtype alone, and all of them read the same order of the
-    weight. Where the CUDA kernels cannot be built, that is said once, in the log.
+    The shape, the strides and the dtype alone decide which one runs, and all of them read the same order of the weight.
+    If the CUDA kernels cannot be built, the log says so once.
     """
     by_tiles = launcher()
     built: dict[torch.device, dict[str, Callable[..., Tensor]]] = {}
@@ -132,7 +133,7 @@ def best_launcher() -> Callable[..., Tensor]:
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
     ) -> Tensor:
-        """As ``reference``, on the GPU; ``dependent_launch`` as in ``CudaRows``."""
+        """``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
         chosen = way(x.shape[0], n)
         if chosen == "rebuilt" and x.element_size() == 2:
             return rebuilt(x, weight, n, bias)
@@ -181,7 +182,7 @@ def _rounded(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _for_torch(weight: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """What torch's own product with 4-bit codes takes: W = scale (code - 8) + zero, groups of 32 to 256."""
+    """The arguments of torch's own product with 4-bit codes: W = scale (code - 8) + zero, groups of 32 to 256."""
     codes, scale, zero = taken_apart(weight, n)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     both = torch.stack((scale, zero + 8 * scale), -1).to(dtype).transpose(0, 1).contiguous()
