@@ -202,7 +202,12 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"| {row['model']} | {row['rows']} | {row['floor_s']['layer'] * 1e6:.0f} | {shown} | {share:.0%} |"
         )
-    return "\n".join(lines) + "\n"
+    where = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+    made_at = record.made_at([where])
+    return "\n".join(lines) + (
+        f"\n\n`python benchmarks/decoder_layer.py` on one {where['gpu']}, {versions}, {made_at}; medians.\n"
+    )
 
 
 def main() -> None:

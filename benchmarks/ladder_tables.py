@@ -61,8 +61,8 @@ def table() -> str:
                 f"{row.flops / row.seconds / 1e12:.1f} | {case['torch'].seconds / row.seconds:.0%} |"
             )
     kept = results.read(ops_tables.RESULT)
-    used = dict.fromkeys(row["run"] for row in kept["rows"] if row["op"] == "matmul" and "ladder" in row["case"])
-    where = "; ".join(ops_tables.origin(kept["runs"][number]) for number in used)
+    used = [row for row in kept["rows"] if row["op"] == "matmul" and "ladder" in row["case"]]
+    where = ops_tables.origin(ops_tables.runs_of(kept, used))
     return "\n".join(lines) + f"\n\n`transect bench ops matmul --case ladder` on {where}; medians.\n"
 
 

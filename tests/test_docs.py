@@ -17,14 +17,19 @@ from commands import UNLIKE_HERE, run_here
 from effort import proving
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LEVELS = sorted(file.parent for file in (ROOT / "src" / "transect").rglob("*/__init__.py"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def _blocks(language: str) -> list[tuple[str, str]]:
-    return [(page.name, text) for page in PAGES for kind, text in FENCE.findall(page.read_text()) if kind == language]
+    return [
+        (str(page.relative_to(ROOT)), text)
+        for page in PAGES
+        for kind, text in FENCE.findall(page.read_text())
+        if kind == language
+    ]
 
 
 def _commands() -> list[tuple[str, str]]:
@@ -71,13 +76,13 @@ def test_the_pages_have_what_is_tested_here() -> None:
     assert _blocks("python")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    missing = [link for link in LINK.findall(FENCE.sub("", page.read_text())) if not (page.parent / link).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_source_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|h|cpp|cu))`", page.read_text())
     places = (ROOT / "src" / "transect", ROOT)
@@ -104,3 +109,23 @@ def test_the_map_of_the_benchmarks_names_all_of_them() -> None:
 def test_quoted_results_are_the_recorded_ones() -> None:
     done = subprocess.run([sys.executable, "benchmarks/render.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_site_builds_with_every_link_leading_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``mkdocs build --strict`` does, in this process."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_docstrings_are_sentences() -> None:
+    """No docstring begins with "Of" or "As": it has a subject."""
+    begins = re.compile(r'^[ \t]*r?"""(?:Of|As)\b', re.MULTILINE)
+    texts = {file: file.read_text() for file in (ROOT / "src").rglob("*.py")}
+    found = [
+        f"{file}:{text[: m.end()].count(chr(10)) + 1}" for file, text in texts.items() for m in begins.finditer(text)
+    ]
+    assert not found

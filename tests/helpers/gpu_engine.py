@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from transect.engine.gpu.build import gpu_ops
 from transect.engine.gpu.runner import GPURunner
+from transect.engine.gpu.setup import gpu_ops
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder

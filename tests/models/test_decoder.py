@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from transect.models.config import ModelConfig
+from transect.models.config_hf import from_hf
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.shapes import parameter_count, weight_shapes
@@ -19,7 +20,7 @@ CONFIGS = {
     "untied": dataclasses.replace(TINY, tied_embeddings=False),
     "qwen3": dataclasses.replace(TINY, architecture="qwen3", qk_norm=True),
     "qwen2": dataclasses.replace(TINY, architecture="qwen2", qkv_bias=True),
-    "gpt2": ModelConfig.from_hf({"model_type": "gpt2", "vocab_size": 61, "n_embd": 48, "n_head": 6, "n_positions": 64}),
+    "gpt2": from_hf({"model_type": "gpt2", "vocab_size": 61, "n_embd": 48, "n_head": 6, "n_positions": 64}),
 }
 
 

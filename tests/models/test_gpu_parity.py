@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_checkpoints import FAMILIES, make_model
 
-from transect.engine.gpu.build import gpu_ops
+from transect.engine.gpu.setup import gpu_ops
 from transect.models.context import PagedContext
 from transect.models.load import load_on_device
 from transect.models.resolve import resolve

@@ -10,7 +10,8 @@ from tiny_checkpoints import FAMILIES, make_model, write_gguf
 
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.formats.gguf_file import GGUFFile
-from transect.models.config import ModelConfig
+from transect.models.config_gguf import from_gguf
+from transect.models.config_hf import from_hf_directory
 from transect.models.resolve import resolve
 from transect.models.shapes import weight_shapes
 from transect.models.stored import read_all
@@ -20,7 +21,7 @@ from transect.models.weights_hf import stored_hf
 
 def open_with_config(path):
     file = GGUFFile.open(path)
-    return file, ModelConfig.from_gguf(file.metadata, file.tensors)
+    return file, from_gguf(file.metadata, file.tensors)
 
 
 def dense(weight):
@@ -31,7 +32,7 @@ def dense(weight):
 def test_gives_the_weights_of_the_safetensors(tmp_path, family):
     model = make_model(family)
     model.save_pretrained(tmp_path)
-    expected = dict(read_all(stored_hf(tmp_path, ModelConfig.from_hf_directory(tmp_path))))
+    expected = dict(read_all(stored_hf(tmp_path, from_hf_directory(tmp_path))))
     file, config = open_with_config(write_gguf(tmp_path / "m.gguf", model))
     got = dict(read_all(stored_gguf(file, config)))
     assert list(got) == list(weight_shapes(config)) and set(got) == set(expected)

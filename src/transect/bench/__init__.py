@@ -18,6 +18,7 @@ A server under load:
 An engine in this process:
 
 * ``offline.py``    latency at batch sizes, and throughput of a fixed set of sequences
-* ``floors.py``     what a device needs at the least for that work; MBU and MFU
-* ``energy.py``     joules, from NVML. ``environment.py``: machine and versions, for the JSON
+* ``floors.py``     the least time that a device needs for that work; MBU and MFU
+* ``energy.py``     joules, from NVML
+* ``environment.py`` machine and versions, for the JSON
 """

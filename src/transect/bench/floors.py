@@ -1,6 +1,6 @@
-"""What a device needs at the least to run a model: the floor that measured times stand beside.
+"""The least time that a device needs to run a model: the floor that measured times stand beside.
 
-It is the work that cannot be avoided (``models.cost.least_cost``) at the device's rates: the matrices of the layers,
+The floor is the unavoidable work (``models.cost.least_cost``) at the rates of the device. The matrices of the layers,
 the head and attention each take as long as their bytes or their FLOPs, whichever takes longer. MFU and MBU are these
 FLOPs and bytes over the measured time, as shares of what the device can do.
 """
@@ -30,12 +30,12 @@ class Rates:
 
     @property
     def both(self) -> tuple[float, float]:
-        """FLOP/s, then bytes per second."""
+        """(FLOP/s, bytes per second)."""
         return self.flops_per_second, self.bytes_per_second
 
     @classmethod
     def of(cls, ceilings: Ceilings, dtype: str) -> Rates:
-        """The two that bound a model.
+        """The two rates that bound a model.
 
         Raises:
             ValueError: the ceilings have no rate for ``dtype``.
@@ -44,9 +44,9 @@ class Rates:
 
 
 def processor_ceilings(ceilings: Ceilings, library: Library) -> Ceilings:
-    """A processor's ceilings with the float32 rate of multiply-adds on registers where that is higher.
+    """The ceilings of a processor, with the float32 rate of multiply-adds on registers where that is higher.
 
-    torch's matrix product does not use every instruction that a processor has; what the C++ kernels can reach is above.
+    torch's matrix product does not use every instruction of a processor, so the C++ kernels can be faster.
     """
     multiply_adds = measure_multiply_adds(library).flops_per_second["float32"]
     rates = dict(ceilings.flops_per_second)
@@ -56,7 +56,7 @@ def processor_ceilings(ceilings: Ceilings, library: Library) -> Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """FLOPs, bytes, and the seconds that they take at the least."""
+    """FLOPs, bytes, and the least time for them in seconds."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -92,8 +92,8 @@ def batch_floor(
 ) -> tuple[Floor, Floor]:
     """(prefill, decode) of sequences of (prompt tokens, output tokens) that all run together.
 
-    All prompts are computed in one go, which draws every first token; then each step decodes the sequences that still
-    have tokens to draw.
+    One prefill computes all prompts and draws every first token. Then each step decodes the sequences that still have
+    tokens to draw.
     """
     lengths = list(lengths)
     prefill = step_floor(config, [Row(prompt, prompt) for prompt, _ in lengths], rates, storage)
@@ -105,10 +105,11 @@ def batch_floor(
 
 
 def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool, quantization: str | None = None) -> Storage:
-    """Bits of weights and KV cache as an engine of this ``dtype`` holds them.
+    """Bits per number of the weights and the KV cache in an engine of this ``dtype``.
 
     ``keeps_quantized``: the C++ kernels run, which keep a GGUF file's matrices in their own formats. Other weights are
-    bfloat16, or float32 where ``dtype`` says so. ``quantization``: of the layers' matrices, as in ``EngineConfig``.
+    bfloat16, or float32 where ``dtype`` says so. ``quantization``: the format of the layers' matrices, as in
+    ``EngineConfig``.
     """
     dense = 32.0 if dtype == "float32" else 16.0
     if source.kind != "gguf" or not keeps_quantized:

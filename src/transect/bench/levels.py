@@ -1,4 +1,4 @@
-"""A load test: the levels of load, each run after its warm-up, and what came of them."""
+"""A load test: the levels of load, run one after the other, and their results."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WARM_UP_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class WorkSource:
-    """Where prompts and lengths come from; each ``draw`` under another name gives other ones, always the same.
+    """Where prompts and lengths come from. Each name given to ``draw`` has prompts of its own, the same in every run.
 
     Attributes:
         prompt: lengths of random prompts.
-        output: lengths of answers; None: of a conversation file's own answers.
+        output: lengths of answers; None: those of the answers in the conversation file.
         conversations: a file of them, instead of random token ids.
         highest_id: random token ids are 0 to this.
-        seed: of everything.
+        seed: decides every draw.
     """
 
     prompt: Lengths
@@ -62,7 +62,7 @@ class Level:
 
 
 def rate_levels(source: WorkSource, count: int, rates: Sequence[float], burstiness: float = 1.0) -> list[Level]:
-    """``count`` requests at each rate; every level has prompts of its own, so that no prefix cache knows them."""
+    """``count`` requests at each rate. Every level has its own prompts, so that no prefix cache holds them."""
     levels = []
     for rate in sorted(rates):
         name = f"rate {rate:g}"
@@ -123,7 +123,7 @@ async def run_levels(
 
 
 def records_table(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
-    """One row for each request of each level, for whoever wants more than the summaries."""
+    """One row for each request of each level: the data behind the summaries."""
     for result in results:
         for record in result.records:
             yield {

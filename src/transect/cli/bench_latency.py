@@ -67,7 +67,7 @@ def command(
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
 ) -> None:
-    """Prefill and decode of 1 and more requests at once: time, floor, and how near they are."""
+    """Prefill and decode of one or more requests at once: time, floor, and the share of the floor."""
     from ..engine.config import EngineConfig
 
     batches = sorted(set(batch or [1]))

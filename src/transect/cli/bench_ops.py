@@ -90,7 +90,7 @@ def _list(wanted: list[Op], found: Device) -> None:
 
 
 def _run(limits: Ceilings, found: Device) -> dict[str, Any]:
-    """Where and with what the rows were measured."""
+    """The machine and the software that measured the rows."""
     import sys
     from dataclasses import asdict
     from datetime import UTC, datetime
@@ -117,7 +117,7 @@ def _measure(
     workers: int,
     keep: Callable[[list[Timing]], None],
 ) -> list[Timing]:
-    """Run, and show and ``keep`` each case when it is done."""
+    """Run the cases; show each and ``keep`` it when it is done."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""``transect bench serve``: load on an OpenAI-compatible server, and how it bears it."""
+"""``transect bench serve``: puts load on an OpenAI-compatible server, and reports how it copes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def command(
         Path | None, typer.Option(help="JSON lines with arrival_s, output_tokens, and prompt_tokens or a prompt.")
     ] = None,
     speed: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
-    burstiness: Annotated[float, typer.Option(help="Of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(help="Burstiness of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")
+    ] = 1.0,
     requests: Annotated[
         int | None,
         typer.Option(
@@ -59,9 +61,10 @@ def command(
     ] = None,
     highest_id: Annotated[int, typer.Option(min=0, help="Random token ids are 0 to this.")] = 10000,
     seed: Annotated[
-        int, typer.Option(help="Of prompts, lengths and arrivals; the same prompts again may be in the server's cache.")
+        int,
+        typer.Option(help="Decides prompts, lengths and arrivals. A server may have cached the prompts of a seed."),
     ] = 0,
-    temperature: Annotated[float, typer.Option(help="Of every request.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Temperature of every request.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output tokens of the workload.")] = True,
     extra_body: Annotated[str, typer.Option(help="More fields of every request, as a JSON object.")] = "{}",
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ..models.cost import Storage
 
 WIDTH = 132
-"""Of tables that go to a file or a narrow terminal: wide enough that no figure is broken in two."""
+"""Width of tables in a file or a narrow terminal: enough that no figure is broken in two."""
 
-Model = Annotated[str, typer.Option(help="As for the other commands.")]
+Model = Annotated[str, typer.Option(help="A built-in name, a .gguf file, a directory or a hub id.")]
 Runs = Annotated[int, typer.Option(min=1, help="Measured runs, after one that warms up; the median is shown.")]
 MeasureEnergy = Annotated[bool, typer.Option("--energy", help="Joules per token, from NVML.")]
 EnergyGpu = Annotated[int, typer.Option(min=0, help="Number of the GPU whose energy is read, as nvidia-smi counts.")]
@@ -99,7 +99,7 @@ def device_type(device: str) -> str:
 
 
 def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyMeter | None]]:
-    """Makes a meter for each measured run, or nothing that measures.
+    """A function that makes an energy meter for each measured run, or one that measures nothing.
 
     Raises:
         ValueError: energy is wanted and cannot be had here.
@@ -134,7 +134,7 @@ def spread(values: Sequence[float]) -> dict[str, float | int]:
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """The result with its environment, where a file is wanted."""
+    """Write the result with its environment, if a file was asked for."""
     if path is None:
         return
     from ..bench.environment import environment

@@ -87,7 +87,7 @@ def command(
 
 
 def _read() -> str | None:
-    """A line of the user's, or None at the end of the input."""
+    """A line from the user, or None at the end of the input."""
     try:
         return input("> ").strip()
     except EOFError:

@@ -53,7 +53,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
     """An ``EngineConfig`` of the settings that were given, those of its ``gpu`` among them; None leaves a field at its
     default.
 
-    The model is looked for, and fetched where need be, before anything is started: here Ctrl-C ends a download at once.
+    The model is found, and fetched if needed, before anything starts, so that Ctrl-C ends a download at once.
 
     Raises:
         ValueError: a setting is out of range, or there is no such model.

@@ -40,7 +40,7 @@ def command(
     max_num_seqs: MaxNumSeqs = None,
     threads: Threads = None,
     native: Native = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
     if not text and not tasks:

@@ -15,7 +15,9 @@ def command(
     model: Annotated[str, typer.Argument(help="A built-in name or shape, a .gguf file, a directory, or a hub id.")],
     train: Annotated[bool, typer.Option("--train", help="The memory of a training step.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="The memory of an engine.")] = False,
-    device_memory: Annotated[str | None, typer.Option(help="As 80GB or 24GiB; default: what is free here.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Such as 80GB or 24GiB; default: what is free here.")
+    ] = None,
     device: Annotated[
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
     ] = "auto",
@@ -33,7 +35,7 @@ def command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""``transect train``: pretrain or fine-tune a model as a TOML file says, or go on with a run."""
+"""``transect train``: pretrain or fine-tune a model as a TOML file says, or continue a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def command(
     run: Annotated[Path | None, typer.Option(help="The run to resume: its directory.")] = None,
     steps: Annotated[int | None, typer.Option(help="In place of the file's number of steps.")] = None,
 ) -> None:
-    """Train a model. Ctrl-C or SIGTERM writes a checkpoint and ends; --resume goes on as if nothing had happened."""
+    """Train a model. Ctrl-C or SIGTERM writes a checkpoint and ends; --resume continues as if nothing had happened."""
     import dataclasses
 
     from ..train import checkpoint
@@ -70,7 +70,7 @@ def command(
 
 
 def _speeds(trainer: Trainer) -> tuple[float, float | None]:
-    """FLOPs of a token, and the device's matrix rate in the run's dtype if it is known: what MFU is computed from."""
+    """(FLOPs of a token, matrix rate of the device in the run's dtype or None), from which MFU is computed."""
     from ..hardware.device import detect
     from ..hardware.measured import ceilings
     from ..train.flops import flops_per_token

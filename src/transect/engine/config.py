@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..hardware.cores import usable_cores
@@ -74,7 +74,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
-    gpu: GPUOptions = GPUOptions()  # noqa: RUF009  (it is frozen)
+    gpu: GPUOptions = field(default_factory=GPUOptions)
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -163,10 +163,12 @@ class EngineConfig:
     def __str__(self) -> str:
         """The fields that differ from their defaults, for the start-up line."""
         changed = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "model" or value != field.default:
-                changed.append(str(value) if isinstance(value, GPUOptions) else f"{field.name}={value}")
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, GPUOptions):
+                changed += [str(value)] if str(value) else []
+            elif each.name == "model" or value != each.default:
+                changed.append(f"{each.name}={value}")
         return ", ".join(changed)
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import ModelConfig
+from .config_hf import to_hf
 from .shapes import weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
 
@@ -279,7 +280,7 @@ def save_hf(
         ValueError: a weight is missing, superfluous or of the wrong shape; an architecture that config.json cannot
             express; a directory that cannot be written.
     """
-    values = config.to_hf()
+    values = to_hf(config)
     tensors = _to_hf_names(model_state, config)
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1:

@@ -1,5 +1,6 @@
-"""Which activations are kept for the backward pass, and which are computed a second time (Chen et al. 2016,
-arXiv:1604.06174).
+"""Activation checkpointing: which activations are kept for the backward pass, and which are computed a second time.
+
+Source: Chen et al. 2016, arXiv:1604.06174.
 
 Each is a ``Decoder.stack``, which runs the same layers in the same order, so losses are the same to the bit.
 

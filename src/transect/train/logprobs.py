@@ -39,7 +39,7 @@ def batch_logprobs(model: Decoder, batch: Batch) -> Tensor:
 
 
 def document_sums(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sum over each document, ``[documents]``."""
+    """The sum of the log-probabilities of each document, ``[documents]``."""
     lengths = cu_seqlens.diff().long()
     document_T = torch.arange(len(lengths), device=values_T.device).repeat_interleave(lengths)
     return torch.zeros(len(lengths), dtype=values_T.dtype, device=values_T.device).index_add(0, document_T, values_T)

@@ -1,7 +1,7 @@
-r"""Low-rank adapters on the matrices of a model (Hu et al. 2021, arXiv:2106.09685), which are all that is trained then.
+r"""Low-rank adapters on the matrices of a model (Hu et al. 2021, arXiv:2106.09685); only the adapters are trained.
 
-``models/weights/adapted.py`` is a weight with an adapter. The weights of the plain model that computes the same, which
-any engine serves, are those that each weight says it stands for (``plain_state``).
+``models/weights/adapted.py`` is a weight with an adapter. ``plain_state`` merges the adapters: it gives the weights of
+the plain model that computes the same, which any engine can serve.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ def attach(model: Decoder, config: LoRAConfig, *, seed: int) -> list[str]:
 
 
 def _place(name: str, targets: tuple[str, ...]) -> tuple[int, str, int]:
-    """Adapters are numbered by layer, attention before MLP, and in the order of the targets: their seeds follow."""
+    """The place of an adapter: by layer, attention before MLP, then in the order of the targets. Its seed follows from
+    it."""
     _, layer, where, target = name.split(".")
     return int(layer), where, targets.index(target)
 
 
 @torch.no_grad()
 def plain_state(model: Decoder) -> dict[str, Tensor]:
-    """The weights of the plain model, by canonical name, copied to the CPU; what is packed or adapted as what it stands
-    for."""
+    """The weights of the plain model, by canonical name, copied to the CPU. Packed weights are dequantized, adapters
+    merged."""
     state: dict[str, Tensor] = {}
     replaced: list[str] = []
     for name, weight in model.weights():

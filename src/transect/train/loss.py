@@ -1,4 +1,4 @@
-"""The training loss: mean cross entropy of the next token, without the logits of all tokens ever existing."""
+"""The training loss: mean cross entropy of the next token, without ever holding the logits of all tokens."""
 
 from __future__ import annotations
 

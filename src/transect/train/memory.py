@@ -1,4 +1,4 @@
-"""Before a run takes memory: which checkpointing fits in what is free, or why the run cannot start."""
+"""Chooses the checkpointing that fits in the free memory before a run takes any, or says why the run cannot start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fitted:
     estimate: Estimate
     why: str
     whole: int = 0
-    """Layers, the last ones, that keep everything all the same."""
+    """How many layers, counted from the last, keep everything all the same."""
 
 
 def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> TrainingPlan:

@@ -1,24 +1,24 @@
 r"""The layers of a decoder for training on a GPU: one autograd node a layer, with a backward pass written by hand.
 
-With x the residual stream, d what the layer before has still to add to it, and all products merged that share an input:
+x is the residual stream, d what the previous layer has still to add to it. Products that share an input are merged:
 
     s = x + d        n = norm(s)        q, k, v = n Wqkv^T        o = attention(rope(q), rope(k), v)
     t = s + o Wo^T   m = norm(t)        g, u = m Wgu^T            next layer: x = t, d = (silu(g) u) Wdown^T
 
-Backward, from the gradients of t and d, with the same names for gradients and a dash for what is computed again:
+Backward, from the gradients of t and d. Gradients have the same names; a dash marks what is computed again:
 
     (g, u), h' from d Wdown and g, u      Wdown = d^T h'       m = (g, u) Wgu       Wgu = (g, u)^T m'
     t = t + norm'(m)                      o = t Wo             Wo = t^T o           q, k, v = attention'(o)
     n = (q, k, v) Wqkv                    Wqkv = (q, k, v)^T n'                     x = d = t + norm'(n)
 
-What that spares against a node for each operator: additions (they are part of the norms' kernels, and of the merged
-products), the norms' and SwiGLU's results, which are cheap to compute again, and the host's time for a few hundred
-nodes. Kept for the backward pass, by plan:
+Compared with a node for each operator this saves additions (they are part of the norms' kernels and of the merged
+products), the results of the norms and of SwiGLU, which are cheap to compute again, and the host's time for a few
+hundred nodes. Kept for the backward pass, by plan:
 
     none: s, n, q, k, v, o, t, m, g, u    selective: s, q, k, v, o, t (one product more)    full: s alone
 
-The products and their gradients are ``merged_products.py``. The merged weights are one matrix in memory, of which the
-model's parameters are views: state, optimizer and checkpoints see what they always saw.
+The products and their gradients are ``merged_products.py``. The merged weights are one matrix in memory, and the
+model's parameters are views of it: state, optimizer and checkpoints see what they always saw.
 
 Shapes: T tokens, D model dim, F ffn dim.
 """

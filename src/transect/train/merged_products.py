@@ -8,13 +8,13 @@ With adapters (``lora.py``), W frozen, A the A's over each other and B the B's b
 
     z = s x A^T       y = [x z] [W B]^T          dz = s g B       dx = [g dz] [W; A]       dA = dz^T x       dB = g^T z
 
-Written so, the adapters are a few more columns of one matrix
+In this form the adapters are a few more columns of one matrix
 
     E = [ W  B ]   [N + R, K + R]     R: the ranks of all adapters together, rounded up
         [ A  0 ]
 
-and the large products, forward and backward, do the adapters' additions on the way: y and dx are not read and written
-again for them. For that x and g lie in matrices with R columns to spare, where z and dz are put beside them.
+and the large products, forward and backward, also do the additions of the adapters: y and dx are not read and written
+again for them. For this, x and g lie in matrices with R spare columns, which hold z and dz.
 
 A frozen base that is packed, as in 4 bits (``qlora.py``), has no W to keep: E is made anew for each product, in memory
 that all share. What a kind of weight brings to a product it says itself (``Weight.training_part``).
@@ -36,11 +36,11 @@ from ..ops.lang.jit import multiprocessors
 from ..ops.linear.many_rows import matmul
 
 ROUND = 16
-"""Spare columns are a multiple of this, which keeps rows at addresses that bulk copies can take."""
+"""The number of spare columns is a multiple of this, so that rows begin at addresses that bulk copies can take."""
 
 
 class Scratch:
-    """Memory for the matrices of 4-bit products, one at a time: grows to the largest."""
+    """Memory for the matrices of 4-bit products, one at a time. It grows to the largest."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -94,7 +94,7 @@ class Product:
         return matmul.matmul(g, self.weight.T)
 
     def gradients(self, g: Tensor, x: Tensor, z: Tensor | None) -> list[Tensor | None]:
-        """Of the parameters, from g ``[T, O + R]``, x ``[T, I]`` and what ``forward`` gave to keep."""
+        """Gradients of the parameters, from g ``[T, O + R]``, x ``[T, I]`` and what ``forward`` gave to keep."""
         if not self.trained:
             return [None] * len(self.parameters)
         return list(weight_gradient(g, x).split(self.sizes))

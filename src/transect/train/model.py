@@ -1,4 +1,4 @@
-"""The model of a run: built or loaded for training, with what is to be trained named."""
+"""The model of a run, built or loaded for training, and the names of the parameters to train."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A frozen base in 4 bits under adapters (Dettmers et al. 2023, arXiv:2305.14314, here with affine groups).
 
-``models/weights/int4.py`` is the format, and the weight with the gradient of its input. Of norms, embeddings and the
-head nothing is quantized.
+``models/weights/int4.py`` has the format, and the weight with the gradient of its input. Norms, embeddings and the head
+are not quantized.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from .schedule import factor
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did. ``loss`` in nats per label, before the update; ``seconds`` of wall time."""
+    """The result of one step. ``loss`` in nats per label, before the update; ``seconds`` of wall time."""
 
     step: int
     loss: float
@@ -58,7 +58,7 @@ class StepRecord:
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
     extra: Mapping[str, float] = field(default_factory=dict)
-    """What else the objective has to tell: margins, rewards."""
+    """Further numbers of the objective, such as margins and rewards."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,7 +76,7 @@ class EvalRecord:
 
 
 class Listener(Protocol):
-    """Is told what a run does."""
+    """Receives the events of a run."""
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -84,7 +84,7 @@ class Listener(Protocol):
 
 
 class _Reading:
-    """Numbers of the device on their way to the host, which need not wait for what is launched after them."""
+    """Numbers on their way from the device to the host. Reading them does not wait for later launches."""
 
     def __init__(self, values: Tensor) -> None:
         self._event = torch.cuda.Event() if values.is_cuda else None
@@ -105,7 +105,7 @@ class Trainer:
 
     Args:
         config: the run.
-        checkpoint: where to go on from; None to start.
+        checkpoint: where to resume; None to start.
 
     Raises:
         ValueError: the model, the data or a setting is at fault, the run does not fit in memory, or the checkpoint is
@@ -215,7 +215,7 @@ class Trainer:
         return Path(config.run_dir) / f"step-{self.steps_done:08}"
 
     def snapshot(self) -> Snapshot:
-        """This moment of the run, copied to the CPU."""
+        """The state of the run now, copied to the CPU."""
         weights = self.trainable.snapshot()
         tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
         if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told

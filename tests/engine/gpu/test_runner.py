@@ -12,12 +12,12 @@ from transect.engine.gpu.step_inputs import Fields
 from transect.engine.gpu.step_sizes import row_bucket, width_bucket
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.models.config import ModelConfig
+from transect.models.config_hf import from_hf
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops
 
 VOCAB = 61
-CONFIG = ModelConfig.from_hf(
+CONFIG = from_hf(
     {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -65,8 +65,15 @@ print(json.dumps(compiled))
 
 @pytest.mark.parametrize(
     ("shape", "settings"),
-    [({}, {}), (QWEN3, {}), ({}, {"deterministic": True}), (QWEN3, {"dtype": "float32"})],
-    ids=["llama", "qwen3", "deterministic", "float32"],
+    [
+        ({}, {}),
+        (QWEN3, {}),
+        ({}, {"deterministic": True}),
+        (QWEN3, {"dtype": "float32"}),
+        ({}, {"quantization": "int4"}),
+        (QWEN3, {"quantization": "int4", "dtype": "float32"}),
+    ],
+    ids=["llama", "qwen3", "deterministic", "float32", "int4", "int4 float32"],
 )
 def test_the_engine_compiles_nothing_itself(shape, settings, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))

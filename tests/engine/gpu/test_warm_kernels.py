@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from transect.engine.gpu import warm_kernels
-from transect.engine.gpu.build import trial_runner
+from transect.engine.gpu.measure import trial_runner
 from transect.engine.gpu.step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, row_buckets, token_bucket
 from transect.engine.gpu.warm_kernels import Work, run, tasks
 from transect.models.config import ModelConfig

@@ -1,7 +1,9 @@
 """What the engine needs on a GPU, beyond what it needs everywhere.
 
 * ``options.py``          ``GPUOptions``: switches of what makes it fast
-* ``build.py``            start-up: load the model, measure what a step needs, size the cache, capture graphs
+* ``build.py``            start-up, as a recipe; its parts, in order: ``setup.py`` decides what the engine does,
+                          ``load.py`` the model and its kernels, ``measure.py`` the largest step, ``size.py`` the KV
+                          cache, ``capture.py`` the runner and its graphs (``startup_times.py`` times each)
 * ``memory.py``           where the GPU's memory goes
 * ``warm_kernels.py``     which kernels an engine needs; ``compilers.py``: processes that compile them meanwhile
 * ``runner.py``           ``GPURunner``, the executor; it works a step ahead of its tokens

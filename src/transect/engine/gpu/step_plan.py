@@ -1,9 +1,38 @@
 """A batch of the scheduler as a step of ``GPURunner``: which rows and tokens come where, with every number of it.
 
-Steps that only decode have one token in each row. Steps with prefill chunks have rows of any kind, prompts before those
-of one token; prompts that stand in such a step from their first token on can be laid apart, behind all others, for an
-attention kernel of their own. All are filled up (``step_sizes.py``) with rows and tokens that belong to nobody. Those
-rows have no length where a step only decodes; elsewhere they write to a block that no sequence has.
+There are three layouts. In each, rows and tokens that belong to nobody (``-``) fill a step up to one of the few sizes
+that kernels and CUDA graphs are made for (``step_sizes.py``).
+
+1. Steps that only decode. One token and one draw a row, the longest sequence first; a graph for each number of rows.
+
+       rows    0    1    2   |  3    4   ..  last
+             +----+----+----+-----------------------+
+       tokens| a  | b  | c  |  -    -   -    -    - |     padding rows: length 0, so attention and the cache leave
+             +----+----+----+-----------------------+     them out, and their input is zeros
+
+2. Steps with prefill chunks. Prompts first, in ``chunk_rows`` rows, then rows of one token. A graph if there are few
+   tokens (``graph_tokens``).
+
+       rows      0           1        2 ..        | chunk_rows ..           last
+             +-----------+---------+--------------+----+----+----+--------------+
+       tokens| a a a a a | b b b b |  (no tokens) | c  | d  | e  |  (no tokens) | - - - - -
+             +-----------+---------+--------------+----+----+----+--------------+
+               several tokens each                  one token each                tokens of no row
+
+3. Steps with whole prompts: those that stand in the step from their first token on come last, behind all others, where
+   an attention kernel of their own finds them (``WholePrompts``). Every token has a row.
+
+       rows    0    1    2    3  ..     | whole_row ..                       |                  last
+             +----+----+----+-----------+-------------+----------------+-----+--------------------+
+       tokens| a  | b  | c  | -  -  -   | d d d d d d | e e e e e e e e | - -|  (no tokens)       |
+             +----+----+----+-----------+-------------+----------------+-----+--------------------+
+               others         padding     ^ whole_from  the whole prompts  tail: one row up to a multiple
+                                                                           of ``pad_tokens``
+
+   Others that only decode are filled up like a step of layout 1, a padding row for each token; else one padding row
+   has all tokens up to ``whole_from``.
+
+In layouts 2 and 3 padding rows and tokens write to a block of the cache that no sequence has.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.linear.stream_products import Stream, StreamProducts
+from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat, dense_format
@@ -83,7 +83,7 @@ class Dense(Weight):
     def stream_product(self, products: StreamProducts) -> DenseStream:
         return DenseStream(products, self.weight, self.bias)
 
-    def join_with(self, others: Sequence[Weight]) -> Dense | None:
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Dense | None:
         parts = [self, *(other for other in others if isinstance(other, Dense))]
         biases = [part.bias for part in parts if part.bias is not None]
         alike = len({(part.weight.dtype, part.weight.device) for part in parts}) == 1
@@ -124,6 +124,9 @@ class DenseStream:
     def biased(self) -> bool:
         """Only ``linear`` adds a bias."""
         return self._bias is not None
+
+    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
+        return self._products.takes(x, sizes)
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         return self._products.add(x, self._weight, residual, scale, eps)

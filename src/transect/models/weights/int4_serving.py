@@ -23,8 +23,10 @@ from ...formats.affine import AffineGroups
 from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
-from ...ops.linear.packed import int4_matmul
+from ...ops.linear.few_rows.cuda import Beside
+from ...ops.linear.packed import int4_matmul, int4_rows
 from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
+from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, WeightFormat, int4_format
@@ -45,19 +47,73 @@ class Int4Products:
 
     product: Callable[..., Tensor]
     """``(x, arranged weight, outputs, bias)``, as ``int4_matmul.reference``."""
-    gate: Callable[[Tensor], Tensor]
-    """``[T, 2 F] -> silu(first half) * second half [T, F]``."""
+    gated: Callable[[Tensor, Tensor, int], Tensor]
+    """``(x, arranged weight, outputs)`` -> ``silu(gate) * up [T, O / 2]``; blocks of rows are gate and up in turn."""
+    rows: int4_rows.CudaCodes | None = None
+    """The kernel that can have norms beside its product."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
         """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
         if not runs_triton(torch.empty(0, device=device)):
-            return cls(int4_matmul.reference, lambda both: swiglu.by_exp(*both.chunk(2, dim=-1)))
+            return cls(int4_matmul.reference, _gated_by_torch)
         dependent = dependent and has_dependent_launch(torch.device(device))
-        product = int4_matmul.best_launcher()
-        return cls(
-            partial(product, dependent_launch=dependent), partial(gate_up.gate_halves, dependent_launch=dependent)
+        product = partial(int4_matmul.best_launcher(), dependent_launch=dependent)
+        at_once = int4_matmul.gated_launcher()
+
+        def gated(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+            y = at_once(x, weight, outputs, dependent_launch=dependent)
+            if y is not None:
+                return y
+            return gate_up.gate_halves(product(x, weight, outputs), turns=BLOCK, dependent_launch=dependent)
+
+        return cls(product, gated, int4_matmul.rows_kernel(torch.device(device)) if dependent else None)
+
+
+class Int4Stream:
+    """The products of a matrix in 4 bits on the residual stream (``ops/linear/stream_products.py``)."""
+
+    def __init__(self, kernel: int4_rows.CudaCodes, weight: ServingInt4) -> None:
+        self._kernel, self._weight = kernel, weight
+
+    @property
+    def biased(self) -> bool:
+        """Only ``linear`` adds a bias."""
+        return self._weight.bias is not None
+
+    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
+        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes."""
+        if x.dtype != torch.bfloat16 or not 0 < len(x) <= int4_rows.ROWS[0]:
+            return False
+        gated = [(n, k) for n, k, gate in sizes if gate]
+        return all(self._kernel.gates(len(x), n, k, SERVING_GROUP, x.device) is not None for n, k in gated)
+
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+        total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
+        assert scaled is not None and squares is not None
+        return Stream(total, scaled, squares, eps)
+
+    def linear(self, stream: Stream) -> Tensor:
+        return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self._run(x, Beside())[0]
+
+    def gated(self, stream: Stream) -> Tensor:
+        return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
+
+    def _run(
+        self, x: Tensor, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weight = self._weight
+        return self._kernel.beside(
+            x, weight.arranged, weight.out_features, norm, bias, gated=gated, dependent_launch=True
         )
+
+
+def _gated_by_torch(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    both = int4_matmul.reference(x, weight, outputs).unflatten(-1, (-1, 2, BLOCK))
+    return swiglu.by_exp(both[:, :, 0].flatten(1), both[:, :, 1].flatten(1))
 
 
 class ServingInt4(Weight):
@@ -79,6 +135,7 @@ class ServingInt4(Weight):
     ) -> None:
         super().__init__(out_features, in_features)
         self._products, self._dtype = products, dtype or torch.get_default_dtype()
+        self.in_turns = False
         shape = (-(-in_features // CHUNK), -(-out_features // BLOCK), 256 + BLOCK * CHUNK // SERVING_GROUP)
         self.register_buffer("arranged", torch.empty(shape, dtype=torch.int32, device=device))
         self.add_bias(bias, device, dtype)
@@ -91,37 +148,67 @@ class ServingInt4(Weight):
         return self.product()(x_TI)
 
     def dense(self) -> Tensor:
-        return int4_matmul.dense(self.arranged, self.out_features, self._dtype)[:, : self.in_features]
+        rows = int4_matmul.dense(self.arranged, self.out_features, self._dtype)[:, : self.in_features]
+        return rows.unflatten(0, (-1, 2, BLOCK)).transpose(0, 1).flatten(0, 2) if self.in_turns else rows
+
+    @property
+    def workspace(self) -> int:
+        """With many rows the matrix is rebuilt."""
+        return self._dtype.itemsize * self.out_features * self.arranged.shape[0] * CHUNK
 
     @property
     def format(self) -> WeightFormat:
         return int4_format()
 
     def product(self) -> Product:
-        run, weight, outputs, bias = self._products.product, self.arranged, self.out_features, self.bias
-        spare = -self.in_features % CHUNK
-        if spare:
-            return lambda x: run(F.pad(x, (0, spare)), weight, outputs, bias)
+        run, weight, outputs, bias = self._products.product, self.arranged.contiguous(), self.out_features, self.bias
+        if self.in_turns:
+            return lambda x: (
+                run(self._filled(x), weight, outputs).unflatten(-1, (-1, 2, BLOCK)).transpose(1, 2).flatten(1)
+            )
+        if self._spare:
+            return lambda x: run(self._filled(x), weight, outputs, bias)
         return lambda x: run(x, weight, outputs, bias)
 
-    def gated_product(self) -> Product:
-        both, gate = self.product(), self._products.gate
-        return lambda x: gate(both(x))
+    def gated_product(self) -> Product | None:
+        if not self.in_turns:
+            return None
+        run, weight, outputs = self._products.gated, self.arranged, self.out_features
+        return lambda x: run(self._filled(x), weight, outputs)
 
-    def join_with(self, others: Sequence[Weight]) -> ServingInt4 | None:
+    def stream_product(self, products: StreamProducts) -> Int4Stream | None:
+        kernel = self._products.rows
+        # The tensors of a norm are as wide as the model, not as whole groups.
+        return None if kernel is None or self._spare else Int4Stream(kernel, self)
+
+    @property
+    def _spare(self) -> int:
+        """Columns that fill the last group up."""
+        return -self.in_features % CHUNK
+
+    def _filled(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, self._spare)) if self._spare else x
+
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> ServingInt4 | None:
         parts = [self, *(other for other in others if isinstance(other, ServingInt4))]
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
             return None
         if any(part.out_features % BLOCK for part in parts[:-1]):
             return None
-        whole = torch.cat([part.arranged for part in parts], 1)
-        views = whole.split([part.arranged.shape[1] for part in parts], 1)
+        in_turns = gated and not biases and len({part.shape for part in parts}) == 1
+        in_turns = in_turns and parts[-1].out_features % BLOCK == 0
+        if in_turns:
+            whole = torch.stack([part.arranged for part in parts], 2).flatten(1, 2)
+            views: Sequence[Tensor] = [whole[:, turn :: len(parts)] for turn in range(len(parts))]
+        else:
+            whole = torch.cat([part.arranged for part in parts], 1)
+            views = whole.split([part.arranged.shape[1] for part in parts], 1)
         for part, view in zip(parts, views, strict=True):
             part.arranged = view
         outputs = sum(part.out_features for part in parts)
         joined = ServingInt4(outputs, self.in_features, products=self._products, device="meta", dtype=self._dtype)
-        joined.arranged = whole
+        joined.arranged, joined.in_turns = whole, in_turns
         bias = torch.cat(biases) if biases else None
         if bias is not None:
             for part, view in zip(parts, bias.split([part.out_features for part in parts]), strict=True):

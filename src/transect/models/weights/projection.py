@@ -100,6 +100,11 @@ class Projection(Weight):
         return sum(part.nbytes for part in self.matrices)
 
     @property
+    def workspace(self) -> int:
+        whole = self.join()
+        return max(part.workspace for part in (self.matrices if whole is None else (whole,)))
+
+    @property
     def format(self) -> WeightFormat:
         names = dict.fromkeys(part.format.name for part in self.matrices)
         return WeightFormat(" and ".join(names), 8 * self.nbytes / (self.out_features * self.in_features))
@@ -118,7 +123,7 @@ class Projection(Weight):
         )
         if not self._is_joined or not known:
             with torch.no_grad():
-                made = parts[0].join_with(parts[1:])
+                made = parts[0].join_with(parts[1:], gated=self.names == ("gate", "up"))
             self._joined = () if made is None else (made,)
             self._joined_from = tuple(t for part in parts for t in (*part.parameters(), *part.buffers()))
             self._is_joined = True

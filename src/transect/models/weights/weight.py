@@ -39,7 +39,7 @@ from ..storage import WeightFormat
 
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
-    from ...ops.linear.stream_products import Stream, StreamProducts
+    from ...ops.linear.stream_products import Size, Stream, StreamProducts
 
 Values = Tensor | QuantizedTensor
 """What a file holds for a matrix."""
@@ -52,6 +52,8 @@ class StreamProduct(Protocol):
 
     @property
     def biased(self) -> bool: ...
+
+    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool: ...
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream: ...
 
@@ -141,6 +143,11 @@ class Weight(nn.Module):
         return sum(t.nbytes for t in tensors if t is not self.bias)
 
     @property
+    def workspace(self) -> int:
+        """Bytes that its product takes beside input and output while it runs, at the most."""
+        return 0
+
+    @property
     def format(self) -> WeightFormat:
         """Its number format, and the bits that a number takes in it."""
         return WeightFormat(type(self).__name__, 8 * self.nbytes / (self.out_features * self.in_features))
@@ -200,8 +207,10 @@ class Weight(nn.Module):
     def unjoin(self) -> None:
         """Forget a joined storage: what it is made of is about to live elsewhere."""
 
-    def join_with(self, others: Sequence[Weight]) -> Weight | None:
-        """One weight of its own rows and then those of ``others``, all of them views of it from now on."""
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Weight | None:
+        """One weight of its own rows and then those of ``others``, all of them views of it from now on.
+
+        ``gated``: it will be asked for its ``gated_product`` above all, and may lie in memory as suits that."""
         return None
 
     def packed(self, library: Library) -> PackedWeight:

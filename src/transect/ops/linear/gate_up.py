@@ -56,21 +56,23 @@ def by_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 @kernel
-def _halves(both, out, F, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _halves(both, out, F, TURNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
     """A piece of one row (axis 0) of ``[T, 2 F]`` -> of ``[T, F]``; both contiguous."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate = tl.load(both + row * 2 * F + column, inside, 0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * F + F + column, inside, 0.0).to(tl.float32)
+    place, apart = (column // TURNS * 2 * TURNS + column % TURNS, TURNS) if TURNS else (column, F)
+    gate = tl.load(both + row * 2 * F + place, inside, 0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * F + place + apart, inside, 0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
     tl.store(out + row * F + column, y.to(out.dtype.element_ty), inside)
 
 
-def gate_halves(both: Tensor, *, dependent_launch: bool = False) -> Tensor:
+def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False) -> Tensor:
     """``[T, 2 F]`` -> ``silu(first half) * second half``, ``[T, F]``.
 
+    ``turns``: the halves come in turns of so many columns, a power of two, instead of one after the other.
     ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper).
     """
     rows, width = both.shape[0], both.shape[1] // 2
@@ -80,7 +82,7 @@ def gate_halves(both: Tensor, *, dependent_launch: bool = False) -> Tensor:
     block = 64 if INTERPRETED else min(1024, next_power_of_2(width))
     options: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _halves[(rows, -(-width // block))](
-        both, out, width, BLOCK=block, DEPENDENT_LAUNCH=dependent_launch, num_warps=4, **options
+        both, out, width, TURNS=turns, BLOCK=block, DEPENDENT_LAUNCH=dependent_launch, num_warps=4, **options
     )
     return out
 
@@ -161,7 +163,7 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     arguments = {"both": "*bf16", "out": "*bf16", "F": "i32"}
-    return [Kernel("halves", _halves, arguments, {"BLOCK": 1024, "DEPENDENT_LAUNCH": False}, ("F",))]
+    return [Kernel("halves", _halves, arguments, {"TURNS": 0, "BLOCK": 1024, "DEPENDENT_LAUNCH": False}, ("F",))]
 
 
 register(

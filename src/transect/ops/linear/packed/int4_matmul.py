@@ -302,6 +302,39 @@ def way(m: int, n: int) -> str:
     return "hopper" if n >= 65536 or (m > 16 and n >= 16384) else "rows"
 
 
+def _cuda_kernels(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """Those of Hopper by their names in ``way``; none elsewhere, or where they cannot be built, which is logged."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return {}
+    try:
+        return {"rows": int4_rows.CudaCodes(), "hopper": int4_hopper.HopperCodes()}
+    except Unavailable as error:
+        log.warning("int4_matmul runs its Triton kernel, which is slower: %s", error)
+        return {}
+
+
+def rows_kernel(device: torch.device) -> int4_rows.CudaCodes | None:
+    """``int4_matmul.cu`` on a Hopper GPU; None elsewhere, or where it cannot be built, which is logged."""
+    found = _cuda_kernels(device).get("rows")
+    return found if isinstance(found, int4_rows.CudaCodes) else None
+
+
+def gated_launcher() -> Callable[..., Tensor | None]:
+    """A new ``(x, weight, n, *, dependent_launch=False)`` -> ``silu(gate) * up [M, n / 2]`` in one kernel, of a weight
+    whose sixteens of rows are gate and up in turn; None where no kernel does that (see ``CudaCodes.gated``)."""
+    built: dict[torch.device, int4_rows.CudaCodes | None] = {}
+
+    def call(x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
+        if x.device not in built:
+            built[x.device] = rows_kernel(x.device)
+        kernel = built[x.device]
+        if kernel is None or way(x.shape[0], n) != "rows":
+            return None
+        return kernel.gated(x, weight, n, dependent_launch=dependent_launch)
+
+    return call
+
+
 def best_launcher() -> Callable[..., Tensor]:
     """A new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU whatever ``way`` says,
     if it takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
@@ -312,15 +345,6 @@ def best_launcher() -> Callable[..., Tensor]:
     by_tiles = launcher()
     built: dict[torch.device, dict[str, Callable[..., Tensor]]] = {}
 
-    def build(device: torch.device) -> dict[str, Callable[..., Tensor]]:
-        if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
-            return {}
-        try:
-            return {"rows": int4_rows.CudaCodes(), "hopper": int4_hopper.HopperCodes()}
-        except Unavailable as error:
-            log.warning("int4_matmul runs its Triton kernel, which is slower: %s", error)
-            return {}
-
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
     ) -> Tensor:
@@ -329,7 +353,7 @@ def best_launcher() -> Callable[..., Tensor]:
         if chosen == "rebuilt" and x.element_size() == 2:
             return rebuilt(x, weight, n, bias)
         if x.device not in built:
-            built[x.device] = build(x.device)
+            built[x.device] = _cuda_kernels(x.device)
         kernel = built[x.device].get(chosen)
         if kernel is not None and not int4_rows.cuda_refusal(x, weight, n, bias):
             return kernel(x, weight, n, bias, dependent_launch=dependent_launch)

@@ -8,7 +8,7 @@ cluster of ``ranks`` blocks shares K, and fewer, wider shares of rows keep down 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from ...lang.cuda import bind
 from ...lang.jit import multiprocessors
 from ...tuning import choose
+from ..few_rows.cuda import Beside
 from .int4_packing import CHUNK, group_of, is_arranged
 
 SHARED = 227 * 1024
@@ -67,12 +68,18 @@ class RowsTiling:
     """X as whole numbers of 16 bits; for 8 rows at a time."""
     columns: int = COLUMNS
     """Sixteens of rows of W for a warp at a time; ``COLUMNS`` + 1 for 16 rows of X and groups of 128."""
+    gated: bool = False
+    """Sixteens of rows of W are gate and up in turn; each warp holds both, so the gate is in the epilogue."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """What the launcher is told."""
         return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, int(self.whole),
-                self.columns)  # fmt: skip
+                self.columns, int(self.gated))  # fmt: skip
+
+
+MOST_GATED = 8
+"""Warps of a block with the gate in its epilogue."""
 
 
 def most_warps(group: int, columns: int = COLUMNS) -> int:
@@ -95,15 +102,16 @@ def shared_bytes(tiling: RowsTiling, m: int, group: int) -> int:
     stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * tiling.rows * known
     sent = -(-wide // tiling.ranks) * tiling.ranks * tiling.rows * 64 if tiling.ranks > 1 else 0
     left = (tiling.teams - 1) * tiling.warps * tiling.columns * tiling.rows * 64
-    return -(-(tiling.stages * 24 + 8) // 128) * 128 + sent + max(tiling.stages * stage, left)
+    return -(-(tiling.stages * 24 + 40) // 128) * 128 + sent + max(tiling.stages * stage, left)
 
 
 def tiling_of(
-    config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]
+    config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int], *, gated: bool = False
 ) -> RowsTiling | None:
     """The tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
 
-    ``clusters``: how many of each size there is room for, one block on a multiprocessor.
+    ``clusters``: how many of each size there is room for, one block on a multiprocessor. ``gated``: with the gate in
+    the epilogue, for which a warp needs whole pairs of sixteens and all of K.
     """
     rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
     ranks, teams, chunks, columns = config["ranks"], config["teams"], k // CHUNK, config["columns"]
@@ -113,11 +121,16 @@ def tiling_of(
         return None
     if (config["blocks"] > 1 and rows > BESIDE_ROWS) or (config["whole"] and rows > ROWS[0]):
         return None
-    per = max(columns, -(-n // (16 * clusters[ranks] * config["blocks"])))
-    wide = tiles_at_once(RowsTiling(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
-    if ranks * teams > 1 and wide < per:
+    if gated and (rows > ROWS[0] or ranks > 1 or columns != COLUMNS or n % 32 or config["warps"] * teams > MOST_GATED):
         return None
-    tiling = RowsTiling(rows, -(-wide // columns), teams, teams, per, ranks, 0, config["whole"], columns)
+    per = max(columns, -(-n // (16 * clusters[ranks] * config["blocks"])))
+    if gated:  # whole pairs in a block, and in each of its passes
+        passes = -(-per // (config["warps"] * columns))
+        per = passes * 2 * -(-per // (2 * passes))
+    wide = tiles_at_once(RowsTiling(rows, config["warps"], teams, teams, per, ranks, 0, columns=columns))
+    if (ranks * teams > 1 and wide < per) or (gated and wide % 2):
+        return None
+    tiling = RowsTiling(rows, -(-wide // columns), teams, teams, per, ranks, 0, config["whole"], columns, gated)
     most = BESIDE if rows <= BESIDE_ROWS else SHARED
     wanted = max(teams, min(-(-per // wide) * -(-chunks // ranks), MOST_STAGES))
     fitting = [s for s in range(teams, wanted + 1, teams) if shared_bytes(replace(tiling, stages=s), m, group) <= most]
@@ -175,10 +188,12 @@ class Codes(ABC):
         Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
     """
 
-    def __init__(self, source: str, symbol: str, numbers: int) -> None:
-        """``numbers``: how many a tiling has."""
+    def __init__(self, source: str, symbol: str, numbers: int, norms: str = "") -> None:
+        """``numbers``: how many a tiling has; ``norms``: letters of what the launcher is told of norms, as ``bind``
+        takes them."""
         self._source = f"{source}.cu"
-        self._launch = bind(source, symbol, "ppppiiiil" + "i" * (numbers + 1) + "p")
+        self._launch = bind(source, symbol, "ppppiiiil" + "i" * numbers + norms + "ip")
+        self._no_norms = (0,) * len(norms)
 
     @abstractmethod
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Tiling:
@@ -200,29 +215,36 @@ class Codes(ABC):
         reason = cuda_refusal(x, weight, n, bias)
         if reason:
             raise ValueError(f"{self._source}: {reason}")
+        if x.shape[0] == 0 or n == 0:
+            return x.new_empty((x.shape[0], n))
+        tiling = self.tiling(x, n, group_of(weight), config)
+        out = x.new_empty((x.shape[0], n))
+        self._run(tiling, x, weight, n, bias, out, dependent_launch)
+        return out
+
+    def _run(
+        self, tiling: Tiling, x: Tensor, weight: Tensor, n: int, bias: Tensor | None, out: Tensor,
+        dependent_launch: bool, norms: Sequence[int | float] = (),
+    ) -> None:  # fmt: skip
         m, k = x.shape
-        group = group_of(weight)
-        out = x.new_empty((m, n))
-        if m == 0 or n == 0:
-            return out
-        tiling = self.tiling(x, n, group, config)
         code = self._launch(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k, group,
-            x.stride(0), *tiling.numbers, 2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
+            group_of(weight), x.stride(0), *tiling.numbers, *(norms or self._no_norms), 2 if dependent_launch else 1,
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"{self._source}: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
-        return out
 
 
 class CudaCodes(Codes):
     """By ``int4_matmul.cu``; raises as ``Codes`` does."""
 
     def __init__(self) -> None:
-        super().__init__("int4_matmul", "transect_int4_matmul", 9)
+        super().__init__("int4_matmul", "transect_int4_matmul", 10, "pppppf")
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._tilings: dict[tuple[int, int, int, int], RowsTiling] = {}
+        self._gated: dict[tuple[int, int, int, int], RowsTiling | None] = {}
 
     def clusters(self, device: torch.device) -> Mapping[int, int]:
         """How many clusters of 1, 2, 4 and 8 blocks run at once. Not what the multiprocessors would divide into: a
@@ -247,6 +269,53 @@ class CudaCodes(Codes):
                 return tiling
             self._tilings[key] = tiling
         return self._tilings[key]
+
+    def gated(self, x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
+        """``silu(gate) * up [M, N / 2]`` of a weight whose sixteens of rows are gate and up in turn; None where the
+        epilogue cannot do that: for more than 8 rows, and where it is quicker for blocks to share K."""
+        (m, k), group = x.shape, group_of(weight)
+        if cuda_refusal(x, weight, n) is not None or self.gates(m, n, k, group, x.device) is None:
+            return None
+        if self.tiling(x, n, group).ranks > 1:
+            return None
+        return self.beside(x, weight, n, Beside(), gated=True, dependent_launch=dependent_launch)[0]
+
+    def beside(
+        self, x: Tensor, weight: Tensor, n: int, norm: Beside, bias: Tensor | None = None, *, gated: bool = False,
+        dependent_launch: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """As a call, of up to 8 rows, with a norm beside the product: (result, scaled, squares), the last two as in
+        ``stream_products.Stream``, or None where the result is not added to a stream. ``gated`` as in ``gated``.
+
+        Raises:
+            ValueError: the arguments do not fit, see ``cuda_refusal``, ``Beside.refusal`` and ``gated``.
+            RuntimeError: the launch failed.
+        """
+        (m, k), group = x.shape, group_of(weight)
+        tiling = self.gates(m, n, k, group, x.device) if gated else self.tiling(x, n, group)
+        reason = cuda_refusal(x, weight, n, bias) or norm.refusal(x, n)
+        if reason or tiling is None or m > ROWS[0]:
+            raise ValueError(f"{self._source}: {reason or 'norms and gates are for up to 8 rows that no blocks share'}")
+        out = x.new_empty((m, n // 2 if gated else n))
+        scaled = squares = None
+        if norm.residual is not None:
+            scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // 16), dtype=torch.float32)
+        tensors = (norm.residual, norm.scale, scaled, squares, norm.squares)
+        norms = (*(0 if t is None else t.data_ptr() for t in tensors), norm.eps)
+        self._run(tiling, x, weight, n, bias, out, dependent_launch, norms)
+        return out, scaled, squares
+
+    def gates(self, m: int, n: int, k: int, group: int, device: torch.device) -> RowsTiling | None:
+        """The tiling of a product of m rows with the gate in its epilogue; None where there is none."""
+        clusters, key = self.clusters(device), (m, n, k, group)
+        if key not in self._gated:
+            config = dict(choose("int4_matmul.cu", (m, n, k), device, rule))
+            config |= {"ranks": 1, "warps": min(config["warps"], MOST_GATED)}
+            tiling = tiling_of(config, m, n, k, group, clusters, gated=True)
+            if not self._clusters:  # launches are skipped: see ``cuda.skipped``
+                return tiling
+            self._gated[key] = tiling
+        return self._gated[key]
 
 
 def cuda_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
