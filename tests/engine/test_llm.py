@@ -342,6 +342,7 @@ def real(smollm2):
     return LLM(str(smollm2.path), dtype="float32", max_model_len=512, num_kv_blocks=64)
 
 
+@pytest.mark.prove  # transformers reads the file for a quarter of a minute; tiny models are compared above
 def test_real_model_float32_gives_the_tokens_of_transformers(real, smollm2):
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         smollm2.path.parent, gguf_file=smollm2.path.name, dtype=torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from subprocess import CompletedProcess
 
@@ -11,8 +12,8 @@ import pytest
 
 from transect.cli import main
 
-UNLIKE_HERE = ("inspect", "trace")
-"""Commands that choose Triton's compiler or its interpreter before they import it: they need a process of their own."""
+UNLIKE_HERE = "inspect" if os.environ.get("TRITON_INTERPRET") == "1" else "trace"
+"""The command that needs what is not here, Triton's compiler or its interpreter: it takes a process of its own."""
 
 
 def run_here(*arguments: str, stdin: str = "") -> CompletedProcess[str]:
@@ -21,7 +22,7 @@ def run_here(*arguments: str, stdin: str = "") -> CompletedProcess[str]:
     Raises:
         ValueError: the command needs a process of its own.
     """
-    if arguments[:1] and arguments[0] in UNLIKE_HERE:
+    if arguments[:1] == (UNLIKE_HERE,):
         raise ValueError(f"transect {arguments[0]} chooses how Triton is imported: start a process")
     out, errors = io.StringIO(), io.StringIO()
     with (

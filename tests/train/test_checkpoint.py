@@ -136,7 +136,6 @@ def test_a_real_full_file_system(tmp_path) -> None:
     program = """
 import resource, signal, sys
 import torch
-from effort import proving
 from pathlib import Path
 from transect.train.checkpoint import Snapshot, Writer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import proving
 
 pytest.importorskip("triton")
 
@@ -15,7 +16,12 @@ pytest.importorskip("triton")
 def compiled() -> list[dict]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_all.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, str(script), *(["--prove"] if proving() else [])],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

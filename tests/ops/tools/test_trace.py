@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import run_here
 
 pytest.importorskip("triton")
 
@@ -191,5 +192,5 @@ def test_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "read by program 5" in done.stdout and "[4:8, 8:12]" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    done = subprocess.run([*command, "--program", "12"], capture_output=True, text=True, timeout=300)
+    done = run_here("trace", "matmul", "--program", "12")
     assert done.returncode == 2 and "programs of this run are 0 to 11" in done.stderr
