@@ -51,7 +51,7 @@ def command(
     for path in text or ():
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
-    from dataclasses import asdict
+    from dataclasses import fields
 
     from ..engine.llm import LLM
 
@@ -63,7 +63,7 @@ def command(
         "max_num_seqs": max_num_seqs,
     }
     config = engine_config(model, **settings, threads=threads, native=native, enable_prefix_caching=bool(names))
-    values = asdict(config)
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(values.pop("model"), **values)
     found: dict[str, Any] = {"model": model, "kernels": llm.kernels}
     if text:

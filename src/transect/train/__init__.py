@@ -5,8 +5,7 @@
   streams, and the position in them. ``batches.py``: documents packed side by side.
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
   what the backward pass keeps. ``merged_layers.py``: a layer as one node with a hand-written backward pass, on a
-  GPU; ``merged_products.py``: its products, with adapters inside. ``adapted_product.py``: a frozen matrix with its
-  adapter as one operator, on a CPU.
+  GPU; ``merged_products.py``: its products, with adapters inside.
 * ``objectives/``: what a run minimises: next tokens, preferences, rewards. ``rollout.py``: answers drawn by the engine;
   ``logprobs.py``: how likely they were.
 * ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model
