@@ -12,8 +12,8 @@ from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.staging import Staging
 from transect.models.storage import int4_format
-from transect.models.weights.adapted import Adapted
 from transect.models.weights import int4_serving
+from transect.models.weights.adapted import Adapted
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4 import Int4
 from transect.models.weights.int4_serving import Int4Products, ServingInt4, affine_groups, rounded

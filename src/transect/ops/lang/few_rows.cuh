@@ -60,6 +60,48 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// A norm on either side of a product: RMSNorm(X) and residual add + the next RMSNorm, as far as they need no second kernel.
+// Of a stream of rows t the norm is t s / rms(t): the product before it adds to the stream, and leaves t s and the sums of
+// squares of sixteens of t; the product after it multiplies t s by the weight and divides its sums by rms(t).
+struct Norm {
+  const __nv_bfloat16* residual;  // [M, N] or null: Y is X W^T + residual, and what follows is written too
+  const __nv_bfloat16* scale;     // [N]: the next norm's weight
+  __nv_bfloat16* scaled;          // [M, N]: Y times scale
+  float* squares;                 // [M, N / 16]: sums of squares of Y
+  const float* x_squares;         // [M, K / 16] or null: squares that the product that made X left
+  float eps;
+};
+
+// 1 / rms of ``rows`` rows of K elements from m0 on, by ``threads`` threads (whole warps), the ``thread``-th of them. Eight
+// reads at a time, or each would wait for the one before.
+__device__ __forceinline__ void inverse_rms(float* to, const float* squares, float eps, int m0, int rows, int K, int thread,
+                                            int threads) {
+  const int sixteenth = thread % 16, count = K / 64, group = threads / 16;  // of four sums of squares; rows at a time
+  for (int row0 = thread / 16; row0 - thread / 16 < rows; row0 += 4 * group) {
+    float sum[4] = {};
+    for (int i = sixteenth; i < count; i += 32) {
+      float4 v[4][2];
+#pragma unroll
+      for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+          v[r][j] = row0 + r * group < rows && i + 16 * j < count
+                        ? __ldcg((const float4*)(squares + (size_t)(m0 + row0 + r * group) * (K / 16)) + i + 16 * j)
+                        : make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) sum[r] += v[r][j].x + v[r][j].y + (v[r][j].z + v[r][j].w);
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+#pragma unroll
+      for (int lanes = 8; lanes; lanes /= 2) sum[r] += __shfl_xor_sync(0xFFFFFFFFu, sum[r], lanes);
+      if (sixteenth == 0 && row0 + r * group < rows) to[row0 + r * group] = rsqrtf(sum[r] / K + eps);
+    }
+  }
+}
+
 // Dependent launch (Hopper): the next kernel on the stream may begin; everything before this one is done and visible.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900

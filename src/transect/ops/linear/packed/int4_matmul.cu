@@ -78,7 +78,7 @@ template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
               int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
-              int stages, int ahead, int late, int gated) {
+              int stages, int ahead, int late, int gated, Norm norm) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
   constexpr bool ALL_ROWS = kAllRows<NT, WHOLE>, SUBNORMAL = kSubnormal<NT>;
@@ -98,7 +98,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   uint32_t full = shared_address(memory);
   asm volatile("" : "+r"(full));  // not to be made anew in every step
   const uint32_t empty = full + stages * 8, summed = full + stages * 16, added = full + stages * 24;
-  const uint32_t parts = full + (stages * 24 + 8 + 127) / 128 * 128;  // [own tiles][ranks][NT][32 lanes][4]
+  float* inverse = (float*)(memory + stages * 24 + 8);  // 1 / rms of up to 8 rows of X
+  const uint32_t parts = full + (stages * 24 + 40 + 127) / 128 * 128;  // [own tiles][ranks][NT][32 lanes][4]
   uint32_t ring = parts + (ranks > 1 ? own * ranks * NT * 512 : 0);
   asm volatile("" : "+r"(ring));  // not to be made anew in every step
   const int trigger = late < 0 ? 0 : total - late;  // the step at which the next launch is let in
@@ -204,15 +205,50 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     return;
   }
 
+  constexpr bool NORMS = NT == 1;
+  auto all_takers = [&] { asm volatile("bar.sync 1, %0;" ::"r"(takers * 32) : "memory"); };
+  if (NORMS && (norm.x_squares || norm.residual)) {
+    wait_for_previous();
+    if (norm.x_squares && self == 0) inverse_rms(inverse, norm.x_squares, norm.eps, m0, rows, K, lane, 32);
+    all_takers();
+  }
   const int warp = self % warps, team = self / warps;
   const int my_tile = min(warp * RB, wide - RB);  // where there are too few, two warps do the same
   float y[RB][NT][4] = {};
+  auto divided = [&](float sum, int m) { return NORMS && norm.x_squares ? sum * inverse[m] : sum; };
+  // To the residual stream: the sum and the stream there, that times the next norm's weight, and its square.
+  auto add_to_stream = [&](const float (&v)[4], int t) {
+    float square[2] = {};
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int n = (first + t) * 16 + c / 2 * 8 + lane / 4, m = lane % 4 * 2 + c % 2;
+      if (m >= rows) continue;
+      const size_t at = (size_t)(m0 + m) * N + n;
+      const __nv_bfloat16 total = __float2bfloat16(v[c] + __bfloat162float(norm.residual[at]));
+      const float x = __bfloat162float(total);
+      out[at] = total;
+      norm.scaled[at] = __float2bfloat16(x * __bfloat162float(norm.scale[n]));
+      square[c % 2] += x * x;
+    }
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) square[c] += __shfl_xor_sync(0xffffffffu, square[c], lanes);
+      const int m = lane % 4 * 2 + c;
+      if (lane < 4 && m < rows) norm.squares[(size_t)(m0 + m) * (N / 16) + first + t] = square[c];
+    }
+  };
   auto store = [&](const float (&v)[4], int t, int tile, int n_tiles) {
     if (t >= n_tiles) return;
+    if (NORMS && norm.residual) {
+      add_to_stream(v, t);
+      return;
+    }
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       const int n = (first + t) * 16 + c / 2 * 8 + lane / 4, m = tile * 8 + lane % 4 * 2 + c % 2;
-      if (n < N && m < rows) out[(size_t)(m0 + m) * N + n] = __float2bfloat16(v[c] + (bias ? __bfloat162float(bias[n]) : 0.f));
+      if (n < N && m < rows)
+        out[(size_t)(m0 + m) * N + n] = __float2bfloat16(divided(v[c], m) + (bias ? __bfloat162float(bias[n]) : 0.f));
     }
   };
   // Sixteens of rows of W alternate between gate and up, so a warp with two of them holds both of an output.
@@ -221,8 +257,9 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       const int n = (first + t) / 2 * 16 + c / 2 * 8 + lane / 4, m = tile * 8 + lane % 4 * 2 + c % 2;
-      if (n < N / 2 && m < rows)
-        out[(size_t)(m0 + m) * (N / 2) + n] = __float2bfloat16(gate[c] / (1 + __expf(-gate[c])) * up[c]);
+      if (n >= N / 2 || m >= rows) continue;
+      const float g = divided(gate[c], m), u = divided(up[c], m);
+      out[(size_t)(m0 + m) * (N / 2) + n] = __float2bfloat16(g / (1 + __expf(-g)) * u);
     }
   };
   // Where a lane reads in a stage; with registers to spare not to be made anew in every step.
@@ -346,7 +383,6 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
     }
     if (teams > 1) {
       // The other teams leave their sums in the place of the ring; the first one adds them in order.
-      auto all_takers = [&] { asm volatile("bar.sync 1, %0;" ::"r"(takers * 32) : "memory"); };
       const uint32_t left = ring + warp * RB * NT * 512 + lane * 16;
       all_takers();
       if (team > 0) {
@@ -417,7 +453,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 
 template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
 static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
-                 int warps, int teams, int stages, int per, int ranks, int late, int gated, int dependent, void* stream) {
+                 int warps, int teams, int stages, int per, int ranks, int late, int gated, Norm norm, int dependent,
+                 void* stream) {
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
@@ -425,15 +462,17 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   const int stage_bytes = wide * kTile<GROUP> + held * kXPitch + kChunk / GROUP * ROWS * (WHOLE ? 8 : 4);
   const int parts = ranks > 1 ? (wide + ranks - 1) / ranks * ranks * NT * 512 : 0;
   const int ring = stages * stage_bytes, left = (teams - 1) * warps * RB * NT * 512;
-  const int shared = (stages * 24 + 8 + 127) / 128 * 128 + parts + (left > ring ? left : ring);
+  const int shared = (stages * 24 + 40 + 127) / 128 * 128 + parts + (left > ring ? left : ring);
   if (shared > kMostShared || (ranks * teams > 1 && passes > 1) || (warps * teams + 2) * 32 > THREADS ||
       stages % teams || wide < RB)
     return -1;
+  if ((norm.residual || norm.x_squares) && NT > 1) return -1;
+  if (norm.residual && (N % 16 || bias || gated || !norm.scale || !norm.scaled || !norm.squares)) return -1;
   if (gated && (!kGates<THREADS, NT, RB> || ranks > 1 || per % 2 || wide % 2 || N % 32 || bias)) return -1;
   return (int)launch(int4_rows<GROUP, THREADS, NT, RB, WHOLE>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared,
                      ranks, dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
                      (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
-                     (int)(dependent > 1), late, gated);
+                     (int)(dependent > 1), late, gated, norm);
 }
 
 // How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
@@ -446,11 +485,16 @@ extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_r
 // ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
 // launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``whole``: 1 for X as whole
 // numbers, with 8 ``rows``. ``gated``: 1 where the sixteens of rows of W are gate, up, gate, up ...: out is silu(gate) up [M, N / 2];
-// with up to 8 rows, 1 rank, 2 columns, at most 8 warps and no bias. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel
+// with up to 8 rows, 1 rank, 2 columns, at most 8 warps and no bias. ``residual`` [M, N], ``scale`` [N], ``scaled`` [M, N],
+// ``squares`` [M, N / 16], ``x_squares`` [M, K / 16], ``eps``: see ``Norm``; null for none, with up to 8 rows. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel
 // before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
-                                    int ranks, int late, int whole, int columns, int gated, int dependent, void* stream) {
+                                    int ranks, int late, int whole, int columns, int gated, const void* residual,
+                                    const void* scale, void* scaled, void* squares, const void* x_squares, float eps,
+                                    int dependent, void* stream) {
+  const Norm norm = {(const __nv_bfloat16*)residual, (const __nv_bfloat16*)scale, (__nv_bfloat16*)scaled, (float*)squares,
+                     (const float*)x_squares, eps};
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
@@ -459,7 +503,7 @@ extern "C" int transect_int4_matmul(const void* x, const void* weight, const voi
 #define TRANSECT_INT4(GROUP, THREADS, NT, RB, WHOLE)                                                                          \
   if (group == GROUP && threads == THREADS && rows == NT * 8 && columns == RB && (whole != 0) == WHOLE)                       \
     return start<GROUP, THREADS, NT, RB, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks,    \
-                                                late, gated, dependent, stream);
+                                                late, gated, norm, dependent, stream);
 #define TRANSECT_WARPS(GROUP, THREADS)       \
   TRANSECT_INT4(GROUP, THREADS, 1, 2, true)  \
   TRANSECT_INT4(GROUP, THREADS, 1, 2, false) \

@@ -313,6 +313,12 @@ def _cuda_kernels(device: torch.device) -> dict[str, Callable[..., Tensor]]:
         return {}
 
 
+def rows_kernel(device: torch.device) -> int4_rows.CudaCodes | None:
+    """``int4_matmul.cu`` on a Hopper GPU; None elsewhere, or where it cannot be built, which is logged."""
+    found = _cuda_kernels(device).get("rows")
+    return found if isinstance(found, int4_rows.CudaCodes) else None
+
+
 def gated_launcher() -> Callable[..., Tensor | None]:
     """A new ``(x, weight, n, *, dependent_launch=False)`` -> ``silu(gate) * up [M, n / 2]`` in one kernel, of a weight
     whose sixteens of rows are gate and up in turn; None where no kernel does that (see ``CudaCodes.gated``)."""
@@ -320,8 +326,7 @@ def gated_launcher() -> Callable[..., Tensor | None]:
 
     def call(x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
         if x.device not in built:
-            kernel = _cuda_kernels(x.device).get("rows")
-            built[x.device] = kernel if isinstance(kernel, int4_rows.CudaCodes) else None
+            built[x.device] = rows_kernel(x.device)
         kernel = built[x.device]
         if kernel is None or way(x.shape[0], n) != "rows":
             return None
