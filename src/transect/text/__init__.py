@@ -14,7 +14,7 @@ On the way out:
 
 * ``number_text.py``       NumberText: what stands in for a tokenizer where a model has none
 * ``detokenizer.py``       IncrementalDetokenizer: ids to text a few at a time, whole characters only
-* ``stop.py``              StopMatcher: stop strings across any chunk border
+* ``stop.py``              StopAutomaton, StopMatcher: stop strings across any chunk border
 * ``outputs.py``           RequestOutput, CompletionOutput, Logprob: what a caller gets
 * ``output_processor.py``  OutputProcessor: engine outputs to updates, one terminal event for each choice
 
