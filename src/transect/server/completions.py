@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation, Prompt
 from .logprobs import completion_logprobs
@@ -25,8 +26,8 @@ class Completion:
     neither shown nor counted.
     """
 
-    def __init__(self, serving: Serving, body: CompletionRequest) -> None:
-        self.serving, self.body = serving, body
+    def __init__(self, serving: Serving, body: CompletionRequest, deadline: Deadline) -> None:
+        self.serving, self.body, self.deadline = serving, body, deadline
         self.echo = bool(body.echo)
         self.top = body.logprobs
         self.scoring = self.echo and body.max_tokens == 0
@@ -42,11 +43,12 @@ class Completion:
 
     async def _prepare(self) -> Generation:
         prompts = await completion_prompts(self.serving, self.body.prompt)
-        return Generation(self.serving, prompts, self.params, self.body.priority or 0)
+        return Generation(self.serving, prompts, self.params, self.body.priority or 0, self.deadline)
 
     async def whole(self) -> CompletionResponse:
         """The answer in one piece."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         results = await generation.whole()
         choices = [
             self._choice(prompt, result, output)
@@ -80,7 +82,8 @@ class Completion:
 
     async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         await generation.start()
         return self._chunks(generation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +27,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         status = 500
+        scope.setdefault("state", {})["arrival"] = asyncio.get_running_loop().time()
 
         async def counted(message: Message) -> None:
             nonlocal status

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.sampling_params import SamplingParams
+from .encoding import Encoder
 from .errors import ApiError, nearest
 from .metrics import Metrics
 
@@ -25,6 +26,8 @@ class TokenizerLike(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def longest_token(self) -> int: ...
     def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
     def token_text(self, token_id: int) -> str: ...
@@ -103,6 +106,7 @@ class Serving:
         self.engine = engine
         self.options = options
         self.metrics = Metrics()
+        self.encoder = Encoder()
         self.started = int(time.time())
         self.draining = False
         self.in_flight = 0
