@@ -95,7 +95,9 @@ def test_biases_and_masks_become_arrays_once_for_each_request(monkeypatch):
     monkeypatch.setattr(penalties, "FixedTokens", Counted)
     adjuster = LogitAdjuster()
     bias = {token: token / 10 for token in range(20)}
-    draws = [one_draw(SamplingParams(logit_bias=bias, min_tokens=50, max_tokens=None), seq_id, (30, 31)) for seq_id in (7, 8)]
+    draws = [
+        one_draw(SamplingParams(logit_bias=bias, min_tokens=50, max_tokens=None), seq_id, (30, 31)) for seq_id in (7, 8)
+    ]
     for step in range(5):
         logits = torch.zeros(2, 40)
         adjuster.apply(logits, [Pick(draw, 2 + step, row) for row, draw in enumerate(draws)], {})

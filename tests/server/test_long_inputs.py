@@ -127,7 +127,9 @@ def test_other_threads_run_while_a_long_text_is_encoded(monkeypatch):
 async def test_over_long_prompts_are_not_encoded(client, engine, monkeypatch, path, body):
     longest = []
     encode = engine.tokenizer.encode
-    monkeypatch.setattr(engine.tokenizer, "encode", lambda text, **more: longest.append(len(text)) or encode(text, **more))
+    monkeypatch.setattr(
+        engine.tokenizer, "encode", lambda text, **more: longest.append(len(text)) or encode(text, **more)
+    )
     found = error(await client.post(path, json=body))
     assert found["code"] == "context_length_exceeded" and "at least 15" in found["message"]
     assert max(longest, default=0) <= 1

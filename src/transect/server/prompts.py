@@ -95,7 +95,7 @@ async def chat_prompt(
         raise ApiError(400, message, param="messages", code="no_chat_template")
     plain = [message.plain() for message in messages]
     extra = template_kwargs or {}
-    reserved = sorted({"messages", "add_generation_prompt"} & extra.keys())
+    reserved = sorted({"self", "messages", "add_generation_prompt"} & extra.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")
     try:
