@@ -46,7 +46,7 @@ def test_the_least_repetition_penalty_leaves_something_to_draw():
 
 def test_min_tokens_where_every_token_ends_the_answer():
     params = SamplingParams(min_tokens=1, stop_token_ids=[0, 1, 2])
-    with pytest.raises(ValueError, match="min_tokens masks .* all 4 of this model"):
+    with pytest.raises(ValueError, match=r"min_tokens masks .* all 4 of this model"):
         check_token_ids([1], params, 4, eos_token_ids=[3])
     check_token_ids([1], params, 4)
     check_token_ids([1], params.with_(ignore_eos=True), 4, eos_token_ids=[3])

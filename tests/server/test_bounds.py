@@ -28,7 +28,7 @@ async def refused(client, path, body, status=400):
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [("[],", "262144 lists and objects"), ("{},", "262144 lists and objects"), ("1,", "1048576 commas")],
+    [("[],", "131072 lists and objects"), ("{},", "131072 lists and objects"), ("1,", "1048576 commas")],
 )
 async def test_values_are_counted_before_they_are_parsed(client, monkeypatch, values, words):
     def from_json(*args, **kwargs):
@@ -42,7 +42,7 @@ async def test_values_are_counted_before_they_are_parsed(client, monkeypatch, va
 
 async def test_long_texts_may_hold_many_of_those_characters(client, engine):
     engine.max_model_len = 10**6
-    response = await client.post("/v1/completions", json={"prompt": "[1, {}, " * 60_000, "max_tokens": 1})
+    response = await client.post("/v1/completions", json={"prompt": "[1, {}, " * 50_000, "max_tokens": 1})
     assert response.status_code == 200
 
 
@@ -57,14 +57,23 @@ async def test_long_texts_may_hold_many_of_those_characters(client, engine):
         ("/v1/completions", {"prompt": "a", "stop": [1] * MANY}, "stop must be a string or a list of strings"),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": ["a"] * MANY}, "stop_token_ids[0]"),
         ("/v1/completions", {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(MANY)), "x")}, "at most 1024"),
-        ("/v1/chat/completions", {"messages": [{}] * MANY}, "holds 20000 entries: give at most 10000"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{}] * MANY},
+            "hold 20000 messages and parts: give at most 10000",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{}] * MANY}]},
+            "hold 20001 messages and parts",
+        ),
         ("/v1/chat/completions", {"messages": [{}] * 9000}, "messages[0].role is required"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [5] * MANY}]},
+            {"messages": [{"role": "user", "content": [5] * 9000}]},
             "messages[0].content must be",
         ),
-        ("/tokenize", {"messages": [{}] * MANY}, "holds 20000 entries: give at most 10000"),
+        ("/tokenize", {"messages": [{}] * MANY}, "hold 20000 messages and parts: give at most 10000"),
         ("/detokenize", {"tokens": ["a"] * MANY}, "tokens[0]"),
     ],
 )

@@ -1,7 +1,6 @@
 """Long texts and lists: refused before work, given up early, and never in the way of other requests."""
 
 import asyncio
-import json
 import threading
 
 import httpx
@@ -9,7 +8,6 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from transect.server import encoding
 from transect.server.app import create_app
 from transect.server.deadline import Deadline
 from transect.server.encoding import PIECE, Encoder, TooManyTokens

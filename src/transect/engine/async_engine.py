@@ -295,8 +295,8 @@ class AsyncEngine:
             raise EngineDeadError(self._death)
 
     def _check_room(self) -> None:
-        """The engine bounds its queue by ``max_queue``; while it does not read, what lies in the socket is bounded here,
-        by what it could take at the most. A client that leaves does not take its message back."""
+        """The engine bounds its queue by ``max_queue``. While it does not read, what lies in the socket is bounded here
+        by what it could take at the most; a client that leaves does not take its message back."""
         unread = self._submitted - self._taken
         if self.config.max_queue is not None and unread >= self.config.max_queue + self.info.max_num_seqs:
             raise QueueFull(unread, UNREAD_RETRY_S)

@@ -37,7 +37,8 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id to a bias in [-100, 100] added to its logit; at most 1024 of them.
         seed: makes the draws repeatable whatever else is in the batch; None draws a fresh seed for the request.
-        stop: strings that end a choice; the text ends before the first of them. At most 128, of 4096 characters together.
+        stop: strings that end a choice; the text ends before the first of them. At most 128, together of at most
+            4096 characters.
         stop_token_ids: token ids that end a choice; at most 128.
         max_tokens: output tokens at the most; None goes on to the model's context length.
         min_tokens: until then EOS and ``stop_token_ids`` are masked, and stop strings are ignored.
@@ -116,8 +117,8 @@ class SamplingParams:
         characters = sum(map(len, self.stop or ()))
         if characters > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"stop holds {characters} characters in all: give at most {MAX_STOP_CHARACTERS}, the beginnings of long "
-                "stop strings are enough"
+                f"stop holds {characters} characters in all: give at most {MAX_STOP_CHARACTERS}: the beginnings of "
+                "long stop strings are enough"
             )
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0, None)

@@ -1,8 +1,8 @@
 """How much a request may hold, and types that are checked without a Python object for each thing that is wrong.
 
-A body of some megabytes can hold millions of values. What is done for each of them stops the event loop for everybody,
-so the values are counted before they are parsed, lists are checked up to their first fault, and a prompt of token ids is
-checked as a whole.
+A body of some megabytes can hold millions of values. What is done for each of them stops the event loop for everybody.
+So the values are counted before they are parsed, lists are checked up to their first fault, and a prompt of token ids
+is checked as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _FirstFault(FailFast):
 Listed = Annotated[list[T], _FirstFault()]
 """A list that is checked up to its first fault."""
 
-MAX_CONTAINERS = 2**18
+MAX_CONTAINERS = 2**17
 MAX_COMMAS = 2**20
 MAX_MESSAGES = 10_000
 MAX_TEMPLATE_ARGUMENTS = 1_000
@@ -59,6 +59,21 @@ def at_most(count: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def _count_parts(value: Any) -> Any:
+    """Refuse more than MAX_MESSAGES messages and parts of messages together."""
+    if isinstance(value, list):
+        contents = [each.get("content") for each in value if isinstance(each, dict)]
+        found = len(value) + sum(len(each) for each in contents if isinstance(each, list))
+        if found > MAX_MESSAGES:
+            context = {"found": found, "most": MAX_MESSAGES}
+            raise PydanticCustomError("shape", "hold {found} messages and parts: give at most {most}", context)
+    return value
+
+
+FewParts = BeforeValidator(_count_parts)
+"""For a list of messages."""
 
 
 def _check_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:

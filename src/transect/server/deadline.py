@@ -1,4 +1,4 @@
-"""When a request has taken too long. The time counts from its arrival: waiting, encoding and rendering are part of it."""
+"""When a request has taken too long. The time counts from its arrival: rendering, encoding and waiting are in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from .errors import ApiError
 
 
 class Deadline:
-    """A moment, and ``async with`` it: work that may last until then. May be entered as often as one likes, not twice at
-    the same time.
+    """A moment; ``async with`` it, work may last until then. It may be entered again and again, not twice at a time.
 
     Args:
         limit_s: seconds that a request may take; None for no limit.

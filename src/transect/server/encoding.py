@@ -2,8 +2,8 @@
 
 A text that cannot fit is refused before any work: a token stands for a bounded number of characters. A long text is
 encoded in a thread of its own pool, where the `tokenizers` library does not hold Python's lock, and first counted in
-pieces: one that turns out to have too many tokens is given up at the piece that says so, and one whose request has ended
-at the next piece. So what any text costs is bounded by the context, not by its length.
+pieces: one that turns out to have too many tokens is given up at the piece that says so, and one whose request has
+ended at the next piece. So what any text costs is bounded by the context, not by its length.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ..engine.sampling_params import MAX_LOGIT_BIASES, SamplingParams
-from .bounds import MAX_MESSAGES, MAX_TEMPLATE_ARGUMENTS, AnyPrompt, Listed, at_most
+from .bounds import MAX_TEMPLATE_ARGUMENTS, AnyPrompt, FewParts, Listed, at_most
 from .errors import nearest
 
 # Fields of OpenAI's API that change nothing about the tokens a local server returns.
@@ -134,7 +134,7 @@ class ChatMessage(Body):
         return {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
 
 
-Messages = Annotated[Listed[ChatMessage], Field(min_length=1), at_most(MAX_MESSAGES)]
+Messages = Annotated[Listed[ChatMessage], Field(min_length=1), FewParts]
 
 
 class StreamOptions(Body):
