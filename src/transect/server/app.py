@@ -21,6 +21,7 @@ from .gate import Gate
 from .health import health_of, scrape
 from .prompts import chat_prompt, encode, most_counted
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .rendering import Renderer
 from .replies import (
     ChatResponse,
     CompletionResponse,
@@ -54,12 +55,13 @@ api = APIRouter(route_class=JsonRoute, responses=REFUSALS)
 plain = APIRouter()
 
 
-def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
-    """The application around an engine that already runs. The caller owns the engine.
+def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None = None) -> FastAPI:
+    """The application around an engine that already runs. The caller owns the engine and the renderer.
 
     Args:
         engine: an ``AsyncEngine``.
         options: names, keys and limits.
+        renderer: of chat templates; None renders in this process.
     """
     app = FastAPI(
         title="Transect",
@@ -67,7 +69,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         description="An OpenAI-compatible API. Extra sampling fields have the names that vLLM gave them.",
         redoc_url=None,
     )
-    serving = Serving(engine, options)
+    serving = Serving(engine, options, renderer)
     app.state.serving = serving
     errors.install(app)
     app.include_router(api)

@@ -99,7 +99,7 @@ async def chat_prompt(
     if reserved:
         raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")
     try:
-        text = await asyncio.to_thread(template.render, plain, add_generation_prompt, **extra)
+        text = await serving.renderer.render(template, plain, add_generation_prompt, extra)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
     token_ids = await encode(serving, text, add_special=False, parse_special=True, field="messages")

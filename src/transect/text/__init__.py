@@ -8,7 +8,9 @@ On the way in:
 * ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name
 * ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces
 * ``chat_messages.py``   messages in the one form that templates expect
-* ``chat_template.py``   ChatTemplate: messages to one string, in a bounded Jinja sandbox
+* ``chat_template.py``   ChatTemplate: messages to one string, by a Jinja template
+* ``template_sandbox.py``  where templates run, and what bounds them
+* ``template_worker.py``   TemplateWorker: templates in a process that can be ended
 
 On the way out:
 
