@@ -7,15 +7,18 @@ torch), so that planning and scheduling can lean on it. Translations from and to
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..formats.fields import LARGEST_INTEGER, read_json_object, shown
+
 ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``."""
+
+MAX_LAYERS = 4096
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "factors"]
 
@@ -111,6 +114,9 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ValueError(f"{name} must be a whole number greater than 0, not {value!r}")
+            most = MAX_LAYERS if name == "n_layers" else LARGEST_INTEGER
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, not {shown(value)}")
         _check_positive("norm_eps", self.norm_eps)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
@@ -170,9 +176,12 @@ class ModelConfig:
     def from_hf_directory(cls, directory: str | Path) -> ModelConfig:
         """Read ``config.json`` and, if it is there, ``generation_config.json`` of a model directory."""
         directory = Path(directory)
-        config = _read_json(directory / "config.json")
+        try:
+            config = read_json_object(directory / "config.json")
+        except FileNotFoundError:
+            raise ValueError(f"{directory} has no config.json: give a directory in Hugging Face layout") from None
         path = directory / "generation_config.json"
-        return cls.from_hf(config, _read_json(path) if path.exists() else None)
+        return cls.from_hf(config, read_json_object(path) if path.exists() else None)
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` that transformers, vLLM and ``from_hf`` read back as this model.
@@ -196,15 +205,3 @@ class ModelConfig:
 def _check_positive(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a number greater than 0, not {value!r}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}: give a directory in Hugging Face layout") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON ({error}); download the model again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; download the model again")
-    return value

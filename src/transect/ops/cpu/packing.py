@@ -60,7 +60,7 @@ def write_packed(path: Path, weights: Mapping[str, PackedWeight]) -> None:
     """Keep packed matrices in ``path``: written beside it, flushed to the disk, then moved there, so that readers see
     all or nothing, also after the power went."""
     header: dict[str, dict[str, int]] = {}
-    sums = _sums([memoryview(weight.data.numpy()) for weight in weights.values()])
+    sums = _sums([weight.data.numpy().data for weight in weights.values()])
     offset = 0
     for (name, weight), crc in zip(weights.items(), sums, strict=True):
         size = weight.data.numel()
@@ -109,7 +109,7 @@ def read_packed(path: Path, expected: Iterable[str]) -> dict[str, PackedWeight] 
         return None
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     parts = [whole[first:last] for first, last in spans]
-    if _sums([memoryview(part.numpy()) for part in parts]) != [entry["crc"] for entry in header.values()]:
+    if _sums([part.numpy().data for part in parts]) != [entry["crc"] for entry in header.values()]:
         return None
     return {
         name: PackedWeight(Kind(entry["kind"]), entry["n"], entry["k"], part)
