@@ -8,7 +8,8 @@
 * ``protocol.py``: what clients may send. ``errors.py``: what they hear when they sent something else.
 * ``prompts.py``: chat template and tokenizer. ``rendering.py``, ``encoding.py``: so that neither holds up others.
 * ``generation.py``: the engine requests behind one HTTP request.
-* ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers.
+* ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers;
+  ``long_replies.py``: the long ones, little by little.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
 * ``health.py``, ``metrics.py``: what operators see. ``serving.py``: the state that all of these share.
 

@@ -19,6 +19,7 @@ from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError, ErrorBody
 from .gate import Gate
 from .health import health_of, scrape
+from .long_replies import json_of
 from .prompts import chat_prompt, encode, most_counted
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .rendering import Renderer
@@ -96,7 +97,7 @@ async def _answer(request: Request, work: Chat | Completion) -> Response:
         reply: BaseModel = await unless_disconnected(request.receive, work.whole())
     except ClientGone:
         return GONE
-    return Response(reply.model_dump_json(), media_type="application/json")
+    return Response(await json_of(reply), media_type="application/json")
 
 
 @api.post("/v1/completions", response_model=CompletionResponse, tags=["OpenAI"])

@@ -9,6 +9,7 @@ from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation
 from .logprobs import chat_logprobs
+from .long_replies import all_chat_logprobs
 from .prompts import chat_prompt
 from .protocol import FIELDS, ChatCompletionRequest
 from .replies import (
@@ -69,15 +70,19 @@ class Chat:
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
-            choices=[self._choice(output) for output in result.outputs],
+            choices=[await self._choice(output) for output in result.outputs],
             usage=generation.usage(),
         )
 
-    def _choice(self, output: CompletionOutput) -> ChatChoice:
+    async def _choice(self, output: CompletionOutput) -> ChatChoice:
+        logprobs: ChatLogprobs | None = None
+        if output.logprobs is not None and self.body.logprobs:
+            tokenizer = self.serving.engine.tokenizer
+            logprobs = await all_chat_logprobs(output.logprobs, output.token_ids, self.top, tokenizer)
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(content=output.text),
-            logprobs=self._logprobs(output.logprobs, output.token_ids),
+            logprobs=logprobs,
             finish_reason=finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
         )

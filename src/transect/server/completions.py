@@ -9,6 +9,7 @@ from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation, Prompt
 from .logprobs import completion_logprobs
+from .long_replies import all_completion_logprobs
 from .prompts import completion_prompts
 from .protocol import FIELDS, CompletionRequest
 from .replies import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, finish_reason
@@ -51,7 +52,7 @@ class Completion:
             generation = await self._prepare()
         results = await generation.whole()
         choices = [
-            self._choice(prompt, result, output)
+            await self._choice(prompt, result, output)
             for prompt, result in zip(generation.prompts, results, strict=True)
             for output in result.outputs
         ]
@@ -62,7 +63,7 @@ class Completion:
             choice.index = index
         return self._response(generation, choices, usage)
 
-    def _choice(self, prompt: Prompt, result: RequestOutput, output: CompletionOutput) -> CompletionChoice:
+    async def _choice(self, prompt: Prompt, result: RequestOutput, output: CompletionOutput) -> CompletionChoice:
         """One choice of a whole answer; its index is counted by the caller."""
         tokenizer = self.serving.engine.tokenizer
         text, token_ids, positions = output.text, list(output.token_ids), list(output.logprobs or ())
@@ -75,7 +76,7 @@ class Completion:
         logprobs: CompletionLogprobs | None = None
         if self.top is not None:
             before = list(result.prompt_logprobs or ()) if self.echo else []
-            logprobs = completion_logprobs([*before, *positions], token_ids, self.top, tokenizer)
+            logprobs = await all_completion_logprobs([*before, *positions], token_ids, self.top, tokenizer)
         return CompletionChoice(
             index=0, text=text, logprobs=logprobs, finish_reason=finish_reason(reason), stop_reason=stop_reason
         )
