@@ -360,3 +360,11 @@ def test_real_model_knows_the_capital_of_france(real):
     choice = real.chat(messages, SamplingParams(temperature=0.0, max_tokens=24))[0].outputs[0]
     assert "Paris" in choice.text
     assert choice.finish_reason == "stop"
+
+
+def test_float32_on_torch_alone_is_the_same_to_the_bit_in_any_batch(llm):
+    params = greedy(8, logprobs=2, prompt_logprobs=0)
+    prompts = [[7] * 100, [9, 8, 7] * 14, list(range(40)), [3]]
+    alone = [llm.generate(prompt, params)[0] for prompt in prompts]
+    for one, other in zip(alone, llm.generate(prompts, params), strict=True):
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs and one.prompt_logprobs == other.prompt_logprobs

@@ -103,7 +103,7 @@ def test_files_and_directories_that_are_no_model(tmp_path, smollm2):
     (tmp_path / "a.txt").write_text("hello")
     fails(str(tmp_path / "a.txt"), "is no .gguf file")
     (tmp_path / "config.json").write_text("{")
-    fails(str(tmp_path), "config.json is not readable JSON")
+    fails(str(tmp_path), "config.json is not valid JSON")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     fails(str(tmp_path), "architecture 'mamba' is not supported; supported are: gpt2, llama")
 

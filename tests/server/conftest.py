@@ -29,6 +29,7 @@ class ByteTokenizer:
     vocab_size = 257
     special_ids = frozenset({256})
     drops_leading_space = False
+    longest_token = 1
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         return list(text.encode())

@@ -189,7 +189,7 @@ async def test_failure_on_the_way_is_one_clean_error(client, engine, word, statu
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_request_timeout(engine, stream):
-    app = create_app(engine, ServerOptions(model_names=("fake-model",), request_timeout_s=0.1))
+    app = create_app(engine, ServerOptions(model_names=("fake-model",), request_timeout_s=0.5))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as client:
         response = await client.post("/v1/completions", json={**PROMPT, "prompt": "HANG", "stream": stream})
     if stream:

@@ -51,6 +51,12 @@ def command(
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take in all.")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Longest request body.")] = 8 * 1024 * 1024,
+    max_connections: Annotated[
+        int | None, typer.Option(min=1, help="Clients connected at the same time. Default: what `ulimit -n` allows.")
+    ] = None,
+    receive_timeout: Annotated[
+        float, typer.Option(help="Seconds for the head of a request, and the beginning of its body, to arrive.")
+    ] = 20.0,
     hung_after: Annotated[
         float | None, typer.Option(help="Seconds of silence after which /health calls the engine hung.")
     ] = None,
@@ -89,6 +95,8 @@ def command(
         api_keys=(*(api_key or ()), *keys_in(api_key_file)),
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
+        max_connections=max_connections,
+        receive_timeout_s=receive_timeout,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     sock = bind(host, port)

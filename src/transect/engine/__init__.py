@@ -25,5 +25,5 @@ With tensors, or on the way to them:
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
-  ``mailbox``: where a request's news wait for its task.
+  ``mailbox``: where a request's news wait for its task. ``socket_folder``: where their socket lies.
 """

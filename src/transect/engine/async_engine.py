@@ -14,12 +14,10 @@ import contextlib
 import dataclasses
 import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -35,12 +33,16 @@ from ..text.tokenizer import Tokenizer
 from . import wire
 from .config import EngineConfig
 from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
+from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
 from .sampling_params import SamplingParams
+from .socket_folder import NAME, make_socket_folder
 from .waiting_queue import QueueFull
 
 STOP_WAIT_S = 5.0
+UNREAD_RETRY_S = 5.0
+"""When to come back to an engine that does not read its messages, in seconds."""
 
 
 class EngineDeadError(RuntimeError):
@@ -68,6 +70,8 @@ class AsyncEngine:
         self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._submitted = self._taken = 0
+        """Submits that have been sent, and those that the engine has read."""
         self._death: str | None = None
         self._heard = time.monotonic()
         self._idle = asyncio.Event()
@@ -89,14 +93,14 @@ class AsyncEngine:
         source = await asyncio.to_thread(resolve, config.model, load_format=config.load_format)
         process_config = dataclasses.replace(config, model=str(source.path))
         loading = asyncio.to_thread(lambda: (Tokenizer.from_source(source), ChatTemplate.from_source(source)))
+        directory = make_socket_folder()
         text = asyncio.ensure_future(loading)
-        directory = Path(tempfile.mkdtemp(prefix="transect-"))
         context = zmq.asyncio.Context()
         process = None
         try:
             socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
-            endpoint = f"ipc://{directory}/engine"
+            endpoint = f"ipc://{directory}/{NAME}"
             socket.bind(endpoint)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "transect.engine.process", endpoint),
@@ -107,8 +111,10 @@ class AsyncEngine:
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
             process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
             engine = cls(config, *(await text))
-            engine._attach(process, socket, context, directory)
+            engine._attach(process, socket, context)
             await engine._ready
+            # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
+            shutil.rmtree(directory, ignore_errors=True)
             return engine
         except BaseException:
             text.cancel()
@@ -125,9 +131,8 @@ class AsyncEngine:
         process: asyncio.subprocess.Process,
         socket: zmq.asyncio.Socket,
         context: zmq.asyncio.Context,
-        directory: Path,
     ) -> None:
-        self._process, self._socket, self._context, self._directory = process, socket, context, directory
+        self._process, self._socket, self._context = process, socket, context
         self._receiver = asyncio.create_task(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
         self._watcher = asyncio.create_task(self._watch())
@@ -203,7 +208,9 @@ class AsyncEngine:
         self._check_alive()
         ids = list(prompt_token_ids)
         check_params(params)
-        check_token_ids(ids, params, self.vocab_size)
+        check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
+        check_choices(params.n, self.info.max_num_seqs)
+        self._check_room()
         self._processor.add(request_id, prompt, ids, **text_options(params))
         mailbox: Mailbox[Update | Exception] = Mailbox()
         self._streams[request_id] = mailbox
@@ -211,6 +218,7 @@ class AsyncEngine:
         left = params.n
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+            self._submitted += 1
             await self._send(wire.Submit(request_id, ids, fields, priority))
             while left:
                 for item in together(await mailbox.take()):
@@ -273,7 +281,6 @@ class AsyncEngine:
             task.cancel()
         await asyncio.gather(self._receiver, self._watcher, return_exceptions=True)
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -286,6 +293,13 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
+
+    def _check_room(self) -> None:
+        """The engine bounds its queue by ``max_queue``. While it does not read, what lies in the socket is bounded here
+        by what it could take at the most; a client that leaves does not take its message back."""
+        unread = self._submitted - self._taken
+        if self.config.max_queue is not None and unread >= self.config.max_queue + self.info.max_num_seqs:
+            raise QueueFull(unread, UNREAD_RETRY_S)
 
     async def _send(self, message: wire.ToEngine) -> None:
         await self._socket.send(wire.encode(message))
@@ -305,6 +319,8 @@ class AsyncEngine:
                         self._take(output)
                 case wire.Refused():
                     self._refuse(message)
+                case wire.Taken():
+                    self._taken = message.submits
                 case wire.Stats():
                     waiter = self._stats_waiters.pop(0)
                     if not waiter.done():

@@ -65,8 +65,10 @@ def text_options(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def check_token_ids(ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
-    """Refuse an empty prompt and token ids that the model does not have.
+def check_token_ids(
+    ids: Sequence[int], params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()
+) -> None:
+    """Refuse an empty prompt, token ids that the model does not have, and ``min_tokens`` where every token is masked.
 
     Raises:
         ValueError: names the id and the range.
@@ -82,3 +84,10 @@ def check_token_ids(ids: Sequence[int], params: SamplingParams, vocab_size: int)
         for token in tokens:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} holds token id {token}; this model has ids 0 to {vocab_size - 1}")
+    if params.min_tokens:
+        masked = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        if len(masked) >= vocab_size:
+            raise ValueError(
+                f"min_tokens masks the tokens that end an answer, and those are all {vocab_size} of this model: set it "
+                "to 0 or give fewer stop_token_ids"
+            )

@@ -181,7 +181,7 @@ class LLM:
         return finals
 
     def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
-        check_token_ids(ids, params, self.vocab_size)
+        check_token_ids(ids, params, self.vocab_size, self._eos)
         name = str(self._next_id)
         self._next_id += 1
         request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos)

@@ -379,13 +379,14 @@ class Scheduler:
                 self._generation_tokens += 1
                 outputs.append(EngineOutput(seq.request_id, seq.index, [token], num_cached_tokens=seq.num_cached))
                 continue
-            if errors and (failed := _failures(row, seq, errors)):
-                self.blocks.distrust(seq)
-                for choice, error in failed:
-                    self.blocks.distrust(choice)
-                    outputs.append(self._end(choice, "error", error))
+            failed = _failures(row, seq, errors) if errors else []
+            if any(choice.seq_id not in result.sound for choice, _ in failed):
+                for suspect in (seq, *(choice for choice, _ in failed)):
+                    self.blocks.distrust(suspect)
             elif seq.status is Status.RUNNING and end // block_size > seq.num_registered:
                 self.blocks.register(seq, end)
+            for choice, error in failed:
+                outputs.append(self._end(choice, "error", error))
             state = seq.request
             if row.prompt_logprobs is not None and state.prompt_logprobs is not None and row.next_prompt_token_ids:
                 entries = result.prompt_logprobs.get(row.seq_id, ())

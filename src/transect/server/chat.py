@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation
 from .logprobs import chat_logprobs
+from .long_replies import all_chat_logprobs
 from .prompts import chat_prompt
 from .protocol import FIELDS, ChatCompletionRequest
 from .replies import (
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 class Chat:
     """One chat request."""
 
-    def __init__(self, serving: Serving, body: ChatCompletionRequest) -> None:
-        self.serving, self.body = serving, body
+    def __init__(self, serving: Serving, body: ChatCompletionRequest, deadline: Deadline) -> None:
+        self.serving, self.body, self.deadline = serving, body, deadline
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         self.top = body.top_logprobs or 0
@@ -57,32 +59,38 @@ class Chat:
             add_generation_prompt=self.body.add_generation_prompt is not False,
             template_kwargs=self.body.chat_template_kwargs,
         )
-        return Generation(self.serving, [prompt], self.params, self.body.priority or 0)
+        return Generation(self.serving, [prompt], self.params, self.body.priority or 0, self.deadline)
 
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         (result,) = await generation.whole()
         return ChatResponse(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
-            choices=[self._choice(output) for output in result.outputs],
+            choices=[await self._choice(output) for output in result.outputs],
             usage=generation.usage(),
         )
 
-    def _choice(self, output: CompletionOutput) -> ChatChoice:
+    async def _choice(self, output: CompletionOutput) -> ChatChoice:
+        logprobs: ChatLogprobs | None = None
+        if output.logprobs is not None and self.body.logprobs:
+            tokenizer = self.serving.engine.tokenizer
+            logprobs = await all_chat_logprobs(output.logprobs, output.token_ids, self.top, tokenizer)
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(content=output.text),
-            logprobs=self._logprobs(output.logprobs, output.token_ids),
+            logprobs=logprobs,
             finish_reason=finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
         )
 
     async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         await generation.start()
         return self._chunks(generation)
 

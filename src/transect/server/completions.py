@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation, Prompt
 from .logprobs import completion_logprobs
+from .long_replies import all_completion_logprobs
 from .prompts import completion_prompts
 from .protocol import FIELDS, CompletionRequest
 from .replies import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, finish_reason
@@ -25,8 +27,8 @@ class Completion:
     neither shown nor counted.
     """
 
-    def __init__(self, serving: Serving, body: CompletionRequest) -> None:
-        self.serving, self.body = serving, body
+    def __init__(self, serving: Serving, body: CompletionRequest, deadline: Deadline) -> None:
+        self.serving, self.body, self.deadline = serving, body, deadline
         self.echo = bool(body.echo)
         self.top = body.logprobs
         self.scoring = self.echo and body.max_tokens == 0
@@ -42,14 +44,15 @@ class Completion:
 
     async def _prepare(self) -> Generation:
         prompts = await completion_prompts(self.serving, self.body.prompt)
-        return Generation(self.serving, prompts, self.params, self.body.priority or 0)
+        return Generation(self.serving, prompts, self.params, self.body.priority or 0, self.deadline)
 
     async def whole(self) -> CompletionResponse:
         """The answer in one piece."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         results = await generation.whole()
         choices = [
-            self._choice(prompt, result, output)
+            await self._choice(prompt, result, output)
             for prompt, result in zip(generation.prompts, results, strict=True)
             for output in result.outputs
         ]
@@ -60,7 +63,7 @@ class Completion:
             choice.index = index
         return self._response(generation, choices, usage)
 
-    def _choice(self, prompt: Prompt, result: RequestOutput, output: CompletionOutput) -> CompletionChoice:
+    async def _choice(self, prompt: Prompt, result: RequestOutput, output: CompletionOutput) -> CompletionChoice:
         """One choice of a whole answer; its index is counted by the caller."""
         tokenizer = self.serving.engine.tokenizer
         text, token_ids, positions = output.text, list(output.token_ids), list(output.logprobs or ())
@@ -73,14 +76,15 @@ class Completion:
         logprobs: CompletionLogprobs | None = None
         if self.top is not None:
             before = list(result.prompt_logprobs or ()) if self.echo else []
-            logprobs = completion_logprobs([*before, *positions], token_ids, self.top, tokenizer)
+            logprobs = await all_completion_logprobs([*before, *positions], token_ids, self.top, tokenizer)
         return CompletionChoice(
             index=0, text=text, logprobs=logprobs, finish_reason=finish_reason(reason), stop_reason=stop_reason
         )
 
     async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         await generation.start()
         return self._chunks(generation)
 

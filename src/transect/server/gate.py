@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,6 +12,14 @@ from .serving import Serving
 
 OPEN = ("/health", "/metrics")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
+
+
+DRAINING = ApiError(
+    503,
+    "the server is shutting down: send the request to another one, or again in a moment",
+    code="draining",
+    headers={"Connection": "close", "Retry-After": "5"},
+)
 
 
 class Gate:
@@ -26,6 +35,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         status = 500
+        scope.setdefault("state", {})["arrival"] = asyncio.get_running_loop().time()
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -52,8 +62,7 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
         if self.serving.draining:
-            message = "the server is shutting down: send the request to another one, or again in a moment"
-            return ApiError(503, message, code="draining", headers={"Connection": "close", "Retry-After": "5"})
+            return DRAINING
         if self._keys and not self._known(headers.get(b"authorization", b"")):
             message = "a valid API key is needed: send it as 'Authorization: Bearer <key>'"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

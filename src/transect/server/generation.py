@@ -18,6 +18,7 @@ from ..engine.async_engine import EngineDeadError
 from ..engine.mailbox import Mailbox
 from ..engine.sampling_params import SamplingParams
 from ..engine.waiting_queue import QueueFull
+from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .metrics import RequestTimer
 from .protocol import FIELDS
@@ -54,9 +55,17 @@ class Generation:
         prompts: at least one.
         params: the same for all of them.
         priority: lower runs earlier.
+        deadline: when the last token must have come; None: the server's limit, from now on.
     """
 
-    def __init__(self, serving: Serving, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        priority: int = 0,
+        deadline: Deadline | None = None,
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
@@ -65,8 +74,7 @@ class Generation:
         self._serving, self._priority = serving, priority
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        limit = serving.options.request_timeout_s
-        self._deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
     def usage(self) -> Usage:
         """Token counts so far."""
@@ -136,15 +144,10 @@ class Generation:
 
     async def _next(self) -> Event | None:
         assert self._source is not None
-        if self._deadline is None:
+        if self._deadline.limit_s is None:
             return await anext(self._source, None)
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                return await anext(self._source, None)
-        except TimeoutError:
-            limit = self._serving.options.request_timeout_s
-            message = f"the request took longer than this server's limit of {limit:g} s: ask for fewer tokens"
-            raise ApiError(504, message, code="request_timeout") from None
+        async with self._deadline:
+            return await anext(self._source, None)
 
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """One engine request. Whatever the engine has against it is raised as an ``ApiError``."""

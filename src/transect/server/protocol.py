@@ -21,7 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from .bounds import MAX_TEMPLATE_ARGUMENTS, AnyPrompt, FewParts, Listed, at_most
 from .errors import nearest
 
 # Fields of OpenAI's API that change nothing about the tokens a local server returns.
@@ -76,9 +77,9 @@ def _shape(sentence: str) -> WrapValidator:
 
 Prompt = Annotated[
     str | list[str] | list[TokenId] | list[list[TokenId]],
-    _shape("a string, a list of strings, a list of token ids or a list of lists of token ids"),
+    AnyPrompt,
 ]
-Stop = Annotated[str | list[str], _shape("a string or a list of strings")]
+Stop = Annotated[str | Listed[str], _shape("a string or a list of strings")]
 
 
 class Body(BaseModel):
@@ -114,7 +115,8 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    str | list[TextPart], _shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)')
+    str | Listed[TextPart],
+    _shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)'),
 ]
 
 
@@ -130,6 +132,9 @@ class ChatMessage(Body):
         """The message as the chat template takes it."""
         role = "system" if self.role == "developer" else self.role
         return {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
+
+
+Messages = Annotated[Listed[ChatMessage], Field(min_length=1), FewParts]
 
 
 class StreamOptions(Body):
@@ -152,7 +157,7 @@ class SamplingBody(Body):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = None
     seed: Seed | None = None
     stop: Stop | None = None
     max_tokens: Whole | None = None
@@ -164,7 +169,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Listed[TokenId] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Whole | None = None
@@ -212,12 +217,12 @@ class CompletionRequest(SamplingBody):
 class ChatCompletionRequest(SamplingBody):
     """``POST /v1/chat/completions``: the next message of a conversation, by the model's own chat template."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_TEMPLATE_ARGUMENTS)] = None
 
 
 class TokenizeRequest(Body):
@@ -225,7 +230,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -234,7 +239,7 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``: text of token ids."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Listed[TokenId]
     skip_special_tokens: bool | None = None
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.sampling_params import SamplingParams
+from .encoding import Encoder
 from .errors import ApiError, nearest
 from .metrics import Metrics
+from .rendering import Renderer, RenderHere
 
 if TYPE_CHECKING:
     from ..engine.outputs import SchedulerStats
@@ -25,6 +27,8 @@ class TokenizerLike(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def longest_token(self) -> int: ...
     def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
     def token_text(self, token_id: int) -> str: ...
@@ -77,6 +81,8 @@ class ServerOptions:
         max_body_bytes: longest request body.
         request_timeout_s: seconds from arrival to the last token; None for no limit.
         max_prompts: prompts in one completions request.
+        max_connections: clients connected at the same time; None for what the limit of open files allows.
+        receive_timeout_s: seconds in which the head of a request must arrive, and the beginning of its body.
     """
 
     model_names: tuple[str, ...]
@@ -84,6 +90,8 @@ class ServerOptions:
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float | None = None
     max_prompts: int = 256
+    max_connections: int | None = None
+    receive_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -94,15 +102,21 @@ class ServerOptions:
             raise ValueError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
+        if not self.receive_timeout_s > 0:
+            raise ValueError(f"receive_timeout_s must be above 0, got {self.receive_timeout_s}")
 
 
 class Serving:
     """The state of one server: made with the app, found by handlers as ``request.app.state.serving``."""
 
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+    def __init__(self, engine: Engine, options: ServerOptions, renderer: Renderer | None = None) -> None:
         self.engine = engine
         self.options = options
         self.metrics = Metrics()
+        self.encoder = Encoder()
+        self.renderer = renderer or RenderHere()
         self.started = int(time.time())
         self.draining = False
         self.in_flight = 0

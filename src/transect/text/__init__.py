@@ -8,13 +8,15 @@ On the way in:
 * ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name
 * ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces
 * ``chat_messages.py``   messages in the one form that templates expect
-* ``chat_template.py``   ChatTemplate: messages to one string, in a bounded Jinja sandbox
+* ``chat_template.py``   ChatTemplate: messages to one string, by a Jinja template
+* ``template_sandbox.py``  where templates run, and what bounds them
+* ``template_worker.py``   TemplateWorker: templates in a process that can be ended
 
 On the way out:
 
 * ``number_text.py``       NumberText: what stands in for a tokenizer where a model has none
 * ``detokenizer.py``       IncrementalDetokenizer: ids to text a few at a time, whole characters only
-* ``stop.py``              StopMatcher: stop strings across any chunk border
+* ``stop.py``              StopAutomaton, StopMatcher: stop strings across any chunk border
 * ``outputs.py``           RequestOutput, CompletionOutput, Logprob: what a caller gets
 * ``output_processor.py``  OutputProcessor: engine outputs to updates, one terminal event for each choice
 

@@ -11,12 +11,14 @@ class NumberText:
 
     Attributes:
         vocab_size: ids are below this.
+        longest_token: as in ``Tokenizer``.
     """
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     special_ids: frozenset[int] = frozenset()
     drops_leading_space = False
+    longest_token = 2**31  # so that nobody counts before ``encode`` says what is wrong
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -30,6 +30,8 @@ from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 if TYPE_CHECKING:
     from ..models.resolve import ModelSource
 
+LONG = 4096
+"""Characters from which a text is encoded by the call that lets other threads run meanwhile."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -140,6 +142,12 @@ class Tokenizer:
         """The same for tokenizers that encode alike; tells whose a file of token ids is."""
         return hashlib.sha256(f"{self._parsing.to_str()}{self._prefix}{self._suffix}".encode()).hexdigest()[:16]
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of a text that one token stands for, at the most."""
+        # Spellings have a character for each byte of the text, or for each of its characters.
+        return max(map(len, self._parsing.get_vocab(with_added_tokens=True)), default=1)
+
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
 
@@ -158,7 +166,10 @@ class Tokenizer:
         """
         backend = self._parsing if parse_special else self._plain
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG:
+                ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             found = _LONE_SURROGATE.search(text)
             if found is None:

@@ -88,6 +88,8 @@ class _Pending:
                 del result.tokens[seq_id]
                 nothing_left = self.adjusted and drawn.raw_finite[index]
                 result.errors[seq_id] = NOTHING_LEFT if nothing_left else NOT_FINITE
+                if nothing_left:
+                    result.sound.add(seq_id)
         if self.logprobs is not None:
             wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and finite[i]]
             entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
@@ -364,7 +366,7 @@ class GPURunner:
         self._host_tokens = samples.tokens
         drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
         self._drawn.token[: len(drawn)].copy_(drawn)
-        return StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors)
+        return StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors, samples.sound)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:

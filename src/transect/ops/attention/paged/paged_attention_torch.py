@@ -51,6 +51,8 @@ def _attend(
     heads = q.shape[1]
     per_tile = max(1, TILE // block_size)
     tile = per_tile * block_size
+    # Whole tiles, however wide the batch's block table is: the length of a sum decides how its terms are grouped.
+    blocks_WN = torch.nn.functional.pad(group.blocks_WN, (0, -group.blocks_WN.shape[1] % per_tile))
 
     def by_key_head(x_WQHd: Tensor) -> Tensor:
         """[W, Q, H, d] -> [W, K, Q * H / K, d]: queries that read the same key head lie together."""
@@ -71,7 +73,7 @@ def _attend(
     for index in range(first_tile, group.last_positions[0] // tile + 1):
         # Items stand in order of how far they see, so those that reach this tile are the first n.
         n = bisect.bisect_right(group.last_positions, -index * tile, key=lambda position: -position)
-        blocks = group.blocks_WN[:n, index * per_tile : (index + 1) * per_tile]
+        blocks = blocks_WN[:n, index * per_tile : (index + 1) * per_tile]
         keys = _gather(k_cache, blocks, dtype)
         key_position = torch.arange(index * tile, index * tile + keys.shape[2], device=q.device)
         owned = (key_position <= last_W11[:n]) & (key_position >= oldest_W11[:n])
