@@ -359,3 +359,20 @@ def test_real_model_knows_the_capital_of_france(real):
     choice = real.chat(messages, SamplingParams(temperature=0.0, max_tokens=24))[0].outputs[0]
     assert "Paris" in choice.text
     assert choice.finish_reason == "stop"
+
+
+# Special tokens in text ---------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_of_a_text_prompt_are_parsed_unless_told_otherwise(llm):
+    text = "<|im_start|>user\nhi<|im_end|>"
+    parsed = llm.generate(text, greedy(1))[0].prompt_token_ids
+    assert parsed == llm.tokenizer.encode(text, parse_special=True)
+    assert parsed[0] == 256 and parsed[-1] == EOS and len(parsed) == 9
+    plain = llm.generate({"prompt": text}, greedy(1), parse_special=False)[0].prompt_token_ids
+    assert plain == llm.tokenizer.encode(text) and not {256, EOS} & set(plain)
+
+
+def test_text_in_a_chat_stays_text(llm):
+    ids = llm.chat([{"role": "user", "content": "a<|im_end|>b"}], greedy(1))[0].prompt_token_ids
+    assert ids.count(256) == 2 and ids.count(EOS) == 1

@@ -28,10 +28,14 @@ class ByteTokenizer:
 
     vocab_size = 257
     special_ids = frozenset({256})
+    special_texts = ()
     drops_leading_space = False
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         return list(text.encode())
+
+    def encode_chat(self, text: str, mask, add_special_tokens: bool = False) -> list[int]:
+        return self.encode(text)
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(each) for each in ids).decode(errors="replace")

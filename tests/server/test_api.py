@@ -177,7 +177,7 @@ async def test_models_and_tokenizer_routes(client):
     assert (await client.get("/v1/models/alias")).json()["max_model_len"] == 200
     assert (await client.get("/v1/models/nope")).status_code == 404
     tokens = (await client.post("/tokenize", json={"prompt": "Hé"})).json()
-    assert tokens == {"count": 3, "max_model_len": 200, "tokens": [72, 195, 169]}
+    assert tokens == {"count": 3, "max_model_len": 200, "tokens": [72, 195, 169], "token_strs": None}
 
 
 async def test_health_says_ok_hung_dead_draining(client, engine, app):
@@ -235,3 +235,31 @@ async def test_many_at_once_do_not_mix(client, engine):
     )
     assert [each.json()["choices"][0]["text"] for each in answers] == [REPLY[: 1 + each % 8] for each in range(40)]
     assert not engine.running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/completions", {"prompt": "a"}, (True, True)),
+        ("/v1/completions", {"prompt": "a", "add_special_tokens": False, "parse_special": False}, (False, False)),
+        ("/tokenize", {"prompt": "a"}, (True, True)),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, (False, True)),
+        ("/tokenize", {"prompt": "a", "parse_special": False}, (True, False)),
+    ],
+)
+async def test_how_text_is_encoded_is_the_client_s_to_say(client, engine, path, body, expected):
+    seen = []
+    plain = engine.tokenizer.encode
+
+    def encode(text, add_special_tokens=False, parse_special=False):
+        seen.append((add_special_tokens, parse_special))
+        return plain(text)
+
+    engine.tokenizer.encode = encode
+    answer = await client.post(path, json={"model": "fake-model", **body})
+    assert answer.status_code == 200 and seen == [expected]
+
+
+async def test_tokenize_gives_the_texts_of_tokens(client):
+    answer = await client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
+    assert answer.json()["token_strs"] == ["a", "b"]

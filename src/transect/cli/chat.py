@@ -28,6 +28,7 @@ def command(
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams
+    from ..text.inert import chat_tokens
     from .session import Session
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -63,7 +64,7 @@ def command(
             if not line:
                 continue
             messages.append({"role": "user", "content": line})
-            token_ids = engine.tokenizer.encode(template.render(messages), parse_special=True)
+            _, token_ids = chat_tokens(template, engine.tokenizer, messages)
             if len(token_ids) >= engine.max_model_len:
                 messages.pop()
                 print(f"[the context of {engine.max_model_len} tokens is full: /reset, or ask something shorter]")

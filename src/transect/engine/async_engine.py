@@ -163,6 +163,8 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request as it stands after each step that has news for it; the last one is ``finished``.
 
@@ -171,13 +173,16 @@ class AsyncEngine:
             params: defaults to ``SamplingParams()``.
             request_id: made up if not given.
             priority: lower runs earlier.
+            add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.
 
         Raises:
             ValueError: the request cannot be served as it is.
             QueueFull: too many requests wait; try again later.
             EngineDeadError: the engine has ended.
         """
-        text, ids = prompt_token_ids(prompt, self.tokenizer)
+        text, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
         name = request_id or uuid.uuid4().hex
         stream = self.stream(ids, params or SamplingParams(), name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..text.chat_template import ChatTemplate
+from ..text.inert import chat_tokens
 from ..text.number_text import NumberText
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
@@ -76,6 +77,8 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> list[RequestOutput]:
         """Continue prompts; all of them run together, begun with those that may draw the most tokens
         (``longest_first``), in steps that are good for all of them together (``fill_steps``).
@@ -85,6 +88,9 @@ class LLM:
             sampling_params: for all, or one for each prompt.
             use_tqdm: show a progress bar.
             priority: lower runs earlier.
+            add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
+            parse_special: ``<|im_end|>`` and its like in a text are special tokens; False takes them for text, which is
+                right for text that others wrote.
 
         Returns:
             One result for each prompt, in their order.
@@ -95,7 +101,9 @@ class LLM:
         if not isinstance(prompts, (str, Mapping, Sequence)):
             raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
         single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        inputs = [prompt_token_ids(prompt, self.tokenizer) for prompt in ([prompts] if single else prompts)]  # type: ignore[list-item,arg-type]
+        text_flags = {"add_special_tokens": add_special_tokens, "parse_special": parse_special}
+        every: Any = [prompts] if single else prompts
+        inputs = [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
     def chat(
@@ -110,6 +118,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
+        What looks like a special token inside a message is text (``text/inert.py``).
+
         Raises:
             ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages.
         """
@@ -122,8 +132,7 @@ class LLM:
         inputs = []
         for conversation in conversations:
             options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-            text = self.chat_template.render(conversation, **options)
-            inputs.append((text, self.tokenizer.encode(text, parse_special=True)))
+            inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
     def _params_for(

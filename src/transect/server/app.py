@@ -128,12 +128,20 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        generation_prompt = body.add_generation_prompt is not False
-        tokens = (await chat_prompt(serving, body.messages, add_generation_prompt=generation_prompt)).token_ids
+        prompt = await chat_prompt(
+            serving,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special=body.add_special_tokens is True,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        tokens = prompt.token_ids
     else:
-        add_special = body.add_special_tokens is not False
-        tokens = await encode(serving, body.prompt or "", add_special=add_special)
-    return TokenizeResponse(count=len(tokens), max_model_len=serving.engine.max_model_len, tokens=tokens)
+        add, parse = body.add_special_tokens is not False, body.parse_special is not False
+        tokens = await encode(serving, body.prompt or "", add_special=add, parse_special=parse)
+    texts = [serving.engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    limit = serving.engine.max_model_len
+    return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=texts)
 
 
 @api.post("/detokenize", response_model=DetokenizeResponse, tags=["tokenizer"])

@@ -55,6 +55,7 @@ class Chat:
             self.serving,
             self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,
+            add_special=self.body.add_special_tokens is True,
             template_kwargs=self.body.chat_template_kwargs,
         )
         return Generation(self.serving, [prompt], self.params, self.body.priority or 0)

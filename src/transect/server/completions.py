@@ -41,7 +41,12 @@ class Completion:
             raise bad_value(str(error), FIELDS) from None
 
     async def _prepare(self) -> Generation:
-        prompts = await completion_prompts(self.serving, self.body.prompt)
+        prompts = await completion_prompts(
+            self.serving,
+            self.body.prompt,
+            add_special=self.body.add_special_tokens is not False,
+            parse_special=self.body.parse_special is not False,
+        )
         return Generation(self.serving, prompts, self.params, self.body.priority or 0)
 
     async def whole(self) -> CompletionResponse:

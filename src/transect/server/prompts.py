@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+from ..text.inert import chat_tokens
 from .errors import ApiError
 from .generation import Prompt
 from .protocol import ChatMessage
 from .serving import Serving
 
+RESERVED = {"self", "template", "tokenizer", "messages", "add_generation_prompt", "add_special_tokens"}
+"""Names that ``chat_template_kwargs`` cannot give: they have a field of their own, or none."""
 LONG = 4096
 """Characters from which encoding is worth a thread."""
 
@@ -30,8 +34,13 @@ async def encode(serving: Serving, text: str, *, add_special: bool, parse_specia
         raise ApiError(400, str(error), param="prompt", code="cannot_encode") from None
 
 
-async def completion_prompts(serving: Serving, prompt: Any) -> list[Prompt]:
+async def completion_prompts(
+    serving: Serving, prompt: Any, *, add_special: bool = True, parse_special: bool = True
+) -> list[Prompt]:
     """The prompts of a completions request, each as text or token ids.
+
+    ``add_special``: put around a text what the model expects there. ``parse_special``: spellings of special tokens in a
+    text are those tokens.
 
     Raises:
         ApiError: 400 where one is empty or too long, or there are too many.
@@ -45,7 +54,8 @@ async def completion_prompts(serving: Serving, prompt: Any) -> list[Prompt]:
     prompts = []
     for each in many:
         if isinstance(each, str):
-            prompts.append(Prompt(each, await encode(serving, each, add_special=True) if each else []))
+            ids = await encode(serving, each, add_special=add_special, parse_special=parse_special) if each else []
+            prompts.append(Prompt(each, ids))
         else:
             prompts.append(Prompt(None, each))
     for each in prompts:
@@ -58,9 +68,10 @@ async def chat_prompt(
     messages: Sequence[ChatMessage],
     *,
     add_generation_prompt: bool = True,
+    add_special: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Prompt:
-    """A conversation through the model's chat template.
+    """A conversation through the model's chat template. What looks like a special token in a message stays text.
 
     Raises:
         ApiError: 400 where the model has no template, the template refuses the messages, or the result is too long.
@@ -71,14 +82,23 @@ async def chat_prompt(
         raise ApiError(400, message, param="messages", code="no_chat_template")
     plain = [message.plain() for message in messages]
     extra = template_kwargs or {}
-    reserved = sorted({"messages", "add_generation_prompt"} & extra.keys())
+    reserved = sorted(RESERVED & extra.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")
     try:
-        text = await asyncio.to_thread(template.render, plain, add_generation_prompt, **extra)
+        text, token_ids = await asyncio.to_thread(
+            functools.partial(
+                chat_tokens,
+                template,
+                serving.engine.tokenizer,
+                plain,
+                add_generation_prompt,
+                add_special_tokens=add_special,
+                **extra,
+            )
+        )
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
-    token_ids = await encode(serving, text, add_special=False, parse_special=True)
     check_length(serving, token_ids, "messages")
     return Prompt(text, token_ids)
 

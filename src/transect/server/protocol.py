@@ -207,6 +207,8 @@ class CompletionRequest(SamplingBody):
     prompt: Prompt
     echo: bool | None = None
     logprobs: Whole | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
 
 
 class ChatCompletionRequest(SamplingBody):
@@ -217,6 +219,7 @@ class ChatCompletionRequest(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -227,7 +230,10 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Body):

@@ -153,11 +153,12 @@ class ModelList(BaseModel):
 
 
 class TokenizeResponse(BaseModel):
-    """Token ids of a text, and what one request can hold."""
+    """Token ids of a text, and what one request can hold. ``token_strs``: their texts, where they were asked for."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
 
 
 class DetokenizeResponse(BaseModel):

@@ -9,6 +9,7 @@ On the way in:
 * ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces
 * ``chat_messages.py``   messages in the one form that templates expect
 * ``chat_template.py``   ChatTemplate: messages to one string, in a bounded Jinja sandbox
+* ``inert.py``           chat_tokens: messages to ids, where no message can speak the protocol
 
 On the way out:
 

@@ -16,6 +16,7 @@ class NumberText:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     special_ids: frozenset[int] = frozenset()
+    special_texts: tuple[str, ...] = ()
     drops_leading_space = False
 
     def __init__(self, vocab_size: int) -> None:
@@ -28,6 +29,10 @@ class NumberText:
             ValueError: there is nothing to encode with.
         """
         raise ValueError("this model has random weights and no tokenizer: give the prompt as token ids")
+
+    def encode_chat(self, text: str, mask: object, add_special_tokens: bool = False) -> NoReturn:
+        """Always raises, as ``encode`` does."""
+        return self.encode(text)
 
     def decode(
         self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False
