@@ -376,3 +376,34 @@ def test_special_tokens_of_a_text_prompt_are_parsed_unless_told_otherwise(llm):
 def test_text_in_a_chat_stays_text(llm):
     ids = llm.chat([{"role": "user", "content": "a<|im_end|>b"}], greedy(1))[0].prompt_token_ids
     assert ids.count(256) == 2 and ids.count(EOS) == 1
+
+
+# What programs written for vLLM and transformers expect ---------------------------------------------------------------
+
+
+def test_float16_on_torch_alone(tiny, llm, capsys):
+    half = make(tiny, dtype="float16", native=None, tensor_parallel_size=1, trust_remote_code=False)
+    assert half._core.executor._k_cache.dtype == torch.float16
+    exact, rounded = (each.generate(PROMPTS[:2], greedy(1, logprobs=5)) for each in (llm, half))
+    for one, other in zip(exact, rounded, strict=True):
+        for token, entry in one.outputs[0].logprobs[0].items():
+            if token in other.outputs[0].logprobs[0]:
+                assert other.outputs[0].logprobs[0][token].logprob == pytest.approx(entry.logprob, abs=0.05)
+    with pytest.raises(ValueError, match="native=True, but the C\\+\\+ kernels compute in float32, not float16"):
+        make(tiny, dtype="float16", native=True)
+
+
+def test_sampling_defaults_of_the_model(tiny, capsys):
+    override = {"temperature": 0, "max_new_tokens": 3, "eos_token_id": 7}
+    llm = make(tiny, override_generation_config=override)
+    assert "sampling defaults temperature=0, max_new_tokens=3 (" in capsys.readouterr().err
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+    first, second = (llm.generate([PROMPTS[1]])[0].outputs[0] for _ in range(2))
+    assert first.token_ids == second.token_ids and 1 <= len(first.token_ids) <= 3
+    assert set(llm._eos) == {EOS, 7}
+
+
+def test_the_tokenizer_renders_what_chat_runs(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    ids = llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
+    assert llm.chat(messages, greedy(1))[0].prompt_token_ids == ids

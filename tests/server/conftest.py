@@ -17,6 +17,7 @@ from transect.server.app import create_app
 from transect.server.serving import ServerOptions
 from transect.text.chat_template import ChatTemplate
 from transect.text.output_processor import OutputProcessor
+from transect.text.sampling_defaults import SamplingDefaults
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -60,6 +61,7 @@ class FakeEngine:
     vocab_size: int = 257
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     chat_template: ChatTemplate | None = field(default_factory=lambda: ChatTemplate(TEMPLATE))
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     pid: int = 4242
     state: str = "ok"
     running: dict[str, object] = field(default_factory=dict)

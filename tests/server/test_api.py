@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from transect.text.sampling_defaults import SamplingDefaults
+
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"model": "fake-model", "prompt": "Hi", "max_tokens": 100}
 REPLY = "Hello, wörld. END of it"
@@ -263,3 +265,18 @@ async def test_how_text_is_encoded_is_the_client_s_to_say(client, engine, path, 
 async def test_tokenize_gives_the_texts_of_tokens(client):
     answer = await client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
     assert answer.json()["token_strs"] == ["a", "b"]
+
+
+async def test_sampling_defaults_of_the_model_and_what_goes_over_them(client, engine):
+    engine.sampling_defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20}, max_new_tokens=5)
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    text = {"prompt": "x"}
+    for path, body, expected in (
+        ("/v1/chat/completions", chat, (0.6, 20, 5)),
+        ("/v1/chat/completions", {**chat, "temperature": 1, "top_k": 3, "max_tokens": 4}, (1, 3, 4)),
+        ("/v1/completions", text, (0.6, 20, 5)),
+        ("/v1/completions", {**text, "max_tokens": 50}, (0.6, 20, 5)),
+    ):
+        assert (await client.post(path, json=body)).status_code == 200
+        _, params, _ = engine.seen.pop()
+        assert (params.temperature, params.top_k, params.max_tokens) == expected

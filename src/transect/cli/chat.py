@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,8 +17,13 @@ def command(
     model: ModelArgument = BUILTIN,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at the most.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 0.95,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token. Default: the model's, or 0.7.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens that reach this probability. Default: the model's, or 0.95."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -31,7 +36,9 @@ def command(
     from ..text.inert import chat_tokens
     from .session import Session
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    given = {name: value for name, value in asked.items() if value is not None}
+    SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
     config = engine_config(
         model,
         device=device,
@@ -48,6 +55,8 @@ def command(
         template = engine.chat_template
         if template is None:
             raise ValueError(f"{model} brings no chat template: use `transect generate`")
+        defaults: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, **engine.sampling_defaults.values}
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, **(defaults | given))
         print(f"{model}, {engine.info.kernels}. {HELP}.")
         opening = [{"role": "system", "content": system}] if system else []
         messages = list(opening)

@@ -11,6 +11,7 @@ import typer
 from .engine_options import (
     BUILTIN,
     AsyncScheduling,
+    ChatTemplateText,
     CudaGraphs,
     DependentLaunch,
     Deterministic,
@@ -19,6 +20,7 @@ from .engine_options import (
     Dtype,
     FillSteps,
     FusedOperators,
+    GenerationConfig,
     GpuMemory,
     LoadFormat,
     MaxBatchedTokens,
@@ -27,8 +29,12 @@ from .engine_options import (
     MaxNumSeqs,
     ModelArgument,
     Native,
+    OverrideGenerationConfig,
     PrefixCaching,
+    Revision,
     Threads,
+    TokenizerName,
+    TokenizerRevision,
     engine_config,
 )
 
@@ -55,6 +61,12 @@ def command(
     ] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 30.0,
     load_format: LoadFormat = "auto",
+    revision: Revision = None,
+    tokenizer: TokenizerName = None,
+    tokenizer_revision: TokenizerRevision = None,
+    chat_template: ChatTemplateText = None,
+    generation_config: GenerationConfig = "auto",
+    override_generation_config: OverrideGenerationConfig = None,
     device: Device = "auto",
     deterministic: Deterministic = False,
     gpu_memory_utilization: GpuMemory = None,
@@ -93,6 +105,12 @@ def command(
     config = engine_config(
         model,
         load_format=load_format,
+        revision=revision,
+        tokenizer=tokenizer,
+        tokenizer_revision=tokenizer_revision,
+        chat_template=chat_template,
+        generation_config=generation_config,
+        override_generation_config=override_generation_config,
         device=device,
         deterministic=deterministic,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -119,11 +137,17 @@ def command(
 
     def ready(engine: AsyncEngine) -> None:
         info = engine.info
-        print(
-            f"transect: ready on {url_of(sock)} | model {names[0]} | context {info.max_model_len} tokens"
-            f" | KV cache {info.kv_tokens} tokens | {info.kernels} | loaded in {info.load_seconds:.1f} s | {config}",
-            flush=True,
+        said = (
+            f"transect: ready on {url_of(sock)}",
+            f"model {names[0]}",
+            f"context {info.max_model_len} tokens",
+            f"KV cache {info.kv_tokens} tokens",
+            info.kernels,
+            str(engine.sampling_defaults),
+            f"loaded in {info.load_seconds:.1f} s",
+            str(config),
         )
+        print(" | ".join(filter(None, said)), flush=True)
 
     return asyncio.run(serve(lambda: AsyncEngine.start(config), options, sock, grace_s=grace, ready=ready))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ..text.sampling_defaults import SamplingDefaults
 from .sampling_params import SamplingParams
 
 
@@ -52,6 +53,19 @@ def prompt_token_ids(
         if len(ids) == len(prompt):
             return None, ids
     raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
+
+
+def default_params(defaults: SamplingDefaults) -> SamplingParams:
+    """What a model's files recommend, as parameters of a request.
+
+    Raises:
+        ValueError: a value is out of its range; the message says where it is from.
+    """
+    longest = {} if defaults.max_new_tokens is None else {"max_tokens": defaults.max_new_tokens}
+    try:
+        return SamplingParams(**defaults.values, **longest)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{defaults.origin}: {error}; correct it, or start with generation_config none") from None
 
 
 def check_params(params: object) -> SamplingParams:

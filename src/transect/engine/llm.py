@@ -8,20 +8,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..text.chat_template import ChatTemplate
+from ..text.hf_tokenizer import HFTokenizer
 from ..text.inert import chat_tokens
-from ..text.number_text import NumberText
+from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
-from ..text.tokenizer import Tokenizer
 from .compilers import compiling
 from .config import EngineConfig
-from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
+from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .sampling_params import SamplingParams
+from .vllm_arguments import engine_settings
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -32,7 +32,8 @@ class LLM:
     Args:
         model: a built-in name, a ``.gguf`` file, a directory in Hugging Face layout, or a hub id.
         settings: fields of ``EngineConfig``, such as ``dtype``, ``max_model_len``, ``max_num_seqs``, ``threads``. The
-            queue has no bound here.
+            queue has no bound here. vLLM's arguments are understood where they mean something, and dropped where they
+            mean nothing (``vllm_arguments.py``).
 
     Raises:
         ValueError: the model or a setting is at fault; the message says what to change.
@@ -42,7 +43,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        self.config = EngineConfig(model=model, **settings)
+        self.config = EngineConfig(model=model, **engine_settings(settings))
         first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
         self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)
         began = time.perf_counter()
@@ -52,21 +53,29 @@ class LLM:
             built = build_engine(self.config, compilers, began)
         self._core = built.core
         self._scheduler_config = built.core.scheduler.config
-        self._eos = built.eos_token_ids
         self._next_id = 0
         self.kernels = built.kernels
         self.max_model_len = built.max_model_len
         self.vocab_size = built.vocab_size
-        self.tokenizer = Tokenizer.from_source(built.source)
-        self.chat_template = ChatTemplate.from_source(built.source)
+        text = load_text(built.source, **text_settings(self.config))
+        self._eos = text.eos_token_ids if self.config.eos_token_ids is None else built.eos_token_ids
+        self.tokenizer = text.tokenizer
+        self.chat_template = text.chat_template
+        self._defaults = default_params(text.defaults)
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
-        for line in (*built.report, f"{built.kernels}; {capacity}; {self.config}"):
+        said = (built.kernels, capacity, str(text.defaults), str(self.config))
+        for line in (*built.report, "; ".join(filter(None, said))):
             print(f"transect: {line}", file=sys.stderr)
 
-    def get_tokenizer(self) -> Tokenizer | NumberText:
-        """The model's tokenizer."""
-        return self.tokenizer
+    def get_tokenizer(self) -> HFTokenizer:
+        """The model's tokenizer under the names, and with the defaults, of transformers."""
+        return HFTokenizer(self.tokenizer, self.chat_template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's files recommend (``EngineConfig.generation_config``), and else the defaults of
+        ``SamplingParams``."""
+        return self._defaults
 
     # ---- whole requests ----------------------------------------------------------------------------------------------
 
@@ -85,7 +94,7 @@ class LLM:
 
         Args:
             prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.
-            sampling_params: for all, or one for each prompt.
+            sampling_params: for all, or one for each prompt; None: ``get_default_sampling_params()``.
             use_tqdm: show a progress bar.
             priority: lower runs earlier.
             add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
@@ -139,7 +148,7 @@ class LLM:
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
         if params is None:
-            return [SamplingParams()] * count
+            return [self._defaults] * count
         if not isinstance(params, (list, tuple)):
             return [check_params(params)] * count
         if len(params) != count:

@@ -37,8 +37,10 @@ class Chat:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         self.top = body.top_logprobs or 0
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        defaults = serving.engine.sampling_defaults
+        limit = defaults.limit(limit)
         try:
-            self.params = body.sampling_params(max_tokens=limit, logprobs=self.top if body.logprobs else None)
+            self.params = body.sampling_params(defaults, max_tokens=limit, logprobs=self.top if body.logprobs else None)
         except ValueError as error:
             raise bad_value(self._renamed(str(error)), FIELDS) from None
 

@@ -17,6 +17,9 @@ from .sse import PLACE, TextEvents, event
 if TYPE_CHECKING:
     from ..text.outputs import CompletionOutput, RequestOutput
 
+COMPLETION_TOKENS = 16
+"""Without ``max_tokens``, as OpenAI's."""
+
 
 class Completion:
     """One completions request.
@@ -32,10 +35,12 @@ class Completion:
         self.scoring = self.echo and body.max_tokens == 0
         if self.echo and self.top is not None and body.stream:
             raise ApiError(400, "echo with logprobs needs stream=false", param="echo", code="unsupported_parameter")
-        more = {"max_tokens": 1, "min_tokens": 0} if self.scoring else {}
+        defaults = serving.engine.sampling_defaults
+        limit = defaults.limit(COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
+        more = {"max_tokens": 1, "min_tokens": 0} if self.scoring else {"max_tokens": limit}
         try:
             self.params = body.sampling_params(
-                logprobs=self.top, prompt_logprobs=self.top if self.echo else None, **more
+                defaults, logprobs=self.top, prompt_logprobs=self.top if self.echo else None, **more
             )
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ..engine.sampling_params import SamplingParams
+from ..text.sampling_defaults import SamplingDefaults
 from .errors import nearest
 
 # Fields of OpenAI's API that change nothing about the tokens a local server returns.
@@ -181,14 +182,15 @@ class SamplingBody(Body):
         """True where the stream's last chunk shall carry the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
-        """``SamplingParams`` from the fields that were given; ``more`` overrides them.
+    def sampling_params(self, defaults: SamplingDefaults, **more: Any) -> SamplingParams:
+        """``SamplingParams`` from the fields that were given, and for others the model's ``defaults``; ``more``
+        overrides both.
 
         Raises:
             ValueError: a value is out of range; the message begins with the field's name.
         """
         given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{**given, "logit_bias": self._bias(), **more})
+        return SamplingParams(**{**defaults.values, **given, "logit_bias": self._bias(), **more})
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:

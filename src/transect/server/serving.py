@@ -15,6 +15,7 @@ from .metrics import Metrics
 if TYPE_CHECKING:
     from ..engine.outputs import SchedulerStats
     from ..text.output_processor import Update
+    from ..text.sampling_defaults import SamplingDefaults
 
 PROBE_S = 2.0
 """A hung engine must not hang /health or /metrics: they wait this many seconds for an answer."""
@@ -47,6 +48,8 @@ class Engine(Protocol):
     def tokenizer(self) -> TokenizerLike: ...
     @property
     def chat_template(self) -> ChatTemplateLike | None: ...
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
     @property
     def max_model_len(self) -> int: ...
     @property

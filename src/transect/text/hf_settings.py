@@ -28,8 +28,8 @@ def read_hf_settings(directory: Path) -> HFSettings:
     Raises:
         ValueError: one of the files is not JSON of the right form; the message names it.
     """
-    tokenizer = {**_read(directory / "special_tokens_map.json"), **_read(directory / "tokenizer_config.json")}
-    model = {**_read(directory / "config.json"), **_read(directory / "generation_config.json")}
+    tokenizer = read_object(directory / "special_tokens_map.json") | read_object(directory / "tokenizer_config.json")
+    model = read_object(directory / "config.json") | read_object(directory / "generation_config.json")
     ends = model.get("eos_token_id")
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     return HFSettings(
@@ -60,7 +60,12 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file without its nulls; {} where there is no file.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     if not path.is_file():
         return {}
     try:

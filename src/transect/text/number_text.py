@@ -32,7 +32,12 @@ class NumberText:
 
     def encode_chat(self, text: str, mask: object, add_special_tokens: bool = False) -> NoReturn:
         """Always raises, as ``encode`` does."""
-        return self.encode(text)
+        self.encode(text)
+
+    def token_id(self, token: str) -> int | None:
+        """The number, where it is one."""
+        number = token.strip()
+        return int(number) if number.isdecimal() and int(number) < self.vocab_size else None
 
     def decode(
         self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False

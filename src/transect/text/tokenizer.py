@@ -122,9 +122,12 @@ class Tokenizer:
             raise ValueError(f"{path} is not a tokenizer that can be read ({error}): download it again") from error
         backend.no_truncation()
         backend.no_padding()
-        decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        decoder, cuts = (
+            None if part is None else json.loads(part.__getstate__())
+            for part in (backend.decoder, backend.pre_tokenizer)
+        )
         try:
-            spelling = spelling_of(decoder)
+            spelling = spelling_of(decoder, cuts)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         settings: HFSettings = read_hf_settings(directory)
