@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
 import pytest
+import uvicorn
 
 from transect.engine.async_engine import EngineDeadError
 from transect.engine.outputs import EngineOutput, SchedulerStats
 from transect.engine.waiting_queue import QueueFull
 from transect.server.app import create_app
+from transect.server.process import bind, url_of
 from transect.server.serving import ServerOptions
 from transect.text.chat_template import ChatTemplate
 from transect.text.output_processor import OutputProcessor
@@ -161,3 +164,17 @@ def app(engine: FakeEngine, options: ServerOptions):
 def client(app) -> Iterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+@pytest.fixture
+def live(app) -> Iterator[str]:
+    """The fake engine behind a real socket, for clients that bring their own HTTP: the server's address."""
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        yield url_of(sock)
+    finally:
+        server.should_exit = True
+        thread.join()

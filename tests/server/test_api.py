@@ -1,10 +1,13 @@
 """Shapes of answers and streams, on the fake engine."""
 
 import asyncio
+import dataclasses
 import json
 
+import httpx
 import pytest
 
+from transect.server.app import create_app
 from transect.text.sampling_defaults import SamplingDefaults
 
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}
@@ -280,3 +283,21 @@ async def test_sampling_defaults_of_the_model_and_what_goes_over_them(client, en
         assert (await client.post(path, json=body)).status_code == 200
         _, params, _ = engine.seen.pop()
         assert (params.temperature, params.top_k, params.max_tokens) == expected
+
+
+async def test_web_pages_of_other_origins(engine, options):
+    asked = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization,content-type"
+    options = dataclasses.replace(options, api_keys=("secret",))
+    for origins, allowed in ((("*",), "*"), (("http://page",), "http://page"), (("http://other",), None), ((), None)):
+        app = create_app(engine, dataclasses.replace(options, allowed_origins=origins))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            before = await client.options("/v1/chat/completions", headers=asked)
+            assert before.headers.get("access-control-allow-origin") == allowed
+            assert (before.status_code == 200) == (allowed is not None)
+            headers = {"Origin": "http://page", "Authorization": "Bearer secret"}
+            answer = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert answer.status_code == 200 and answer.headers.get("access-control-allow-origin") == allowed
+            refused = await client.post("/v1/chat/completions", json=CHAT, headers={"Origin": "http://page"})
+            assert refused.status_code == 401 and refused.headers.get("access-control-allow-origin") == allowed

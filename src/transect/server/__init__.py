@@ -4,7 +4,8 @@
 * ``app.py``: the routes, and nothing else.
 * ``gate.py``: what every request passes first: counting, draining, API keys.
 * ``body.py``: reading a JSON body, bounded while it arrives.
-* ``protocol.py``: what clients may send. ``errors.py``: what they hear when they sent something else.
+* ``protocol.py``: what clients may send; ``unsupported.py``: of what they send, what is not had here.
+  ``errors.py``: what they hear when they sent something else.
 * ``prompts.py``: chat template and tokenizer. ``generation.py``: the engine requests behind one HTTP request.
 * ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.

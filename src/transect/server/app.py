@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
@@ -72,6 +73,16 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     app.include_router(api)
     app.include_router(plain)
     app.add_middleware(Gate, serving=serving)
+    if options.allowed_origins:
+        # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     return app
 
 

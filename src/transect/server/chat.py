@@ -100,7 +100,8 @@ class Chat:
                     choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
                     texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
                 update = news.update
-                if update.text and update.finish_reason is None and not self.body.logprobs:
+                plain = not (self.body.logprobs or self.body.continuous_usage)
+                if update.text and update.finish_reason is None and plain:
                     yield body + texts[news.choice].event(update.text)
                 else:
                     yield body + b"".join(event(self._chunk(generation, [piece])) for piece in self._pieces(news))
@@ -131,5 +132,5 @@ class Chat:
             created=generation.created,
             model=self.serving.model_name,
             choices=choices,
-            usage=usage,
+            usage=generation.usage() if self.body.continuous_usage else usage,
         )

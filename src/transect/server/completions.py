@@ -117,7 +117,8 @@ class Completion:
     def _is_text(self, news: Event) -> bool:
         """Nothing but more text."""
         update = news.update
-        return bool(update.text) and update.finish_reason is None and self.top is None and not self.scoring
+        plain = self.top is None and not self.scoring and not self.body.continuous_usage
+        return bool(update.text) and update.finish_reason is None and plain
 
     def _pieces(self, news: Event, lengths: dict[int, int]) -> list[CompletionChoice]:
         """The update as chunks: what is new, then the end by itself. ``lengths``: characters sent of each choice."""
@@ -144,7 +145,7 @@ class Completion:
         return self.serving.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def _chunk(self, generation: Generation, choice: CompletionChoice) -> CompletionResponse:
-        return self._response(generation, [choice], None)
+        return self._response(generation, [choice], generation.usage() if self.body.continuous_usage else None)
 
     def _response(
         self, generation: Generation, choices: list[CompletionChoice], usage: Usage | None

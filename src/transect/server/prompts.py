@@ -113,9 +113,11 @@ def check_length(serving: Serving, token_ids: Sequence[int], field: str) -> None
     if not token_ids:
         raise ApiError(400, f"{field} is empty: give at least one token", param=field, code="empty_prompt")
     if len(token_ids) >= limit:
+        # These first words are OpenAI's, and are what clients look for to shorten a conversation and try again.
         message = (
-            f"{field} has {len(token_ids)} tokens, but prompt and answer together have {limit} tokens of context: "
-            f"shorten it to at most {limit - 1}"
+            f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
+            f"{len(token_ids)} tokens, and the answer needs at least one: reduce the length of the {field} to at most "
+            f"{limit - 1} tokens"
         )
         raise ApiError(400, message, param=field, code="context_length_exceeded")
     highest = max(token_ids)

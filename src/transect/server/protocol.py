@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -23,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from ..engine.sampling_params import SamplingParams
 from ..text.sampling_defaults import SamplingDefaults
+from . import unsupported
 from .errors import nearest
 
 # Fields of OpenAI's API that change nothing about the tokens a local server returns.
@@ -58,9 +60,15 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "annotations": (None, []),
 }
 
-Whole = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+
+def _whole(value: Any) -> Any:
+    """4.0 as 4, which is how some clients write whole numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**64 - 1)]
 
 
 def _shape(sentence: str) -> WrapValidator:
@@ -96,11 +104,14 @@ class Body(BaseModel):
         for name, value in data.items():
             if name in cls.model_fields:
                 kept[name] = value
-            elif name in NOT_SUPPORTED:
-                if not any(value == nothing and type(value) is type(nothing) for nothing in NOT_SUPPORTED[name]):
-                    text = "{name} is not supported by this server: leave it out"
-                    raise PydanticCustomError("unsupported_field", text, {"name": name})
-            elif name not in HARMLESS:
+            elif value is None or name in HARMLESS or name in unsupported.IGNORED:
+                continue
+            elif name in NOT_SUPPORTED or name in unsupported.EMPTY:
+                nothings = NOT_SUPPORTED.get(name) or unsupported.EMPTY[name]
+                if not unsupported.asks_for_nothing(value, nothings):
+                    context = {"name": name, "sentence": unsupported.sentence(name)}
+                    raise PydanticCustomError("unsupported_field", "{sentence}", context)
+            else:
                 shown = name if len(name) <= 60 else name[:57] + "..."
                 context = {"name": shown, "hint": nearest(name[:60], cls.model_fields)}
                 raise PydanticCustomError("unknown_field", "unknown field '{name}'{hint}", context)
@@ -126,6 +137,7 @@ class ChatMessage(Body):
     content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it."""
@@ -134,10 +146,11 @@ class ChatMessage(Body):
 
 
 class StreamOptions(Body):
-    """``include_usage`` adds a last chunk with token counts."""
+    """``include_usage`` adds a last chunk with token counts; ``continuous_usage_stats`` puts those so far into each."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 PASSED_ON = tuple(field.name for field in dataclasses.fields(SamplingParams) if "log" not in field.name)
@@ -180,7 +193,12 @@ class SamplingBody(Body):
     @property
     def include_usage(self) -> bool:
         """True where the stream's last chunk shall carry the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True where every chunk of a stream shall carry the token counts so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def sampling_params(self, defaults: SamplingDefaults, **more: Any) -> SamplingParams:
         """``SamplingParams`` from the fields that were given, and for others the model's ``defaults``; ``more``

@@ -83,6 +83,8 @@ class ServerOptions:
         max_body_bytes: longest request body.
         request_timeout_s: seconds from arrival to the last token; None for no limit.
         max_prompts: prompts in one completions request.
+        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what web pages of other origins may do
+            (CORS); ``*`` is all.
     """
 
     model_names: tuple[str, ...]
@@ -90,6 +92,10 @@ class ServerOptions:
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float | None = None
     max_prompts: int = 256
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
