@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .engine_options import BUILTIN, Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .settings import ConfigFile
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
 
@@ -30,6 +31,7 @@ def command(
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
+    config_file: ConfigFile = None,
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .settings import ConfigFile
 
 
 def command(
@@ -28,6 +29,7 @@ def command(
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
+    config_file: ConfigFile = None,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.sampling_params import SamplingParams

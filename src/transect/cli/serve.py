@@ -37,6 +37,7 @@ from .engine_options import (
     TokenizerRevision,
     engine_config,
 )
+from .settings import ConfigFile
 
 if TYPE_CHECKING:
     from ..engine.async_engine import AsyncEngine
@@ -47,19 +48,34 @@ def command(
     host: Annotated[str, typer.Option(help="Local address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name that requests use; may be given again. Default: MODEL.")
+        list[str] | None,
+        typer.Option(help="Name that requests use; may be given again. Default: MODEL."),
     ] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Demand this key; may be given again.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Demand this key; may be given again.", envvar="TRANSECT_API_KEY"),
+    ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="Demand one of the keys in this file, one a line (`ps` does not show them).")
+        Path | None,
+        typer.Option(help="Demand one of the keys in this file, one a line (`ps` does not show them)."),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take in all.")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Longest request body.")] = 8 * 1024 * 1024,
     hung_after: Annotated[
-        float | None, typer.Option(help="Seconds of silence after which /health calls the engine hung.")
+        float | None,
+        typer.Option(help="Seconds of silence after which /health calls the engine hung."),
     ] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 30.0,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may ask; may be given again, or a JSON list; '' for none.  [default: *]"
+        ),
+    ] = None,
+    allowed_methods: Annotated[list[str] | None, typer.Option(help="Methods of their requests.  [default: *]")] = None,
+    allowed_headers: Annotated[list[str] | None, typer.Option(help="Headers of their requests.  [default: *]")] = None,
+    allow_credentials: Annotated[bool, typer.Option("--allow-credentials", help="They may send cookies.")] = False,
     load_format: LoadFormat = "auto",
     revision: Revision = None,
     tokenizer: TokenizerName = None,
@@ -85,6 +101,7 @@ def command(
     prefix_caching: PrefixCaching = True,
     threads: Threads = None,
     native: Native = None,
+    config_file: ConfigFile = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
@@ -99,6 +116,10 @@ def command(
         api_keys=(*(api_key or ()), *keys_in(api_key_file)),
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
+        allowed_origins=listed(allowed_origins, "--allowed-origins"),
+        allowed_methods=listed(allowed_methods, "--allowed-methods"),
+        allowed_headers=listed(allowed_headers, "--allowed-headers"),
+        allow_credentials=allow_credentials,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     sock = bind(host, port)
@@ -150,6 +171,28 @@ def command(
         print(" | ".join(filter(None, said)), flush=True)
 
     return asyncio.run(serve(lambda: AsyncEngine.start(config), options, sock, grace_s=grace, ready=ready))
+
+
+def listed(values: list[str] | None, option: str) -> tuple[str, ...]:
+    """The values of an option that may be given again, be a JSON list (as vLLM has it), or be empty; none given: ``*``.
+
+    Raises:
+        ValueError: what begins as a JSON list is none.
+    """
+    if values is None:
+        return ("*",)
+    found: list[str] = []
+    for value in values:
+        if value.startswith("["):
+            import json
+
+            try:
+                found.extend(map(str, json.loads(value)))
+            except ValueError as error:
+                raise ValueError(f"{option} {value!r} is not a JSON list ({error})") from None
+        elif value:
+            found.append(value)
+    return tuple(found)
 
 
 def keys_in(path: Path | None) -> list[str]:
