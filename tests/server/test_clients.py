@@ -83,10 +83,14 @@ def test_guidellm_finds_token_counts(live, tmp_path):
     command = shutil.which("guidellm")
     if command is None:
         pytest.skip("guidellm is not installed")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Hi {i}"}) + "\n" for i in range(3)))
     done = subprocess.run(
         [
-            *(command, "benchmark", "run", "--target", live, "--model", "fake-model", "--profile", "synchronous"),
-            *("--max-requests", "3", "--data", str(_prompts(tmp_path)), "--output-path", str(tmp_path / "out.json")),
+            *(command, "run", "--backend", f"kind=openai_http,target={live},model=fake-model"),
+            *("--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3"),
+            *("--data", f"kind=json_file,path={path}", "--output", f"kind=json,path={tmp_path / 'out.json'}"),
+            "--disable-console",
         ],
         capture_output=True,
         text=True,
@@ -95,9 +99,3 @@ def test_guidellm_finds_token_counts(live, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (benchmark,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     assert len(benchmark["requests"]["successful"]) == 3 and not benchmark["requests"]["errored"]
-
-
-def _prompts(folder):
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Hi {i}"}) + "\n" for i in range(3)))
-    return path
