@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..hardware.ceilings import Ceilings
 from ..models.config import ModelConfig
@@ -18,8 +18,6 @@ from ..models.cost import Row, Storage
 from ..models.resolve import ModelSource
 from ..models.shapes import linear_shapes
 from ..ops.counting import visible_keys, visible_pairs
-from ..ops.cpu.ceilings import measure as measure_multiply_adds
-from ..ops.cpu.library import Library
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +36,6 @@ class Rates:
             ValueError: the ceilings have no rate for ``dtype``.
         """
         return cls(ceilings.read_bytes_per_second, ceilings.rate(dtype), ceilings.device)
-
-
-def processor_ceilings(ceilings: Ceilings, library: Library) -> Ceilings:
-    """A processor's ceilings with the float32 rate of multiply-adds on registers where that is higher.
-
-    torch's matrix product does not use every instruction that a processor has; what the C++ kernels can reach is above.
-    """
-    multiply_adds = measure_multiply_adds(library).flops_per_second["float32"]
-    rates = dict(ceilings.flops_per_second)
-    rates["float32"] = max(rates.get("float32", 0.0), multiply_adds)
-    return replace(ceilings, flops_per_second=rates)
 
 
 @dataclass(frozen=True, slots=True)
