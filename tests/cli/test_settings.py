@@ -77,7 +77,7 @@ def test_the_command_line_goes_over_the_environment_and_that_over_the_file(serve
     monkeypatch.setenv("TRANSECT_SERVE_PORT", "2")
     assert serve("--config", str(file))[0]["port"] == 2
     assert serve("--config", str(file), "--port", "3")[0]["port"] == 3
-    monkeypatch.setenv("TRANSECT_SERVE_CONFIG_FILE", str(file))
+    monkeypatch.setenv("TRANSECT_SERVE_CONFIG", str(file))
     assert serve()[0]["host"] == "10.0.0.1"
 
 

@@ -31,7 +31,7 @@ def command(
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
-    config_file: ConfigFile = None,
+    config: ConfigFile = None,
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ def command(
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
     given = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
-    config = engine_config(
+    settings = engine_config(
         model,
         device=device,
         dtype=dtype,
@@ -52,7 +52,7 @@ def command(
     )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and history)
-    with Session(config) as session:
+    with Session(settings) as session:
         engine = session.engine
         template = engine.chat_template
         if template is None:

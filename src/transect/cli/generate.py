@@ -29,7 +29,7 @@ def command(
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
-    config_file: ConfigFile = None,
+    config: ConfigFile = None,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ def command(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
-    config = engine_config(
+    settings = engine_config(
         model,
         device=device,
         dtype=dtype,
@@ -51,7 +51,7 @@ def command(
         native=native,
         max_num_seqs=1,
     )
-    with Session(config) as session:
+    with Session(settings) as session:
         engine = session.engine
         if chat:
             if engine.chat_template is None:

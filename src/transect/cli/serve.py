@@ -101,7 +101,7 @@ def command(
     prefix_caching: PrefixCaching = True,
     threads: Threads = None,
     native: Native = None,
-    config_file: ConfigFile = None,
+    config: ConfigFile = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
@@ -123,7 +123,7 @@ def command(
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     sock = bind(host, port)
-    config = engine_config(
+    settings = engine_config(
         model,
         load_format=load_format,
         revision=revision,
@@ -166,11 +166,11 @@ def command(
             info.kernels,
             str(engine.sampling_defaults),
             f"loaded in {info.load_seconds:.1f} s",
-            str(config),
+            str(settings),
         )
         print(" | ".join(filter(None, said)), flush=True)
 
-    return asyncio.run(serve(lambda: AsyncEngine.start(config), options, sock, grace_s=grace, ready=ready))
+    return asyncio.run(serve(lambda: AsyncEngine.start(settings), options, sock, grace_s=grace, ready=ready))
 
 
 def listed(values: list[str] | None, option: str) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ GROUPS = {
     **dict.fromkeys(
         ("gpu_memory_utilization", "cuda_graphs", "fused_operators", "dependent_launch", "device_sampling"), GPU
     ),
-    **dict.fromkeys(("config_file", "help"), REST),
+    **dict.fromkeys(("config", "help"), REST),
 }
 """Parameter to the group that it is shown in; a server's others are SERVER, any other command's are REST."""
 
@@ -82,7 +82,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
         values = {}
         for key, value in load_config(path).items():
             name = str(key).replace("-", "_")
-            if name not in params or name in ("config_file", "help"):
+            if name not in params or name in ("config", "help"):
                 near = difflib.get_close_matches(name, params, n=1)
                 hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
                 raise ValueError(f"{path}: {context.command_path} has no option {key!r}{hint}")
