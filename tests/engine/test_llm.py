@@ -87,6 +87,13 @@ def test_repeated_prompts_come_from_the_prefix_cache_with_the_same_tokens(llm):
     assert second.num_cached_tokens == 64
 
 
+def test_the_prefix_cache_can_be_forgotten(llm):
+    prompt = list(range(70, 140))
+    assert llm.generate([prompt], greedy())[0].num_cached_tokens == 0
+    llm.reset_prefix_cache()
+    assert llm.generate([prompt], greedy())[0].num_cached_tokens == 0
+
+
 def test_seeds_repeat_and_choices_differ(llm):
     params = SamplingParams(n=3, seed=11, max_tokens=16, ignore_eos=True)
     first, second = (llm.generate([PROMPTS[1]], params)[0] for _ in range(2))

@@ -33,6 +33,8 @@ class ByteTokenizer:
     vocab_size = 257
     special_ids = frozenset({256})
     special_texts = ()
+    bos_token_id = None
+    eos_token_ids = (256,)
     drops_leading_space = False
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
@@ -51,8 +53,10 @@ class ByteTokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
-def position(token: int):
-    return SimpleNamespace(token_id=token, logprob=-0.5, rank=1, top=[(token, -0.5), (65, float("-inf"))])
+def position(token: int, choice: int = 0):
+    """A token's logprobs; the third choice is the likeliest."""
+    likely = -0.25 if choice == 2 else -0.5
+    return SimpleNamespace(token_id=token, logprob=likely, rank=1, top=[(token, -0.5), (65, float("-inf"))])
 
 
 @dataclass
@@ -66,6 +70,7 @@ class FakeEngine:
     chat_template: ChatTemplate | None = field(default_factory=lambda: ChatTemplate(TEMPLATE))
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     pid: int = 4242
+    resets: int = 0
     state: str = "ok"
     running: dict[str, object] = field(default_factory=dict)
     seen: list = field(default_factory=list)
@@ -110,7 +115,7 @@ class FakeEngine:
                         request_id=request_id,
                         index=index,
                         new_token_ids=[] if failed else [tokens[step]],
-                        logprobs=None if params.logprobs is None or failed else [position(tokens[step])],
+                        logprobs=None if params.logprobs is None or failed else [position(tokens[step], index)],
                         prompt_logprobs=prompt_logprobs if step == 0 and index == 0 else None,
                         finish_reason="error" if failed else "length" if last else None,
                         error="the logits are not finite" if failed else None,
@@ -124,6 +129,11 @@ class FakeEngine:
 
     async def health(self):
         return SimpleNamespace(state=self.state, detail=None)
+
+    async def reset_prefix_cache(self) -> None:
+        if self.state == "dead":
+            raise EngineDeadError("it is gone")
+        self.resets += 1
 
     async def stats(self) -> SchedulerStats:
         if self.state != "ok":

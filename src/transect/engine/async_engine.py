@@ -266,6 +266,16 @@ class AsyncEngine:
         await self._send(wire.StatsQuery())
         return await waiter
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self._check_alive()
+        await self._send(wire.ResetPrefixCache())
+        await self.stats()  # messages are taken in order: it has been done
+
     async def drain(self) -> None:
         """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""
         await self._idle.wait()

@@ -236,6 +236,10 @@ class LLM:
         """True while a submitted request has not ended."""
         return self._core.has_work
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs."""
+        self._core.reset_prefix_cache()
+
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self._core.stats()

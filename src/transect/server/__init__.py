@@ -9,6 +9,7 @@
 * ``prompts.py``: chat template and tokenizer. ``generation.py``: the engine requests behind one HTTP request.
 * ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
+* ``operations.py``: further routes for operators.
 * ``health.py``, ``metrics.py``: what operators see. ``serving.py``: the state that all of these share.
 
 Nothing here imports torch: HTTP, text and JSON live in this process, tensors in the engine's.

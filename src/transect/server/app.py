@@ -13,13 +13,15 @@ from pydantic import BaseModel
 from .. import __version__
 from . import errors
 from .body import JsonRoute
-from .chat import Chat
+from .chat import Chat, chat_opens_a_turn
 from .completions import Completion
 from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError, ErrorBody
 from .gate import Gate
+from .generation import Prompt
 from .health import health_of, scrape
-from .prompts import chat_prompt, encode
+from .operations import operations
+from .prompts import chat_prompt, encode, truncated
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .replies import (
     ChatResponse,
@@ -72,6 +74,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
+    app.include_router(operations)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
@@ -142,14 +145,17 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
         prompt = await chat_prompt(
             serving,
             body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=chat_opens_a_turn(body),
+            continue_final_message=bool(body.continue_final_message),
             add_special=body.add_special_tokens is True,
+            truncate=body.truncate_prompt_tokens,
             template_kwargs=body.chat_template_kwargs,
         )
         tokens = prompt.token_ids
     else:
         add, parse = body.add_special_tokens is not False, body.parse_special is not False
         tokens = await encode(serving, body.prompt or "", add_special=add, parse_special=parse)
+        tokens = truncated(serving, Prompt(body.prompt, tokens), body.truncate_prompt_tokens, 0).token_ids
     texts = [serving.engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
     limit = serving.engine.max_model_len
     return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=texts)

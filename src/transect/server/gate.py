@@ -1,16 +1,28 @@
-"""What every HTTP request passes before its handler: counting, draining, API keys. Plain ASGI: no buffering."""
+"""What every HTTP request passes before its handler: counting, draining, API keys, X-Request-Id.
+
+Plain ASGI: no buffering.
+"""
 
 from __future__ import annotations
 
 import hmac
+from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .serving import Serving
 
-OPEN = ("/health", "/metrics")
+OPEN = ("/health", "/metrics", "/ping")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
+MOST_ID = 128
+"""Letters of an X-Request-Id."""
+
+
+def request_id(scope: Scope) -> bytes:
+    """The client's X-Request-Id, if it is one that can be sent back and logged; else a new one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given if 0 < len(given) <= MOST_ID and all(0x21 <= byte <= 0x7E for byte in given) else uuid4().hex.encode()
 
 
 class Gate:
@@ -26,11 +38,13 @@ class Gate:
             await self.app(scope, receive, send)
             return
         status = 500
+        name = request_id(scope)
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
             await send(message)
 
         if scope["path"] in OPEN:

@@ -13,7 +13,9 @@ from .generation import Prompt
 from .protocol import ChatMessage
 from .serving import Serving
 
-RESERVED = {"self", "template", "tokenizer", "messages", "add_generation_prompt", "add_special_tokens"}
+RESERVED = {"self", "template", "tokenizer", "messages", "add_generation_prompt", "add_special_tokens"} | {
+    "continue_final_message"
+}
 """Names that ``chat_template_kwargs`` cannot give: they have a field of their own, or none."""
 LONG = 4096
 """Characters from which encoding is worth a thread."""
@@ -35,12 +37,18 @@ async def encode(serving: Serving, text: str, *, add_special: bool, parse_specia
 
 
 async def completion_prompts(
-    serving: Serving, prompt: Any, *, add_special: bool = True, parse_special: bool = True
+    serving: Serving,
+    prompt: Any,
+    *,
+    add_special: bool = True,
+    parse_special: bool = True,
+    truncate: int | None = None,
+    room: int = 1,
 ) -> list[Prompt]:
     """The prompts of a completions request, each as text or token ids.
 
     ``add_special``: put around a text what the model expects there. ``parse_special``: spellings of special tokens in a
-    text are those tokens.
+    text are those tokens. ``truncate``, ``room``: see ``truncated``.
 
     Raises:
         ApiError: 400 where one is empty or too long, or there are too many.
@@ -58,9 +66,25 @@ async def completion_prompts(
             prompts.append(Prompt(each, ids))
         else:
             prompts.append(Prompt(None, each))
+    prompts = [truncated(serving, each, truncate, room) for each in prompts]
     for each in prompts:
         check_length(serving, each.token_ids, "prompt")
     return prompts
+
+
+def truncated(serving: Serving, prompt: Prompt, most: int | None, room: int) -> Prompt:
+    """The last ``most`` tokens of a prompt; -1: as many as leave ``room`` for the answer in the context.
+
+    Raises:
+        ApiError: 400 where ``most`` is no number of tokens.
+    """
+    if most is None:
+        return prompt
+    if most < -1 or most == 0:
+        message = f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, got {most}"
+        raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+    most = max(1, serving.engine.max_model_len - room) if most == -1 else most
+    return prompt if len(prompt.token_ids) <= most else Prompt(None, prompt.token_ids[-most:])
 
 
 async def chat_prompt(
@@ -68,7 +92,10 @@ async def chat_prompt(
     messages: Sequence[ChatMessage],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     add_special: bool = False,
+    truncate: int | None = None,
+    room: int = 1,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Prompt:
     """A conversation through the model's chat template. What looks like a special token in a message stays text.
@@ -94,13 +121,15 @@ async def chat_prompt(
                 plain,
                 add_generation_prompt,
                 add_special_tokens=add_special,
+                continue_final_message=continue_final_message,
                 **extra,
             )
         )
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
-    check_length(serving, token_ids, "messages")
-    return Prompt(text, token_ids)
+    prompt = truncated(serving, Prompt(text, token_ids), truncate, room)
+    check_length(serving, prompt.token_ids, "messages")
+    return prompt
 
 
 def check_length(serving: Serving, token_ids: Sequence[int], field: str) -> None:

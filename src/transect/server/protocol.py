@@ -54,7 +54,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
-    "best_of": (None, 1),
     "suffix": (None, ""),
     "refusal": (None, ""),
     "annotations": (None, []),
@@ -182,12 +181,22 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Whole | None = None
+    prompt_logprobs: Whole | None = None
+    truncate_prompt_tokens: Whole | None = None
+    return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
             text = "stream_options needs stream=true"
             raise PydanticCustomError("unsupported_field", text, {"name": "stream_options"})
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_one_piece(self) -> SamplingBody:
+        if self.prompt_logprobs is not None and self.stream:
+            text = "prompt_logprobs needs stream=false"
+            raise PydanticCustomError("unsupported_field", text, {"name": "prompt_logprobs"})
         return self
 
     @property
@@ -221,6 +230,17 @@ class SamplingBody(Body):
         return bias
 
 
+def opens_a_turn(add: bool | None, continues: bool | None) -> bool:
+    """Whether a rendered chat ends with what opens the assistant's turn: unless it goes on with its last message.
+
+    Raises:
+        ValueError: both are asked for.
+    """
+    if add and continues:
+        raise ValueError("continue_final_message goes on with the last message: leave add_generation_prompt out")
+    return add is not False and not continues
+
+
 class CompletionRequest(SamplingBody):
     """``POST /v1/completions``: continue one prompt or several. 16 tokens unless ``max_tokens`` says otherwise."""
 
@@ -229,6 +249,7 @@ class CompletionRequest(SamplingBody):
     logprobs: Whole | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
+    best_of: Whole | None = None
 
 
 class ChatCompletionRequest(SamplingBody):
@@ -239,6 +260,7 @@ class ChatCompletionRequest(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -252,6 +274,8 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    truncate_prompt_tokens: Whole | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -100,6 +100,21 @@ class Mask:
         return f"{self._key}{number:0{_NUMBER_DIGITS}}"
 
 
+def _marked_end(messages: Any) -> tuple[Any, str]:
+    """Copies of the messages with a mark, which is returned too, at the end of the last one's text."""
+    mark = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}}"
+    last = messages[-1] if isinstance(messages, Sequence) and messages else None
+    content = last.get("content") if isinstance(last, Mapping) else None
+    if isinstance(content, str):
+        content = content + mark
+    elif isinstance(content, Sequence) and content and isinstance(content[-1], Mapping) and "text" in content[-1]:
+        content = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{mark}"}]
+    else:
+        raise ValueError("continue_final_message needs a last message with text to go on with")
+    assert isinstance(last, Mapping)
+    return [*messages[:-1], {**last, "content": content}], mark
+
+
 def chat_tokens(
     template: Template,
     tokenizer: ChatEncoder,
@@ -107,6 +122,7 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     *,
     add_special_tokens: bool = False,
+    continue_final_message: bool = False,
     **kwargs: Any,
 ) -> tuple[str, list[int]]:
     """(text, token ids) of a conversation; the special tokens among the ids are the template's, never a message's.
@@ -114,14 +130,22 @@ def chat_tokens(
     Args:
         messages: see ``ChatTemplate.render``.
         add_special_tokens: put around it what the model expects around a text; most templates bring that themselves.
+        continue_final_message: end where the last message's text ends, so that the model goes on with it.
         kwargs: further variables of the template, treated as messages are.
 
     Raises:
         ValueError: see ``ChatTemplate.render`` and ``Tokenizer.encode``.
     """
     mask = Mask(tokenizer.special_texts)
+    hidden, end = mask.hide(messages), ""
+    if continue_final_message:
+        hidden, end = _marked_end(hidden)
     try:
-        text = template.render(mask.hide(messages), add_generation_prompt, **mask.hide(kwargs))
+        text = template.render(hidden, add_generation_prompt, **mask.hide(kwargs))
     except ValueError as error:
-        raise ValueError(mask.show(str(error))) from error
+        raise ValueError(mask.show(str(error)).replace(end, "") if end else mask.show(str(error))) from error
+    if end:
+        if end not in text:
+            raise ValueError("continue_final_message: the chat template does not show the last message as it is")
+        text = text[: text.rindex(end)]
     return mask.show(text), tokenizer.encode_chat(text, mask, add_special_tokens)
