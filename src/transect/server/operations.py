@@ -25,8 +25,8 @@ async def version() -> Version:
     return Version(version=__version__)
 
 
-@operations.get("/ping")
-@operations.post("/ping")
+@operations.get("/ping", response_class=Response)
+@operations.post("/ping", response_class=Response)
 async def ping(request: Request) -> Response:
     """An empty 200 while the server takes work, else 503: what load balancers of hosting services ask. No API key."""
     report = await health_of(_serving(request))

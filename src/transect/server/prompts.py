@@ -7,33 +7,39 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ..text.inert import chat_tokens
+from ..text.inert import ChatRendering
 from .errors import ApiError
 from .generation import Prompt
 from .protocol import ChatMessage
-from .serving import Serving
+from .serving import Serving, TokenizerLike
 
-RESERVED = {"self", "template", "tokenizer", "messages", "add_generation_prompt", "add_special_tokens"} | {
-    "continue_final_message"
-}
+RESERVED = {"self", "messages", "add_generation_prompt"}
 """Names that ``chat_template_kwargs`` cannot give: they have a field of their own, or none."""
 LONG = 4096
 """Characters from which encoding is worth a thread."""
 
 
-async def encode(serving: Serving, text: str, *, add_special: bool, parse_special: bool = False) -> list[int]:
-    """Token ids of a text.
+async def encode(
+    serving: Serving,
+    text: str,
+    *,
+    add_special: bool,
+    parse_special: bool = False,
+    field: str = "prompt",
+    tokenizer: TokenizerLike | None = None,
+) -> list[int]:
+    """Token ids of a text, which came as ``field``; by the model's tokenizer unless another is given.
 
     Raises:
         ApiError: 400 where the model has no tokenizer.
     """
-    encode = serving.engine.tokenizer.encode
+    encode = (tokenizer or serving.engine.tokenizer).encode
     try:
         if len(text) < LONG:
             return encode(text, add_special_tokens=add_special, parse_special=parse_special)
         return await asyncio.to_thread(encode, text, add_special_tokens=add_special, parse_special=parse_special)
     except ValueError as error:
-        raise ApiError(400, str(error), param="prompt", code="cannot_encode") from None
+        raise ApiError(400, str(error), param=field, code="cannot_encode") from None
 
 
 async def completion_prompts(
@@ -113,20 +119,18 @@ async def chat_prompt(
     if reserved:
         raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")
     try:
-        text, token_ids = await asyncio.to_thread(
-            functools.partial(
-                chat_tokens,
-                template,
-                serving.engine.tokenizer,
-                plain,
-                add_generation_prompt,
-                add_special_tokens=add_special,
-                continue_final_message=continue_final_message,
-                **extra,
-            )
-        )
+        chat = ChatRendering(serving.engine.tokenizer, plain, extra, continue_final_message=continue_final_message)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
+    try:
+        render = functools.partial(template.render, chat.messages, add_generation_prompt, **chat.variables)
+        text = chat.finish(await asyncio.to_thread(render))
+    except ValueError as error:
+        raise ApiError(400, chat.shown(str(error)), param="messages", code="chat_template_error") from None
+    token_ids = await encode(
+        serving, text, add_special=add_special, parse_special=True, field="messages", tokenizer=chat.encoder
+    )
+    text = chat.shown(text)
     prompt = truncated(serving, Prompt(text, token_ids), truncate, room)
     check_length(serving, prompt.token_ids, "messages")
     return prompt

@@ -100,6 +100,78 @@ class Mask:
         return f"{self._key}{number:0{_NUMBER_DIGITS}}"
 
 
+class ChatRendering:
+    """One conversation on its way to token ids, for callers that render or encode elsewhere: give ``messages`` and
+    ``variables`` to the template, its output to ``finish``, and what that returns to ``encoder.encode``.
+
+    Args:
+        tokenizer: of the model.
+        messages, variables: see ``ChatTemplate.render``.
+        continue_final_message: see ``chat_tokens``.
+
+    Raises:
+        ValueError: there is no last message with text to go on with.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatEncoder,
+        messages: Any,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._mask = Mask(tokenizer.special_texts)
+        self._end = ""
+        self.messages = self._mask.hide(messages)
+        self.variables: dict[str, Any] = self._mask.hide(dict(variables or {}))
+        if continue_final_message:
+            self.messages, self._end = _marked_end(self.messages)
+
+    def shown(self, text: str) -> str:
+        """A text that was made of the messages (or an error about them) as its reader shall see it."""
+        text = self._mask.show(text)
+        return text.replace(self._end, "") if self._end else text
+
+    def finish(self, text: str) -> str:
+        """The template's output, up to where the model goes on.
+
+        Raises:
+            ValueError: the last message is to be gone on with, and the template does not show it.
+        """
+        if not self._end:
+            return text
+        if self._end not in text:
+            raise ValueError("continue_final_message: the chat template does not show the last message as it is")
+        return text[: text.rindex(self._end)]
+
+    @property
+    def encoder(self) -> Any:
+        """What encodes a finished text: the tokenizer itself where nothing is hidden."""
+        return _MaskedEncoder(self._tokenizer, self._mask) if self._mask else self._tokenizer
+
+
+class _MaskedEncoder:
+    """A tokenizer for texts with hidden spellings in them; for everything else it is the one underneath."""
+
+    def __init__(self, tokenizer: ChatEncoder, mask: Mask) -> None:
+        self._tokenizer, self._mask = tokenizer, mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    @property
+    def longest_token(self) -> int:
+        """Characters that a token stands for at the most; digits that hide a spelling are longer than it."""
+        longest: int = self._tokenizer.longest_token  # type: ignore[attr-defined]
+        return max(longest, 1) * (_KEY_DIGITS + _NUMBER_DIGITS)
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = True) -> list[int]:
+        """Token ids; what is hidden is text, the special tokens that can be seen are tokens."""
+        return self._tokenizer.encode_chat(text, self._mask, add_special_tokens)
+
+
 def _marked_end(messages: Any) -> tuple[Any, str]:
     """Copies of the messages with a mark, which is returned too, at the end of the last one's text."""
     mark = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}}"
@@ -136,16 +208,10 @@ def chat_tokens(
     Raises:
         ValueError: see ``ChatTemplate.render`` and ``Tokenizer.encode``.
     """
-    mask = Mask(tokenizer.special_texts)
-    hidden, end = mask.hide(messages), ""
-    if continue_final_message:
-        hidden, end = _marked_end(hidden)
+    rendering = ChatRendering(tokenizer, messages, kwargs, continue_final_message=continue_final_message)
     try:
-        text = template.render(hidden, add_generation_prompt, **mask.hide(kwargs))
+        text = template.render(rendering.messages, add_generation_prompt, **rendering.variables)
     except ValueError as error:
-        raise ValueError(mask.show(str(error)).replace(end, "") if end else mask.show(str(error))) from error
-    if end:
-        if end not in text:
-            raise ValueError("continue_final_message: the chat template does not show the last message as it is")
-        text = text[: text.rindex(end)]
-    return mask.show(text), tokenizer.encode_chat(text, mask, add_special_tokens)
+        raise ValueError(rendering.shown(str(error))) from error
+    text = rendering.finish(text)
+    return rendering.shown(text), rendering.encoder.encode(text, add_special_tokens, parse_special=True)
