@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from transect.engine.async_engine import EngineDeadError
-from transect.engine.outputs import EngineOutput, SchedulerStats
+from transect.engine.outputs import EngineOutput, RequestTimes, SchedulerStats
 from transect.engine.waiting_queue import QueueFull
 from transect.server.app import create_app
 from transect.server.process import bind, url_of
@@ -120,6 +120,7 @@ class FakeEngine:
                         finish_reason="error" if failed else "length" if last else None,
                         error="the logits are not finite" if failed else None,
                         num_cached_tokens=1,
+                        times=RequestTimes(10.0, 11.0, 13.0, 17.0 if last else None),
                     )
                 )
                 if update is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 
 import httpx
 import pytest
@@ -201,11 +202,18 @@ async def test_health_says_ok_hung_dead_draining(client, engine, app):
         assert (response.status_code, response.json()["state"]) == (503, state)
 
 
+def metric_lines(text):
+    """The metrics without the label that all have."""
+    lines = [re.sub(r',?model_name="fake-model"', "", line).replace("{,", "{") for line in text.splitlines()]
+    return [line.replace("{}", "") for line in lines]
+
+
 async def test_metrics(client, engine):
     await client.post("/v1/completions", json={**PROMPT, "max_tokens": 3, "n": 2})
     await client.post("/v1/completions", json={**PROMPT, "stop": "wör"})
     await client.get("/no-such-route")
-    lines = (await client.get("/metrics")).text.splitlines()
+    text = (await client.get("/metrics")).text
+    lines = metric_lines(text)
     for line in (
         "transect_engine_up 1.0",
         "transect_requests_waiting 1.0",
@@ -224,13 +232,30 @@ async def test_metrics(client, engine):
     # 3 tokens of 2 choices make 2 * 2 gaps; the second request stops at the 4th byte of "wör", the 11th of the reply.
     assert "transect_inter_token_latency_seconds_count 14.0" in lines
     assert "transect_generation_tokens_total 17.0" in lines
+    # the same for vLLM's boards, and what only they show
+    for line in (
+        'vllm:num_requests_waiting{engine="0"} 1.0',
+        'vllm:kv_cache_usage_perc{engine="0"} 0.5',
+        'vllm:generation_tokens_total{engine="0"} 17.0',
+        'vllm:request_success_total{engine="0",finished_reason="length"} 2.0',
+        'vllm:time_to_first_token_seconds_count{engine="0"} 2.0',
+        'vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 14.0',
+        'vllm:request_prompt_tokens_sum{engine="0"} 4.0',
+        'vllm:request_generation_tokens_sum{engine="0"} 17.0',
+        'vllm:request_max_num_generation_tokens_sum{engine="0"} 14.0',
+        'vllm:request_queue_time_seconds_count{engine="0"} 2.0',
+        'vllm:request_prefill_time_seconds_sum{engine="0"} 4.0',
+        'vllm:request_decode_time_seconds_count{engine="0"} 2.0',
+    ):
+        assert line in lines, line
+    assert all('model_name="fake-model"' in line for line in text.splitlines() if not line.startswith("#"))
 
 
 async def test_metrics_of_a_hung_engine_are_the_last_known(client, engine, monkeypatch):
     await client.get("/metrics")
     engine.state = "hung"
     monkeypatch.setattr("transect.server.health.PROBE_S", 0.01)
-    lines = (await client.get("/metrics")).text.splitlines()
+    lines = metric_lines((await client.get("/metrics")).text)
     assert "transect_engine_up 0.0" in lines and "transect_kv_blocks 10.0" in lines
 
 

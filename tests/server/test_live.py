@@ -56,7 +56,7 @@ class Server:
 
     def metric(self, name):
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            if line.startswith(f"{name} "):
+            if re.match(rf"{name}(\{{|\s)", line):
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric {name}")
 

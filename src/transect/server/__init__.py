@@ -10,7 +10,8 @@
 * ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
 * ``operations.py``: further routes for operators.
-* ``health.py``, ``metrics.py``: what operators see. ``serving.py``: the state that all of these share.
+* ``health.py``, ``metrics.py``: what operators see; ``metric_names.py``: and under which names.
+  ``serving.py``: the state that all of these share.
 
 Nothing here imports torch: HTTP, text and JSON live in this process, tensors in the engine's.
 """

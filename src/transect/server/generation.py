@@ -202,6 +202,7 @@ class Generation:
 
     def _event(self, index: int, update: Update, timer: RequestTimer) -> Event:
         timer.tokens(update.index, len(update.token_ids), time.monotonic())
+        timer.engine_times(update.times)
         self.completion_tokens += len(update.token_ids)
         self._cached_tokens[index] = max(self._cached_tokens[index], update.num_cached_tokens)
         if update.finish_reason is not None:

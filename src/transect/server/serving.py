@@ -121,7 +121,7 @@ class Serving:
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.metrics = Metrics()
+        self.metrics = Metrics(options.model_names[0])
         self.started = int(time.time())
         self.draining = False
         self.in_flight = 0
