@@ -3,11 +3,13 @@
 import asyncio
 import dataclasses
 import json
+import re
 
 import httpx
 import pytest
 
 from transect import __version__
+from transect.server import request_log
 from transect.server.app import create_app
 from transect.text.chat_template import ChatTemplate
 
@@ -170,3 +172,61 @@ async def test_the_best_of_several(client, engine):
     await refused(client, "/v1/completions", {**PROMPT, "best_of": 129}, "at most 128")
     await refused(client, "/v1/completions", {**PROMPT, "best_of": 2, "stream": True}, "needs stream=false")
     assert (await client.post("/v1/completions", json={**PROMPT, "best_of": 1})).status_code == 200
+
+
+# Behind a proxy, and in the log -------------------------------------------------------------------------------------
+
+
+async def test_under_the_path_of_a_proxy(engine, options):
+    app = create_app(engine, dataclasses.replace(options, root_path="/llm", api_keys=("secret",)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        headers = {"Authorization": "Bearer secret"}
+        for prefix in ("", "/llm"):  # proxies strip it, or do not
+            answer = await client.post(f"{prefix}/v1/completions", json=PROMPT, headers=headers)
+            assert answer.json()["choices"][0]["text"] == REPLY[:4]
+            assert (await client.get(f"{prefix}/health")).status_code == 200
+        assert (await client.get("/openapi.json", headers=headers)).json()["servers"] == [{"url": "/llm"}]
+    for wrong in ("llm", "/llm/"):
+        with pytest.raises(ValueError, match="must begin with a slash and not end with one"):
+            dataclasses.replace(options, root_path=wrong)
+
+
+@pytest.fixture
+def logged(capsys):
+    """What the request log wrote; off again afterwards."""
+    yield lambda: capsys.readouterr().err.splitlines()
+    request_log.configure("off", "info")
+
+
+async def test_a_line_of_json_for_each_request(client, logged):
+    request_log.configure("json", "info")
+    await client.post("/v1/completions", json={**PROMPT, "n": 2, "user": "me"}, headers={"X-Request-Id": "mine"})
+    await events(client, "/v1/chat/completions", CHAT)
+    await client.get("/nowhere")
+    await client.get("/health")
+    whole, stream, lost = map(json.loads, logged())
+    assert whole["time"].endswith("Z") and whole["seconds"] >= whole["first_token_seconds"] >= 0
+    expected = {"level": "info", "method": "POST", "path": "/v1/completions", "status": 200, "id": "mine"}
+    counts = {"prompt_tokens": 2, "completion_tokens": 8, "cached_tokens": 1, "finish_reasons": ["length"] * 2}
+    assert whole.items() >= (expected | counts).items()
+    assert stream["completion_tokens"] == len(REPLY.encode()) and stream["path"] == "/v1/chat/completions"
+    assert (lost["level"], lost["status"]) == ("warning", 404)
+    assert "Hello" not in json.dumps([whole, stream])
+
+
+async def test_lines_of_text_of_a_level(client, engine, logged):
+    request_log.configure("text", "error")
+    await client.post("/v1/completions", json=PROMPT)
+    await client.get("/nowhere")
+    assert logged() == []
+    engine.state = "dead"
+    await client.post("/reset_prefix_cache", headers={"X-Request-Id": "mine"})
+    (line,) = logged()
+    assert re.fullmatch(r"transect: \S+Z error POST /reset_prefix_cache 503 seconds=\S+ id=mine", line)
+
+
+def test_log_settings_that_do_not_exist():
+    with pytest.raises(ValueError, match="--request-log must be off, text or json, not 'xml'"):
+        request_log.configure("xml", "info")
+    with pytest.raises(ValueError, match="--log-level must be debug, info, warning or error, not 'loud'"):
+        request_log.configure("text", "loud")

@@ -76,6 +76,16 @@ def command(
     allowed_methods: Annotated[list[str] | None, typer.Option(help="Methods of their requests.  [default: *]")] = None,
     allowed_headers: Annotated[list[str] | None, typer.Option(help="Headers of their requests.  [default: *]")] = None,
     allow_credentials: Annotated[bool, typer.Option("--allow-credentials", help="They may send cookies.")] = False,
+    uds: Annotated[str | None, typer.Option(help="Listen on this Unix socket, not on --host and --port.")] = None,
+    root_path: Annotated[str, typer.Option(help="Where a proxy shows this server: /llm.")] = "",
+    ssl_certfile: Annotated[str | None, typer.Option(help="Speak TLS with this certificate (PEM).")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Its key (PEM), if that is in a file of its own.")] = None,
+    request_log: Annotated[
+        str, typer.Option(help="A line for each request on standard error: off, text or json. No texts are logged.")
+    ] = "off",
+    log_level: Annotated[
+        str, typer.Option(help="Lines of this level and above: debug, info, warning (4xx) or error (5xx).")
+    ] = "info",
     load_format: LoadFormat = "auto",
     revision: Revision = None,
     tokenizer: TokenizerName = None,
@@ -107,7 +117,8 @@ def command(
     import asyncio
 
     from ..engine.async_engine import AsyncEngine
-    from ..server.process import bind, serve, url_of
+    from ..server.process import bind, bind_unix, serve, url_of
+    from ..server.request_log import configure
     from ..server.serving import ServerOptions
 
     names = tuple(served_model_name or (model,))
@@ -120,9 +131,13 @@ def command(
         allowed_methods=listed(allowed_methods, "--allowed-methods"),
         allowed_headers=listed(allowed_headers, "--allowed-headers"),
         allow_credentials=allow_credentials,
+        root_path=root_path,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
-    sock = bind(host, port)
+    configure(request_log, log_level)  # type: ignore[arg-type]
+    sock = bind(host, port) if uds is None else bind_unix(uds)
     settings = engine_config(
         model,
         load_format=load_format,
@@ -159,7 +174,7 @@ def command(
     def ready(engine: AsyncEngine) -> None:
         info = engine.info
         said = (
-            f"transect: ready on {url_of(sock)}",
+            f"transect: ready on {url_of(sock, 'http' if ssl_certfile is None else 'https')}",
             f"model {names[0]}",
             f"context {info.max_model_len} tokens",
             f"KV cache {info.kv_tokens} tokens",
@@ -170,7 +185,11 @@ def command(
         )
         print(" | ".join(filter(None, said)), flush=True)
 
-    return asyncio.run(serve(lambda: AsyncEngine.start(settings), options, sock, grace_s=grace, ready=ready))
+    try:
+        return asyncio.run(serve(lambda: AsyncEngine.start(settings), options, sock, grace_s=grace, ready=ready))
+    finally:
+        if uds is not None:
+            Path(uds).unlink(missing_ok=True)
 
 
 def listed(values: list[str] | None, option: str) -> tuple[str, ...]:

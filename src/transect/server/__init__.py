@@ -9,6 +9,7 @@
 * ``prompts.py``: chat template and tokenizer. ``generation.py``: the engine requests behind one HTTP request.
 * ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
+* ``request_log.py``: one line for each request.
 * ``operations.py``: further routes for operators.
 * ``health.py``, ``metrics.py``: what operators see; ``metric_names.py``: and under which names.
   ``serving.py``: the state that all of these share.

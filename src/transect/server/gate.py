@@ -6,10 +6,12 @@ Plain ASGI: no buffering.
 from __future__ import annotations
 
 import hmac
+import time
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from . import request_log
 from .errors import ApiError
 from .serving import Serving
 
@@ -37,6 +39,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        root = self.serving.options.root_path
+        if root:
+            scope["root_path"] = root  # routes are found with it before them and without
         status = 500
         name = request_id(scope)
 
@@ -47,10 +52,11 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
             await send(message)
 
-        if scope["path"] in OPEN:
+        if scope["path"].removeprefix(root) in OPEN:
             await self.app(scope, receive, send)
             return
         self.serving.enter()
+        began, facts = time.monotonic(), request_log.begin()
         try:
             refusal = self._refusal(scope)
             if refusal is None:
@@ -62,6 +68,8 @@ class Gate:
             # The route's own path is the label, never the client's text: labels must stay few.
             route = getattr(scope.get("route"), "path", "other")
             self.serving.metrics.responses.labels(route, str(status)).inc()
+            seconds = time.monotonic() - began
+            request_log.end(scope["method"], scope["path"][:200], status, seconds, name.decode(), facts)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class ServerOptions:
         max_prompts: prompts in one completions request.
         allowed_origins, allowed_methods, allowed_headers, allow_credentials: what web pages of other origins may do
             (CORS); ``*`` is all.
+        root_path: where a proxy shows this server: ``/llm``.
+        ssl_certfile, ssl_keyfile: PEM files; where they are given the server speaks TLS.
     """
 
     model_names: tuple[str, ...]
@@ -103,16 +106,34 @@ class ServerOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    root_path: str = ""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names must hold at least one non-empty name")
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ValueError("api keys must be non-empty and plain ASCII")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
+        _check_tls(self.ssl_certfile, self.ssl_keyfile)
         if self.max_body_bytes < 1024:
             raise ValueError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
+
+
+def _check_tls(certificate: str | None, key: str | None) -> None:
+    """Load the files once, so that what is wrong with them is said before a model is loaded."""
+    if certificate is None:
+        if key is not None:
+            raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that it belongs to")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"ssl_certfile {certificate} and ssl_keyfile {key} cannot be used: {error}") from None
 
 
 class Serving:
