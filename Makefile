@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint types bench pretrain clean
+.PHONY: setup demo test prove lint types bench pretrain clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -20,10 +20,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/transect demo
 
-# Two processes, each with whole files; `make test WORKERS=0` runs all in one.
+# Two processes share the tests; `make test WORKERS=0` runs all in one.
 WORKERS ?= 2
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Everything: also the cross products, long searches and slow machinery that `make test` leaves out.
+prove: setup
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --prove
 
 lint: setup
 	@$(BIN)/ruff check src tests benchmarks examples

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from record import environment, summary, write
-from transect.ops import flash_attention as fa
-from transect.ops.flash_attention_backward import backward
+from transect.ops.attention.packed import flash_attention as fa
+from transect.ops.attention.packed.backward import backward
 
 RUNS, CALLS = 15, 3
 RATE = 790e12

@@ -4,7 +4,7 @@
 
 A GPU that is held back by its power limit gives whoever runs first in a long series the higher clock; ratios are
 therefore taken from rounds. A turn is one replay of a CUDA graph of two calls on different inputs. Cases, contenders
-and FLOPs are the operator's own (``transect.ops.flash_attention``).
+and FLOPs are the operator's own (``transect.ops.attention.packed.flash_attention``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def race(op: Op, case: Case, names: Sequence[str], rounds: int) -> dict[str, Any
     graphs, refused = {}, {}
     for name, call in callables(op, names).items():
         made = op.implementations.get(name)
-        refused[name] = made.refuses(**inputs[0]) if made and made.refuses else ""
+        refused[name] = made.refusal(**inputs[0]) if made and made.refusal else None
         if not refused[name]:
             graphs[name] = graph_of(call, inputs)
     turns: dict[str, list[float]] = {name: [] for name in graphs}

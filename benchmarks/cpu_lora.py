@@ -292,7 +292,7 @@ def parts() -> dict[str, Any]:
     """GFLOP/s of one thread, by the processor time it took (so that other programs matter little), best of several."""
     import torch
 
-    from transect.ops.attention import by_document
+    from transect.ops.attention.packed.attention import by_document
     from transect.ops.cpu.gradients import attention
     from transect.ops.cpu.training import kernels
 

@@ -32,14 +32,15 @@ from graph_time import graph_times
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, Fusions, join_weights
-from transect.models.linear import Linear
+from transect.models.fused_stack import FusedStack, Fusions
+from transect.models.load import allocated
 from transect.models.norm import RMSNorm
 from transect.models.presets import PRESETS
 from transect.models.shapes import linear_shapes
-from transect.ops import gate_up
-from transect.ops.opset import OpSet, dependent_launch, resolve_ops
-from transect.ops.stream_products import StreamProducts
+from transect.models.weights.dense import Dense
+from transect.ops.linear import gate_up
+from transect.ops.linear.stream_products import StreamProducts
+from transect.ops.opset import OpSet, resolve_ops, with_dependent_launch
 
 READ, RATE = 4.35e12, 750e12
 CONTEXT, BLOCK = 1024, 16
@@ -70,9 +71,8 @@ class Chain:
         self.rows = rows
         self.plain_ops = resolve_ops("cuda", ("triton", "torch"))
         streams = StreamProducts(torch.device("cuda", torch.cuda.current_device()))
-        self.ops = dataclasses.replace(dependent_launch(self.plain_ops), stream_products=streams)
-        self.model = Decoder(self.config, "meta", torch.bfloat16, ops=self.ops)
-        join_weights(self.model, "cuda")
+        self.ops = dataclasses.replace(with_dependent_launch(self.plain_ops), stream_products=streams)
+        self.model = allocated(Decoder(self.config, "meta", torch.bfloat16, ops=self.ops), "cuda")
         torch.manual_seed(0)
         self.model.init_weights()
         per_row = CONTEXT // BLOCK
@@ -92,8 +92,8 @@ class Chain:
         """All layers, as a call, on ``ops`` with ``replaced`` instead of some."""
         self.model.ops = dataclasses.replace(ops or self.ops, **replaced)
         for module in self.model.modules():
-            if isinstance(module, Linear):
-                module.op = self.model.ops.linear
+            if isinstance(module, Dense):
+                module.ops = self.model.ops
             elif isinstance(module, RMSNorm):
                 module.op = self.model.ops.rms_norm
         stack = FusedStack(self.model, max_positions=CONTEXT, fusions=fusions)
@@ -145,7 +145,7 @@ class Chain:
         norm = first.attention_norm
         yield "add_rms_norm", all_layers(lambda l: ops.add_rms_norm(x, x, norm.weight, norm.eps)), 0.0
         if rows <= 256:
-            yield "gate (of gate_up)", all_layers(lambda l: gate_up.gate_halves(both, pdl=True)), 0.0
+            yield "gate (of gate_up)", all_layers(lambda l: gate_up.gate_halves(both, dependent_launch=True)), 0.0
 
 
 def variants(chain: Chain) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -154,12 +154,12 @@ def variants(chain: Chain) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "norms in products off", chain.stack(stream_products=None)
     for name in ("qkv", "gate_up", "add_norm", "rotary_write"):
         yield f"{name} off", chain.stack(Fusions(**{name: False}))
-    yield "pdl off", chain.stack(ops=dependent_launch(chain.plain_ops, False))
+    yield "dependent launch off", chain.stack(ops=with_dependent_launch(chain.plain_ops, False))
     yield "products by cuBLAS", chain.stack(linear=F.linear, gate_up=_cublas_gate_up, stream_products=None)
 
 
 def _cublas_gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return gate_up.gate_halves(F.linear(x, weight, bias), pdl=True)
+    return gate_up.gate_halves(F.linear(x, weight, bias), dependent_launch=True)
 
 
 def run(name: str, rows: int, replays: int, quick: bool) -> dict[str, Any]:
@@ -202,7 +202,12 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"| {row['model']} | {row['rows']} | {row['floor_s']['layer'] * 1e6:.0f} | {shown} | {share:.0%} |"
         )
-    return "\n".join(lines) + "\n"
+    where = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+    made_at = record.made_at([where])
+    return "\n".join(lines) + (
+        f"\n\n`python benchmarks/decoder_layer.py` on one {where['gpu']}, {versions}, {made_at}; medians.\n"
+    )
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 
@@ -18,13 +19,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "everything on": {},
     "CUDA graphs off": {"cuda_graphs": "off"},
     "async scheduling off": {"async_scheduling": False},
-    "device sampling off": {"device_sampling": False},
-    "prefill graphs off": {"prefill_graphs": False},
-    "prompt attention off": {"prompt_attention": False},
-    "last layer in full": {"prune_last_layer": False},
-    "dependent launch off": {"dependent_launch": False},
-    "fused operators off": {"fused_operators": False},
-    "copy kernels off": {"copy_kernels": False},
+    "device sampling off": {"gpu": GPUOptions(device_sampling=False)},
+    "prefill graphs off": {"gpu": GPUOptions(prefill_graphs=False)},
+    "prompt attention off": {"gpu": GPUOptions(prompt_attention=False)},
+    "last layer in full": {"gpu": GPUOptions(prune_last_layer=False)},
+    "dependent launch off": {"gpu": GPUOptions(dependent_launch=False)},
+    "fused operators off": {"gpu": GPUOptions(fused_operators=False)},
+    "copy kernels off": {"gpu": GPUOptions(copy_kernels=False)},
 }
 BATCHES = (256, 64, 1)
 STEPS = 48

@@ -251,7 +251,7 @@ class Kept:
         """In place of an earlier result of this section."""
         kept = json.loads(self.path.read_text()) if self.path.exists() else {"environment": {}, "sections": {}}
         kept["environment"] = self.environment
-        kept["sections"][section] = {"commit": self.commit, "result": result}
+        kept["sections"][section] = {"commit": self.commit, "version": self.environment["version"], "result": result}
         record.write(self.path, kept)
 
     def attempt(self, section: str, work: Callable[[], Any]) -> Any:

@@ -26,7 +26,7 @@ import torch
 
 import record
 from transect.bench.lengths import Lengths
-from transect.bench.load_test import WorkSource
+from transect.bench.levels import WorkSource
 from transect.bench.summary import distribution
 from transect.bench.workload import Work, throughput_protocol
 from transect.engine.llm import LLM
@@ -140,7 +140,8 @@ def main() -> None:
         kept["environment"] = record.environment(("torch", "triton"))
         kept["gpu"] = torch.cuda.get_device_name()
         result = {"model": model, "at_once": at_once, "ready_s": ready_s, "http": http, "offline": offline}
-        kept["work"][name] = {**result, "commit": record.commit(), "ratio": ratio}
+        version = kept["environment"]["version"]
+        kept["work"][name] = {**result, "commit": record.commit(), "version": version, "ratio": ratio}
         record.write(path, kept)
         print(
             f"{name}: HTTP {http['output_tokens_per_second']:.0f} tok/s, alone "

@@ -22,8 +22,8 @@ PARTS = {
 """Regular expressions of kernels' names, by part of a step; the first that is found counts."""
 STAGES = {
     "schedule": ("`engine/scheduler.py`", "who runs, how many tokens, which KV blocks"),
-    "submit": ("`engine/gpu_runner.py`", "the inputs filled, copied, and the graph launched"),
-    "read": ("`engine/gpu_runner.py`", "the tokens of the step before, taken apart"),
+    "submit": ("`engine/gpu/runner.py`", "the inputs filled, copied, and the graph launched"),
+    "read": ("`engine/gpu/runner.py`", "the tokens of the step before, taken apart"),
     "commit": ("`engine/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
 }
 OTHER, IDLE = "other kernels", "nothing runs"
@@ -60,11 +60,10 @@ def origin(files: dict[str, dict[str, Any]], sections: Iterable[str], runs: str 
     kept = [
         section for known in files.values() for name, section in known["sections"].items() if name.split()[0] in wanted
     ]
-    commits = ", ".join(dict.fromkeys(section["commit"] for section in kept))
     environment = next(iter(files.values()))["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     command = f"python benchmarks/engine_gpu.py {' '.join(sections)}"
-    return f"\n`{command}` on one {environment['gpu']}, {packages}, commit {commits}{runs}.\n"
+    return f"\n`{command}` on one {environment['gpu']}, {packages}, {record.made_at(kept)}{runs}.\n"
 
 
 def _decodesections(known: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,9 +102,18 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
             rows.append((model, "throughput", *cells, spread, f"{row['of_floor']:.0%}"))
             if plain := row.get("unfilled_tokens_per_s"):
                 share = f"{plain / row['floor_tokens_per_s']:.0%}"
-                rows.append((model, "the same, steps not filled up", cells[0], f"{plain:,.0f} tok/s", "one run", share))
+                work = "throughput, `fill_steps=False`"
+                rows.append((model, work, cells[0], f"{plain:,.0f} tok/s", "one run", share))
     head = ("model", "work", "floor", "median", "runs from - to", "of floor")
     return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput"))
+
+
+def short_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -> str:
+    """The lines of ``main_table`` that a chapter shows: one model, three batches, and the long work."""
+    shown = ("decode, batch 1 ", "decode, batch 64 ", "decode, batch 256 ", "prefill", "throughput |")
+    head, rule, *rest = main_table({model: files[model]}).splitlines()
+    rows = [line for line in rest if line.startswith("|") and any(f"| {work}" in line for work in shown)]
+    return "\n".join([head, rule, *rows]) + "\n" + origin({model: files[model]}, ("decode", "prefill", "throughput"))
 
 
 def energy_table(files: dict[str, dict[str, Any]]) -> str:
@@ -238,9 +246,9 @@ def http_table(result: dict[str, Any]) -> str:
     head = ("case", "work", "way", "output tok/s", "of engine alone", "gap between tokens, p50", "p99")
     machine = result["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    commits = ", ".join(dict.fromkeys(work["commit"] for work in result["work"].values()))
+    made_at = record.made_at(result["work"].values())
     return _rows(head, rows) + (
-        f"\n`{result['command']}` on one {result['gpu']} and {machine['cores']} cores, {packages}, commit {commits}.\n"
+        f"\n`{result['command']}` on one {result['gpu']} and {machine['cores']} cores, {packages}, {made_at}.\n"
     )
 
 
@@ -254,6 +262,6 @@ def peers_table(result: dict[str, Any]) -> str:
     machine = result["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return _rows(("way", "ms a token", "from - to", "tok/s"), rows) + (
-        f"\n`{result['command']}` on one {result['gpu']}, {packages}, commit {machine['commit']}, medians of "
+        f"\n`{result['command']}` on one {result['gpu']}, {packages}, {record.made_at([machine])}, medians of "
         f"{min(found['token_s']['runs'] for found in result['ways'].values())} tokens or more.\n"
     )

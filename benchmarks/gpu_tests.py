@@ -102,7 +102,7 @@ def main() -> int:
         ):
             print(f"{file}: {found}", flush=True)
             bad |= bool(found.get("failed", True))
-            kept["files"][file] = {"commit": commit, **found}
+            kept["files"][file] = {"commit": commit, "version": environment["version"], **found}
             record.write(options.out, kept)
     return int(bad)
 

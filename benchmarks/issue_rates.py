@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import torch
 
 import record
-from transect.ops.cuda_build import find_nvcc
+from transect.ops.lang.cuda_build import find_nvcc
 
 SOURCE = Path(__file__).with_suffix(".cu")
 
@@ -54,9 +54,9 @@ def table(result: dict[str, Any]) -> str:
             what = f"a product of `{name.split()[0]}`{name.removeprefix(name.split()[0])}"
         cells = (f"{found[name, more, warps]:.1f}" if (name, more, warps) in found else "" for warps in (1, 2, 3))
         lines.append(f"| {what} | " + " | ".join(cells) + " |")
-    commit = result["environment"]["commit"]
+    made_at = record.made_at([result["environment"]])
     return "\n".join(lines) + (
-        f"\n\n`python benchmarks/issue_rates.py` on one {result['gpu']}, commit {commit}; {result['method']}.\n"
+        f"\n\n`python benchmarks/issue_rates.py` on one {result['gpu']}, {made_at}; {result['method']}.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""The matmul ladder of ``ops/matmul.cu`` as a table and a picture, from the rows of ``transect bench ops matmul``.
+"""The matmul ladder of ``ops/first/matmul.cu`` as a table and a picture, from rows of ``transect bench ops matmul``.
 
 python benchmarks/ladder_tables.py    draws docs/images/ladder.png
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import ops_tables
 import record
-from transect.ops.matmul_ladder import RUNGS
+from transect.ops.first.matmul_ladder import RUNGS
 from transect.ops.tools import plots, results
 from transect.ops.tools.bench import Timing
 
@@ -61,8 +61,8 @@ def table() -> str:
                 f"{row.flops / row.seconds / 1e12:.1f} | {case['torch'].seconds / row.seconds:.0%} |"
             )
     kept = results.read(ops_tables.RESULT)
-    used = dict.fromkeys(row["run"] for row in kept["rows"] if row["op"] == "matmul" and "ladder" in row["case"])
-    where = "; ".join(ops_tables.origin(kept["runs"][number]) for number in used)
+    used = [row for row in kept["rows"] if row["op"] == "matmul" and "ladder" in row["case"]]
+    where = ops_tables.origin(ops_tables.runs_of(kept, used))
     return "\n".join(lines) + f"\n\n`transect bench ops matmul --case ladder` on {where}; medians.\n"
 
 

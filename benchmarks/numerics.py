@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
@@ -77,7 +76,8 @@ def merge(kept: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for made in (kept, new):
         for row in made["rows"]:
-            named = {"commit": made["environment"]["commit"], **row}
+            where = made["environment"]
+            named = {"commit": where["commit"], "version": where.get("version"), **row}
             rows[row["op"], row["implementation"], row["dtype"]] = named
     known = [which for which in implementations("cuda") if which in rows]
     return {**new, "rows": [rows[which] for which in known]}
@@ -107,18 +107,15 @@ def page() -> str:
     rows = [row for row in made["rows"] if row["compared"]]
     compared = sum(row["compared"] for row in rows)
     where = made["environment"]
-    commits = Counter(row.get("commit", where["commit"]) for row in rows)
-    at = f"commit {next(iter(commits))}"
-    if len(commits) > 1:
-        at = "commits " + ", ".join(f"{commit} ({count} of the kernels)" for commit, count in commits.items())
+    at = record.made_at(row if "commit" in row else where for row in rows)
     versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     found = "; ".join(f"{tool}: {of['summary'].lower()}" for tool, of in sanitizer["tools"].items())
     runs = sum(int(line.rpartition(": ")[2].split()[0]) for line in sanitizer["tools"]["memcheck"]["runs"])
     return (
         f"{table(rows)}\n\n`{made['command']}` on one {made['device']}, {versions}, {at}: "
         f"{compared} results and gradients compared, the worst of each in the table.\n\n"
-        f"`{sanitizer['command']}`, {runs} runs of the CUDA C++ kernels under compute-sanitizer at commit "
-        f"{sanitizer['environment']['commit']}: {found}.{controls(sanitizer)}\n"
+        f"`{sanitizer['command']}`, {runs} runs of the CUDA C++ kernels under compute-sanitizer at "
+        f"{record.made_at([sanitizer['environment']])}: {found}.{controls(sanitizer)}\n"
     )
 
 

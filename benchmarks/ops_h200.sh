@@ -7,8 +7,8 @@
 # (all kernels against float64 on the small and odd examples), graphs.txt (all of them under torch.compile and in CUDA
 # graphs), sanitizer.json (compute-sanitizer over the CUDA C++ kernels), and what each step printed.
 # OPERATORS, separated by commas, measures only these, in this order; the rows of others in OUT/ops.json stay. A case
-# that OUT/ops.json holds already, measured on such a machine of the same sources of its operator, is not measured again:
-# copy benchmarks/results/h200/ops.json to OUT first to bring it up to date, and back after. Each case is written when it
+# that OUT/ops.json holds already, measured on such a machine at the same commit, is not measured again. Copy
+# benchmarks/results/h200/ops.json to OUT first to bring it up to date, and back after. Each case is written when it
 # is done, so a run that is ended early loses only the case it was at.
 #
 # May be set: STEPS (which of "hardware numerics graphs sanitizer bench" to run; all), CASE (only cases whose name
@@ -42,6 +42,6 @@ if [ "$device" != cpu ]; then
   step sanitizer 90 "$python" benchmarks/sanitize_cuda.py "$out/sanitizer.json"
 fi
 step bench ${BENCH_SECONDS:-300} "$python" -m transect bench ops --ops "${2:-}" --case "${CASE:-}" --device "$device" --check \
-  --changed --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"
+  --resume --workers "${WORKERS:-14}" --limit 20 --json "$out/ops.json"
 tail -n 3 "$out/graphs.txt" "$out/sanitizer.txt" 2> /dev/null
 exit $failed

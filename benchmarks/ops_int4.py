@@ -1,13 +1,13 @@
 """Products with weights of int4 groups on one GPU: each way that we have, beside torch's own, cuBLAS and floors.
 
-    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--ways cuda_pdl,cublas]
+    python benchmarks/ops_int4.py OUT.json [--rows 1,8,16] [--shapes down,head] [--ways cuda_dependent,cublas]
         [--try late=2 ranks=1,blocks=1]
 
 Prints for each weight and number of rows the floor in us, and of each way, as soon as it is measured, us and the share
 of the floor. Times are of CUDA graphs of several calls on weights rotated past the L2 cache: the median over replays.
 Launches in such a chain are dependent: one begins while the last one ends. ``cuda`` and ``hopper`` ask for nothing
-before that one has ended; ``cuda_pdl`` and ``hopper_pdl`` ask for weights, as in a chain of layers, where only X comes
-from the kernel before. A star is at what ``int4_matmul`` takes. ``torch_int4`` is
+before that one has ended; ``cuda_dependent`` and ``hopper_dependent`` ask for weights, as in a chain of layers, where
+only X comes from the kernel before. A star is at what ``int4_matmul`` takes. ``torch_int4`` is
 ``torch.ops.aten._weight_int4pack_mm`` on a weight in its own order, ``cublas`` a product with the same weight in
 bfloat16, ``rebuilt`` makes that weight at every call. The floor counts codes, bfloat16 scales and zeros, X and Y.
 ``--try``: also the kernel for few rows with other values of ``int4_rows.CHOICES`` than its rule gives.
@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import record
 from graph_time import graph_times
-from transect.ops import int4_hopper, int4_rows
-from transect.ops import int4_matmul as i4
-from transect.ops.cuda import library
+from transect.ops.lang.cuda import library
+from transect.ops.linear.packed import int4_hopper, int4_rows
+from transect.ops.linear.packed import int4_matmul as i4
 
 BYTES_A_SECOND, FLOPS = 4.28e12, 790e12
 SHAPES = {"head": (128256, 4096), "gate+up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096),
@@ -74,21 +74,21 @@ class Ways:
 
     def at(self, m: int, n: int, k: int) -> dict[str, Callable[..., torch.Tensor]]:
         """For ``m`` rows and a weight ``[n, k]``; starred: what ``int4_matmul`` takes."""
-        chosen = {"rows": "cuda_pdl", "hopper": "hopper_pdl", "rebuilt": "rebuilt"}[i4.way(m, n)]
-        ours: dict[str, Callable[..., torch.Tensor]] = {"cuda_pdl": partial(self._rows, pdl=True)}
+        chosen = {"rows": "cuda_dependent", "hopper": "hopper_dependent", "rebuilt": "rebuilt"}[i4.way(m, n)]
+        ours: dict[str, Callable[..., torch.Tensor]] = {"cuda_dependent": partial(self._rows, dependent_launch=True)}
         if m <= 16:
             ours["cuda"] = self._rows
         if n >= 16384:
-            ours["hopper_pdl"] = partial(self._hopper, pdl=True)
+            ours["hopper_dependent"] = partial(self._hopper, dependent_launch=True)
         if m >= 64:
             ours["rebuilt"] = i4.rebuilt
         peers = self._peers if m <= 64 else {"cublas": self._peers["cublas"]}
         found = {name: call for name, call in (ours | peers).items() if self._only is None or name in self._only}
-        if chosen == "cuda_pdl":
+        if chosen == "cuda_dependent":
             for tried in self._tried:
                 other = {name: int(value) for name, value in (pair.split("=") for pair in tried.split(","))}
                 config = dict(int4_rows.rule((m, n, k))) | other
-                found[tried] = partial(self._rows, pdl=True, config=config)
+                found[tried] = partial(self._rows, dependent_launch=True, config=config)
         return {name + "*" * (name == chosen): call for name, call in found.items()}
 
 

@@ -1,14 +1,14 @@
-"""Products of 17 to 256 rows on one Hopper GPU: every plan of ``small_matmul_hopper.py`` beside cuBLAS.
+"""Products of 17 to 256 rows on one Hopper GPU: every tiling of ``few_rows/hopper.py`` beside cuBLAS.
 
     python benchmarks/ops_many_rows.py OUT.json [--choices FILE] [--seconds S] [--only chosen] [--alone]
 
 Sizes are those of the projections and heads of the models in ``ops/shapes.py``. Times are of CUDA graphs of several
 calls on weights rotated past the L2 cache, the median over replays; each launch of ours begins while the one before
-ends and asks for its weights then, as in a chain of layers (``pdl``); cuBLAS's cannot. Every plan is first checked: its
-error against float64 sums of the same bfloat16 inputs must be at most 1.1 times cuBLAS's, and a second run must give
-the same bits. With ``--choices`` the quickest of each size is written into FILE, which is what the operator then runs
-(``ops/tuned/small_matmul/``): cuBLAS where it is quickest; products of layers are better measured there, by
-``products_in_layers.py`` afterwards. ``--only chosen`` races those alone.
+ends and asks for its weights then, as in a chain of layers (``dependent_launch``); cuBLAS's cannot. Every tiling is
+first checked: its error against float64 sums of the same bfloat16 inputs must be at most 1.1 times cuBLAS's, and a
+second run must give the same bits. With ``--choices`` the quickest of each size is written into FILE, which is what the
+operator then runs (``ops/tuned/small_matmul/``): cuBLAS where it is quickest; products of layers are better measured
+there, by ``products_in_layers.py`` afterwards. ``--only chosen`` races those alone.
 
 ``--alone``: no launch asks for weights before the one before has ended, as when somebody calls the operator by itself;
 into FILE go the sizes at which something else is quicker then than in a chain of layers, in the place of what it says
@@ -36,9 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from graph_time import graph_times
 from record import environment
-from transect.ops import gate_up, shapes, small_matmul
-from transect.ops import small_matmul_hopper as hopper
-from transect.ops.small_matmul_triton import Cut
+from transect.ops import shapes
+from transect.ops.linear import gate_up
+from transect.ops.linear.few_rows import hopper as hopper
+from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows.triton import TritonTiling
 
 READ, RATE = 4.33e12, 777e12
 """Measured ceilings of the device: bytes and bfloat16 FLOPs a second."""
@@ -85,8 +87,8 @@ def relative(got: Tensor, want: Tensor) -> float:
 class Race:
     """The contenders on one size of weight."""
 
-    def __init__(self, n: int, k: int, gated: bool, pdl: bool) -> None:
-        self.n, self.k, self.gated, self.pdl = n, k, gated, pdl
+    def __init__(self, n: int, k: int, gated: bool, dependent_launch: bool) -> None:
+        self.n, self.k, self.gated, self.dependent_launch = n, k, gated, dependent_launch
         count = max(3, min(16, -(-250_000_000 // (2 * n * k))))
         self.weights = [normal(n, k, scale=k**-0.5) for _ in range(count)]
         self.kernel = hopper.HopperRows()
@@ -94,33 +96,39 @@ class Race:
         self.triton = small_matmul.TritonRows()
 
     def gate(self, y: Tensor) -> Tensor:
-        return gate_up.gate_halves(y, pdl=self.pdl) if self.gated else y
+        return gate_up.gate_halves(y, dependent_launch=self.dependent_launch) if self.gated else y
 
-    def by_cut(self, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-        y = self.triton(x, weight, cut=cut)
-        return y if cut.gated else self.gate(y)
+    def by_tiling(self, x: Tensor, weight: Tensor, tiling: TritonTiling) -> Tensor:
+        y = self.triton(x, weight, tiling=tiling)
+        return y if tiling.gated else self.gate(y)
 
-    def contenders(self, m: int, plans: bool) -> dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]]:
+    def contenders(self, m: int, tilings: bool) -> dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]]:
         columns = self.n // 2 if self.gated else self.n
         chosen = hopper.chosen(m, self.n, self.k, torch.device("cuda", 0), self.gated)
         found: dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]] = {
             "cublas": (hopper.Choice("cublas"), lambda x, w: self.gate(F.linear(x, w)))
         }
         if m <= 32:
-            found["cuda"] = (hopper.Choice("cuda"), lambda x, w: self.gate(self.cuda(x, w, pdl=self.pdl)))
-        if m <= 32 or not self.pdl:
+            found["cuda"] = (
+                hopper.Choice("cuda"),
+                lambda x, w: self.gate(self.cuda(x, w, dependent_launch=self.dependent_launch)),
+            )
+        if m <= 32 or not self.dependent_launch:
             found["triton"] = (hopper.Choice("triton"), lambda x, w: self.gate(self.triton(x, w)))
-        if chosen is not None and chosen.cut is not None:
-            found["triton, as chosen"] = chosen, partial(self.by_cut, cut=chosen.cut)
-        tried = hopper.candidates(m, columns, self.k, gated=self.gated) if plans else []
-        if not plans and chosen is not None and chosen.plan is not None:
-            tried = [chosen.plan]
-        for plan in tried:
-            name = "hopper " + " ".join(str(int(value)) for value in dataclasses.astuple(plan))
-            found[name] = (hopper.Choice("hopper", plan), partial(self.kernel, plan=plan, pdl=self.pdl))
+        if chosen is not None and isinstance(chosen.tiling, TritonTiling):
+            found["triton, as chosen"] = chosen, partial(self.by_tiling, tiling=chosen.tiling)
+        tried = hopper.candidates(m, columns, self.k, gated=self.gated) if tilings else []
+        if not tilings and chosen is not None and chosen.by == "hopper":
+            tried = [chosen.tiling]
+        for tiling in tried:
+            name = "hopper " + " ".join(str(int(value)) for value in dataclasses.astuple(tiling))
+            found[name] = (
+                hopper.Choice("hopper", tiling),
+                partial(self.kernel, tiling=tiling, dependent_launch=self.dependent_launch),
+            )
         return found
 
-    def run(self, m: int, plans: bool, replays: int) -> list[dict[str, Any]]:
+    def run(self, m: int, tilings: bool, replays: int) -> list[dict[str, Any]]:
         x = normal(m, self.k)
         want = exact(x, self.weights[0], self.gated)
         columns = want.shape[1]
@@ -128,9 +136,9 @@ class Race:
         floor = max(read / READ, 2 * m * self.n * self.k / RATE) * 1e6
         rows: list[dict[str, Any]] = []
         of_cublas = 0.0
-        for name, (choice, call) in self.contenders(m, plans).items():
+        for name, (choice, call) in self.contenders(m, tilings).items():
             row: dict[str, Any] = {"rows": m, "k": self.k, "n": self.n, "gated": self.gated, "name": name}
-            row["choice"] = {"by": choice.by} | ({"plan": dataclasses.asdict(choice.how)} if choice.how else {})
+            row["choice"] = {"by": choice.by} | ({"tiling": dataclasses.asdict(choice.tiling)} if choice.tiling else {})
             try:
                 y = call(x, self.weights[0])
             except (RuntimeError, ValueError) as error:
@@ -159,10 +167,10 @@ def best(rows: list[dict[str, Any]], margin: float = 1.0) -> dict[str, Any]:
 
 
 def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The peers, the quickest plan with the number of those tried, and what failed."""
-    plans = [row for row in rows if row["choice"]["by"] == "hopper"]
-    quickest = [best(plans) | {"plans": len(plans)}] if any("us" in row for row in plans) else []
-    return [row for row in rows if row not in plans] + quickest + [row for row in plans if "failed" in row]
+    """The peers, the quickest tiling with the number of those tried, and what failed."""
+    tilings = [row for row in rows if row["choice"]["by"] == "hopper"]
+    quickest = [best(tilings) | {"tried": len(tilings)}] if any("us" in row for row in tilings) else []
+    return [row for row in rows if row not in tilings] + quickest + [row for row in tilings if "failed" in row]
 
 
 def main() -> None:
@@ -192,7 +200,7 @@ def main() -> None:
         if time.monotonic() - begin > asked.seconds:
             print(f"out of time before {n} x {k}")
             break
-        race = Race(n, k, gated, pdl=not asked.alone)
+        race = Race(n, k, gated, dependent_launch=not asked.alone)
         for m in ALONE if asked.alone else ROWS:
             rows = race.run(m, asked.only is None, replays)
             found += kept(rows)

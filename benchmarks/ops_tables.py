@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,21 @@ def failures(rows: Sequence[Timing]) -> str:
     return "\n".join(f"* {who}, {case}: {reason}" for who, case, reason in missing)
 
 
-def origin(run: dict[str, Any]) -> str:
-    """Where a run's rows are from."""
-    where = run["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
-    device = run["device"]
-    return f"{device['name']}, driver {device['driver']}, {versions}, commit {where['commit']}, {run['time'][:10]}"
+def origin(runs: Iterable[dict[str, Any]]) -> str:
+    """Where these runs were made: each machine and its software once, with all of its commits."""
+    machines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        packages = run["environment"]["packages"]
+        versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+        machines[f"{run['device']['name']}, driver {run['device']['driver']}, {versions}"].append(run)
+    return "; ".join(
+        f"{machine}, {record.made_at(run['environment'] for run in runs)}" for machine, runs in machines.items()
+    )
+
+
+def runs_of(kept: dict[str, Any], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that these rows of a file belong to."""
+    return [kept["runs"][number] for number in dict.fromkeys(row["run"] for row in rows)]
 
 
 def page() -> str:
@@ -80,18 +89,29 @@ def page() -> str:
         if failures(rows):
             parts.append("Without a time:\n\n" + failures(rows))
         if (IMAGES / f"{op}.png").exists():
-            parts.append(f"![{op}: share of the floor](images/ops/{op}.png)")
+            parts.append(f"![{op}: share of the floor](../images/ops/{op}.png)")
         if any(row.method == "eager" for row in rows):
             parts.append("† not in a CUDA graph, which could not capture it: launches count.")
-        origins = dict.fromkeys(origin(kept["runs"][row["run"]]) for row in own)
-        parts.append("Measured on " + "; ".join(origins) + f"; median of {rows[0].runs or 15} replays.")
+        parts.append(f"Measured on {origin(runs_of(kept, own))}; median of {rows[0].runs or 15} replays.")
     if (IMAGES / "roofline.png").exists():
-        parts += ["## Roofline", "![roofline](images/ops/roofline.png)"]
+        parts += ["## Roofline", "![roofline](../images/ops/roofline.png)"]
     return "\n\n".join(parts) + "\n"
 
 
-def memory_bound() -> str:
+def memory_bound_short() -> str:
+    """A line for each operator of ``memory_bound``: the forward case that moves most bytes.
+
+    Raises:
+        FileNotFoundError: nothing is recorded.
+    """
+    return memory_bound(one_each=True)
+
+
+def memory_bound(one_each: bool = False) -> str:
     """The operators bound by memory, at 200 MB and more: the quickest of ours beside its floor and torch.
+
+    Args:
+        one_each: show only the forward case that moves most bytes, for each operator.
 
     Raises:
         FileNotFoundError: nothing is recorded.
@@ -105,8 +125,12 @@ def memory_bound() -> str:
         "| operator | shape | direction | by | µs | TB/s | of floor | torch µs |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    by_bytes = sorted(groups, key=lambda group: groups[group][0]["bytes"])
+    largest = {(op, direction): case for op, case, direction in by_bytes if direction == "forward"}
     shown = []
     for (op, case, direction), rows in groups.items():
+        if one_each and largest.get((op, direction)) != case:
+            continue
         ours = [row for row in rows if not row["is_peer"] and row["contender"] not in ("torch", "reference")]
         if not ours:
             continue
@@ -118,8 +142,7 @@ def memory_bound() -> str:
             f"{'' if torch is None else f'{torch * 1e6:.0f}'} |"
         )
         shown.append(row)
-    origins = dict.fromkeys(origin(kept["runs"][row["run"]]) for row in shown)
-    return "\n".join(lines) + "\n\nMeasured by `transect bench ops` on " + "; ".join(origins) + ".\n"
+    return "\n".join(lines) + f"\n\nMeasured by `transect bench ops` on {origin(runs_of(kept, shown))}.\n"
 
 
 def many_rows(path: Path = MANY_ROWS, counts: Sequence[int] = ()) -> str:
@@ -153,7 +176,7 @@ def many_rows(path: Path = MANY_ROWS, counts: Sequence[int] = ()) -> str:
         lines.append(f"| {names[k, n]}: {k} by {n}{gate} | " + " | ".join(cells) + " |")
     versions = ", ".join(f"{name} {version}" for name, version in kept["packages"].items())
     return "\n".join(lines) + (
-        f"\n\n`{kept['command']}` on {kept['machine']}, {versions}, commit {kept['commit']}; {kept['method']}.\n"
+        f"\n\n`{kept['command']}` on {kept['machine']}, {versions}, {record.made_at([kept])}; {kept['method']}.\n"
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import record
+
 LIBRARY_KINDS = {
     "validation-books": "two books",
     "validation-plays": "two plays",
@@ -16,7 +18,7 @@ def origin(result: dict[str, Any], machine: str) -> str:
     """Where a run was made."""
     found = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
-    return f"`{result['command']}` on {machine}, Python {found['python']}, {versions}, commit {found['commit']}"
+    return f"`{result['command']}` on {machine}, Python {found['python']}, {versions}, {record.made_at([found])}"
 
 
 def beside_published(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:

@@ -35,13 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 from decoder_layer import Chain
 from graph_time import graph_times
-from transect.ops import gate_up, small_matmul
-from transect.ops import small_matmul_cuda as cuda_rows
-from transect.ops import small_matmul_hopper as hopper
-from transect.ops.small_matmul_gluon import GluonCut
-from transect.ops.small_matmul_hopper import Choice
-from transect.ops.small_matmul_triton import Cut
-from transect.ops.stream_products import StreamProducts
+from transect.ops.linear import gate_up
+from transect.ops.linear.few_rows import cuda as cuda_rows
+from transect.ops.linear.few_rows import hopper as hopper
+from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows.gluon import GluonTiling
+from transect.ops.linear.few_rows.hopper import Choice, HopperTiling
+from transect.ops.linear.few_rows.triton import TritonTiling
+from transect.ops.linear.stream_products import StreamProducts
 
 UNITS = 132
 SHARED = 220 * 1024
@@ -51,36 +52,36 @@ FAR = 0.04
 """How far the result of all layers may be from the first one, relative."""
 
 
-def rows_plans(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Plans of ``small_matmul.cu`` that give every multiprocessor, or every half of one, a share."""
+def cuda_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+    """Tilings of ``small_matmul.cu`` that give every multiprocessor, or every half of one, a share."""
     found = []
     for columns, stages in cuda_rows.KERNELS:
         for warps in (4, 8):
             for ranks in (1,) if gated else (1, 2, 4, 8):
                 for blocks in (UNITS, 2 * UNITS):
                     per = max(1, -(-n // 16 * ranks // blocks))
-                    plan = cuda_rows.Plan(columns, stages, per, warps, ranks)
+                    tiling = cuda_rows.CudaTiling(columns, stages, per, warps, ranks)
                     chunks = -(-k // 64 // (warps * ranks)) * -(-per // columns)  # that a warp takes
-                    if columns <= per and stages <= chunks + 1 and cuda_rows.shared_bytes(plan, m) <= 200 * 1024:
-                        found.append(Choice("cuda", rows_plan=plan))
+                    if columns <= per and stages <= chunks + 1 and cuda_rows.shared_bytes(tiling, m) <= 200 * 1024:
+                        found.append(Choice("cuda", tiling))
     return list(dict.fromkeys(found))
 
 
-def hopper_plans(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+def hopper_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
     """Those of ``candidates``, and the same with rings that leave room for another kernel's."""
     found = []
-    for plan in hopper.candidates(m, n // 2 if gated else n, k, gated=gated):
-        share = -(-k // hopper.CHUNK // max(1, abs(plan.ranks)))
-        half = min((hopper.SHARED // 2 - 2048) // (plan.ring // plan.stages), 16)
-        for stages in {plan.stages, min(plan.stages, share), min(plan.stages, half, share)}:
-            tried = dataclasses.replace(plan, stages=max(2, stages))
-            if not tried.refuses(m, n // 2 if gated else n, k):
+    for tiling in hopper.candidates(m, n // 2 if gated else n, k, gated=gated):
+        share = -(-k // hopper.CHUNK // max(1, abs(tiling.ranks)))
+        half = min((hopper.SHARED // 2 - 2048) // (tiling.ring // tiling.stages), 16)
+        for stages in {tiling.stages, min(tiling.stages, share), min(tiling.stages, half, share)}:
+            tried = dataclasses.replace(tiling, stages=max(2, stages))
+            if not tried.refusal(m, n // 2 if gated else n, k):
                 found.append(Choice("hopper", tried))
     return list(dict.fromkeys(found))
 
 
-def triton_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Cuts of ``small_matmul_triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of
+def triton_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+    """Tilings of ``few_rows/triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of
     wide weights up to six times."""
     found = []
     outputs = n // 2 if gated else n
@@ -98,12 +99,14 @@ def triton_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
             for room in (SHARED // 2, SHARED):
                 stages = min(room // step, steps, 6)
                 if stages >= 2:
-                    found.append(Choice("triton", cut=Cut(bm, bn, bk, split, warps, stages, swap, True, True, gated)))
+                    found.append(
+                        Choice("triton", TritonTiling(bm, bn, bk, split, warps, stages, swap, True, True, gated))
+                    )
     return list(dict.fromkeys(found))
 
 
-def gluon_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Cuts of ``small_matmul_gluon.py`` into at most as many tiles as there are multiprocessors, and no less than half
+def gluon_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
+    """Tilings of ``few_rows/gluon.py`` into at most as many tiles as there are multiprocessors, and no less than half
     as many, with the most buffers that fit."""
     found = []
     outputs = n // 2 if gated else n
@@ -112,27 +115,27 @@ def gluon_cuts(m: int, n: int, k: int, gated: bool) -> list[Choice]:
         if bm >= 2 * m or not 0.45 * UNITS <= programs <= UNITS or bm * bn > 1024 * warps:
             continue
         for stages in range(16, 1, -1):
-            cut = GluonCut(bm, bn, bk, split, stages, warps, gated)
-            if stages <= k // bk // split and not cut.refuses(outputs, k):
-                found.append(Choice("gluon", early=cut))
+            tiling = GluonTiling(bm, bn, bk, split, stages, warps, gated)
+            if stages <= k // bk // split and not tiling.refusal(outputs, k):
+                found.append(Choice("gluon", tiling))
                 break
     return found
 
 
 def name_of(choice: Choice) -> str:
-    plan = choice.how
-    return choice.by + ("" if plan is None else " " + " ".join(str(int(v)) for v in dataclasses.astuple(plan)))
+    tiling = choice.tiling
+    return choice.by + ("" if tiling is None else " " + " ".join(str(int(v)) for v in dataclasses.astuple(tiling)))
 
 
 def form(choice: Choice) -> dict[str, Any]:
     """As it stands in a file of choices."""
-    plan = choice.how
-    return {"by": choice.by} | ({} if plan is None else {"plan": dataclasses.asdict(plan)})
+    tiling = choice.tiling
+    return {"by": choice.by} | ({} if tiling is None else {"tiling": dataclasses.asdict(tiling)})
 
 
 def gates(choice: Choice) -> bool:
     """Whether the gate is part of the tiles."""
-    return bool(choice.plan is not None and choice.plan.gated) or (choice.cut is not None and choice.cut.gated)
+    return isinstance(choice.tiling, HopperTiling | TritonTiling) and bool(choice.tiling.gated)
 
 
 class Layers:
@@ -150,7 +153,7 @@ class Layers:
         }
         self._name = {size: name for name, size in self.sizes.items()}
         self.cuda, self.hopper, self.triton = cuda_rows.CudaRows(), hopper.HopperRows(), small_matmul.TritonRows()
-        self.streams = StreamProducts(torch.device("cuda", 0), lambda _, n, k, __: self.choice[self._name[n, k]].how)
+        self.streams = StreamProducts(torch.device("cuda", 0), lambda _, n, k, __: self.choice[self._name[n, k]].tiling)
         self.choice: dict[str, Choice] = {}
         self.best: dict[str, list[Choice]] = {}
         """Of each product, the quickest found with norms apart."""
@@ -164,17 +167,17 @@ class Layers:
         if choice.by == "cublas":
             return F.linear(x, weight)
         if choice.by == "triton":
-            return self.triton(x, weight, cut=choice.cut)
-        if choice.plan is not None:
-            return self.hopper(x, weight, pdl=True, plan=choice.plan)
-        return self.cuda(x, weight, pdl=True, plan=choice.rows_plan)
+            return self.triton(x, weight, tiling=choice.tiling)
+        if isinstance(choice.tiling, HopperTiling):
+            return self.hopper(x, weight, dependent_launch=True, tiling=choice.tiling)
+        return self.cuda(x, weight, dependent_launch=True, tiling=choice.tiling)
 
     def gate_up(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         choice = self.choice["gate_up"]
-        if choice.rows_plan is not None and choice.rows_plan.ranks == 1:
-            return self.cuda(x, weight, pdl=True, plan=choice.rows_plan, gated=True)
+        if isinstance(choice.tiling, cuda_rows.CudaTiling) and choice.tiling.ranks == 1:
+            return self.cuda(x, weight, dependent_launch=True, tiling=choice.tiling, gated=True)
         y = self.product(x, weight)
-        return y if gates(choice) else gate_up.gate_halves(y, pdl=True)
+        return y if gates(choice) else gate_up.gate_halves(y, dependent_launch=True)
 
     def seconds(self, call: Any, replays: int) -> float:
         return statistics.median(graph_times([call], replays)) / self.chain.config.n_layers
@@ -192,27 +195,27 @@ class Layers:
 
 def candidates(m: int, n: int, k: int, gated: bool, streams: bool) -> list[Choice]:
     if streams:
-        return rows_plans(m, n, k, gated)
+        return cuda_tilings(m, n, k, gated)
     found = [Choice("cublas"), Choice("triton")]
     if m > 32:
-        found += triton_cuts(m, n, k, False)
+        found += triton_tilings(m, n, k, False)
         if gated:
-            found += triton_cuts(m, n, k, True)
+            found += triton_tilings(m, n, k, True)
     if m <= cuda_rows.CUDA_ROWS:
-        found += rows_plans(m, n, k, gated)
+        found += cuda_tilings(m, n, k, gated)
     if m > 16:
-        found += hopper_plans(m, n, k, gated)
+        found += hopper_tilings(m, n, k, gated)
         if gated:
-            found += hopper_plans(m, n, k, False)
+            found += hopper_tilings(m, n, k, False)
     return found
 
 
 def fits_stream(name: str, choice: Choice) -> bool:
     """Whether a norm stands beside it."""
-    cut = choice.cut or choice.early
-    if cut is not None:
-        return cut.gated == (name == "gate_up")
-    return choice.rows_plan is not None and (name != "gate_up" or choice.rows_plan.ranks == 1)
+    tiling = choice.tiling
+    if isinstance(tiling, TritonTiling | GluonTiling):
+        return tiling.gated == (name == "gate_up")
+    return isinstance(choice.tiling, cuda_rows.CudaTiling) and (name != "gate_up" or choice.tiling.ranks == 1)
 
 
 def greedy(layers: Layers, streams: bool, seconds: float) -> float:
@@ -223,7 +226,7 @@ def greedy(layers: Layers, streams: bool, seconds: float) -> float:
         kept = layers.choice[name]
         if streams and layers.rows > cuda_rows.CUDA_ROWS:  # what is best without, and what is there only with
             near = [c for c in layers.best[name] if c != kept and fits_stream(name, c)]
-            tried = near + gluon_cuts(layers.rows, n, k, name == "gate_up")
+            tried = near + gluon_tilings(layers.rows, n, k, name == "gate_up")
         else:
             tried = [c for c in candidates(layers.rows, n, k, name == "gate_up", streams) if c != kept]
         random.Random(name_of(kept)).shuffle(tried)  # another search begins elsewhere
@@ -254,9 +257,11 @@ def streams_possible(layers: Layers, rows: int) -> bool:
     """Whether norms can stand in the products, all of one kind of kernel; sets what to begin with."""
     for name, (n, k) in layers.sizes.items():
         few = rows <= cuda_rows.CUDA_ROWS
-        listed = rows_plans(rows, n, k, name == "gate_up") if few else layers.best[name]
+        listed = cuda_tilings(rows, n, k, name == "gate_up") if few else layers.best[name]
         fitting = [
-            c for c in (layers.choice[name], *listed) if fits_stream(name, c) and (c.rows_plan is not None) == few
+            c
+            for c in (layers.choice[name], *listed)
+            if fits_stream(name, c) and (isinstance(c.tiling, cuda_rows.CudaTiling)) == few
         ]
         if not fitting:
             return False
@@ -269,7 +274,7 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
     layers = Layers(model, rows)
     before = layers.seconds(layers.chain.stack(), 15) * 1e6
     for name, (n, k) in layers.sizes.items():
-        rule = Choice("cuda", rows_plan=cuda_rows.plan_rows(rows, n, UNITS))
+        rule = Choice("cuda", cuda_rows.choose_tiling(rows, n, UNITS))
         shipped = hopper.chosen(rows, n, k, torch.device("cuda", 0), gated=name == "gate_up")
         layers.choice[name] = shipped or (rule if rows <= 16 else Choice("cublas"))
     print(f"{model} {rows} rows: {before:.2f} us a layer", flush=True)
@@ -279,7 +284,7 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
     for name, (n, k) in layers.sizes.items():
         choice = chosen[name]
         if name == "gate_up":
-            at_once = choice.rows_plan is not None or gates(choice)
+            at_once = isinstance(choice.tiling, cuda_rows.CudaTiling) or gates(choice)
             found[hopper.key(rows, n, k, gated=True)] = form(choice) if at_once else {"by": choice.by}
             if at_once:
                 continue

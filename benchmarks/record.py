@@ -3,17 +3,67 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from transect.hardware.environment import commit, environment
 
-__all__ = ["RESULTS", "ROOT", "commit", "environment", "peak_memory_bytes", "summary", "write"]
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "commit",
+    "environment",
+    "made_at",
+    "peak_memory_bytes",
+    "release",
+    "summary",
+    "write",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+@cache
+def release() -> str:
+    """The newest version that CHANGELOG.md has as a heading ``## 1.2.3``.
+
+    Raises:
+        ValueError: there is no such heading.
+    """
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    if not versions:
+        raise ValueError("CHANGELOG.md has no heading like '## 1.2.3'")
+    return max(versions, key=_number)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def made_at(runs: Iterable[Mapping[str, Any]]) -> str:
+    """The commits of these runs in words; runs that are older than the last release are marked.
+
+    Args:
+        runs: anything with a ``commit``, and with a ``version`` where the run recorded one.
+    """
+    latest = release()
+    current: dict[str, None] = {}
+    older: dict[str, None] = {}
+    for run in runs:
+        version = run.get("version")
+        known = current if version and _number(version) >= _number(latest) else older
+        known[run["commit"]] = None
+    parts = []
+    if current:
+        parts.append(f"commit {', '.join(current)}")
+    if older:
+        parts.append(f"commit {', '.join(older)} (measured before {latest})")
+    return "; ".join(parts)
 
 
 def summary(values: Sequence[float]) -> dict[str, float | int]:

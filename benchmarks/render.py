@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import batching
@@ -31,19 +30,7 @@ import request_walk
 import train_tables
 import tuning_table
 
-PAGES = (
-    "README.md",
-    "docs/operators.md",
-    "docs/operators-memory-bound.md",
-    "docs/engine.md",
-    "docs/training.md",
-    "docs/engine-gpu.md",
-    "docs/operators-reference.md",
-    "docs/operators-results.md",
-    "docs/operators-tools.md",
-    "docs/cpu-training.md",
-    "docs/pretraining.md",
-)
+PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -56,8 +43,8 @@ def _origin(result: dict[str, Any], runs: int) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
         f"\n`{result['command']}` on {machine['cores']} cores of an {machine['processor']} "
-        f"({result.get('kernels', 'C++ kernels')}), Python {machine['python']}, {versions}, commit "
-        f"{machine['commit']}, median of {runs} rounds.\n"
+        f"({result.get('kernels', 'C++ kernels')}), Python {machine['python']}, {versions}, "
+        f"{record.made_at([machine])}, median of {runs} rounds.\n"
     )
 
 
@@ -162,6 +149,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "request-walk": walk,
     "http": http,
     "engine-gpu": gpu_engine(engine_tables.main_table),
+    "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
     "engine-gpu-startup": gpu_engine(engine_tables.startup_table),
     "engine-gpu-walk": gpu_engine(engine_tables.walk_table),
@@ -173,6 +161,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "decoder-layer": decoder_layer,
     "memory-bound": ops_tables.memory_bound,
+    "memory-bound-short": ops_tables.memory_bound_short,
     "many-rows": ops_tables.many_rows,
     "many-rows-alone": ops_tables.many_rows_alone,
     "issue-rates": issue_rates_table,
@@ -201,12 +190,11 @@ def rendered(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for page in PAGES:
-        path = Path(record.ROOT / page)
+    for path in PAGES:
         text = path.read_text()
         fresh = rendered(text)
         if fresh != text:
-            stale.append(page)
+            stale.append(str(path.relative_to(record.ROOT)))
             if "--check" not in sys.argv:
                 path.write_text(fresh)
     if stale and "--check" in sys.argv:

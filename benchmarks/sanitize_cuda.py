@@ -34,8 +34,11 @@ from unittest.mock import patch
 import torch
 
 import record
-from transect.ops import cuda_build, int4_hopper, int4_rows, small_matmul_cuda, small_matmul_hopper
-from transect.ops.int4_packing import arrange, pack
+from transect.ops.lang import cuda_build
+from transect.ops.linear.few_rows import cuda as small_matmul_cuda
+from transect.ops.linear.few_rows import hopper as small_matmul_hopper
+from transect.ops.linear.packed import int4_hopper, int4_rows
+from transect.ops.linear.packed.int4_packing import arrange, pack
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 
@@ -76,7 +79,7 @@ def inside() -> int:
             mine = 0
             for example in examples(op):
                 given = {key: accuracy.prepared(op, key, value, dtype, "cuda", 0) for key, value in example.items()}
-                if made.refuses and made.refuses(**given):
+                if made.refusal and made.refusal(**given):
                     continue
                 call(**given)
                 torch.cuda.synchronize()
@@ -86,14 +89,14 @@ def inside() -> int:
     return missed
 
 
-def plans() -> int:
+def tilings() -> int:
     """Run ``small_matmul_hopper.cu`` with every cut and way to share K that a GPU of 8 multiprocessors would be offered
     for a small product, twice in a row as dependent launches, and products beside a norm; returns how many were
     refused."""
     try:
         kernel, rows_kernel = small_matmul_hopper.HopperRows(), small_matmul_cuda.CudaRows()
     except Unavailable as reason:
-        print(f"small_matmul_hopper plans: {reason}")
+        print(f"small_matmul_hopper tilings: {reason}")
         return 0
     taken = refused = 0
     n, k = 224, 328  # K is not a multiple of a chunk, nor N of most tiles
@@ -105,11 +108,14 @@ def plans() -> int:
         for gated in (False, True):
             x, weight = tensors((m, k), (n * (1 + gated), k))
             offered = small_matmul_hopper.candidates(m, n, k, gated=gated, units=8)
-            kinds = {(plan.cut, (plan.ranks > 1) - (plan.ranks < 0), plan.ranks == 0): plan for plan in offered}
-            for plan in kinds.values():
+            kinds = {
+                (tiling.compiled, (tiling.ranks > 1) - (tiling.ranks < 0), tiling.ranks == 0): tiling
+                for tiling in offered
+            }
+            for tiling in kinds.values():
                 try:
                     for _ in range(2):
-                        kernel(x, weight, plan=plan, pdl=True)
+                        kernel(x, weight, tiling=tiling, dependent_launch=True)
                     torch.cuda.synchronize()
                     taken += 1
                 except ValueError as reason:
@@ -119,15 +125,15 @@ def plans() -> int:
         x, inward, outward, residual, scale = tensors((m, k), (n + 32, k), (n, n + 32), (m, n + 32), (1, n + 32))
         add = small_matmul_cuda.Beside(residual=residual, scale=scale[0])
         for ranks in (1, 2):
-            plan = small_matmul_cuda.Plan(2, 4, 2, 4, ranks)
-            _, scaled, squares = rows_kernel.beside(x, inward, None, add, plan=plan, pdl=True)
+            tiling = small_matmul_cuda.CudaTiling(2, 4, 2, 4, ranks)
+            _, scaled, squares = rows_kernel.beside(x, inward, None, add, tiling=tiling, dependent_launch=True)
         assert scaled is not None
         after = small_matmul_cuda.Beside(squares=squares, eps=1e-5)
-        rows_kernel.beside(scaled, outward, None, after, pdl=True)
-        rows_kernel.beside(scaled, outward, None, after, pdl=True, gated=True)
+        rows_kernel.beside(scaled, outward, None, after, dependent_launch=True)
+        rows_kernel.beside(scaled, outward, None, after, dependent_launch=True, gated=True)
         torch.cuda.synchronize()
         taken += 1
-    print(f"small_matmul_hopper plans: {taken} runs", flush=True)
+    print(f"small_matmul_hopper tilings: {taken} runs", flush=True)
     return refused
 
 
@@ -137,7 +143,7 @@ def int4_plans(*, rows_only: bool = False) -> None:
     try:
         rows_kernel, kernel = int4_rows.CudaCodes(), None if rows_only else int4_hopper.HopperCodes()
     except Unavailable as reason:
-        print(f"int4_matmul plans: {reason}")
+        print(f"int4_matmul tilings: {reason}")
         return
     taken = 0
     for m, group in ((3, 128), (13, 64), (13, 128), (30, 128)):
@@ -153,22 +159,28 @@ def int4_plans(*, rows_only: bool = False) -> None:
                 for _ in range(2):
                     for whole in (False, True)[: 1 + (m <= 8)]:
                         told = config | {"warps": 12 // teams, "late": 4, "whole": whole, "columns": 2}
-                        rows_kernel(x, weight, n, pdl=True, config=told)
+                        rows_kernel(x, weight, n, dependent_launch=True, config=told)
                     if wide:
                         told = config | {"warps": 6 // teams, "late": 4, "whole": False, "columns": 3}
-                        rows_kernel(x, weight, n, pdl=True, config=told)
+                        rows_kernel(x, weight, n, dependent_launch=True, config=told)
                     if kernel:
-                        kernel(x, weight, n, pdl=True, config=config | {"warps": 4, "columns": 2, "beside": True})
+                        kernel(
+                            x,
+                            weight,
+                            n,
+                            dependent_launch=True,
+                            config=config | {"warps": 4, "columns": 2, "beside": True},
+                        )
                 torch.cuda.synchronize()
                 taken += 1 + (m <= 8) + wide + (kernel is not None)
-    print(f"int4_matmul plans: {taken} runs", flush=True)
+    print(f"int4_matmul tilings: {taken} runs", flush=True)
 
 
 def every_lane() -> None:
     """Run ``int4_matmul.cu`` built so that every lane of a warp arrives at its barriers."""
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(shutil.copytree(cuda_build.SOURCES, Path(folder) / "ops"))
-        source = sources / "int4_matmul.cu"
+        source = sources / "linear" / "packed" / "int4_matmul.cu"
         source.write_text("#define TRANSECT_EVERY_LANE\n" + source.read_text())
         with patch.object(cuda_build, "SOURCES", sources):
             int4_plans(rows_only=True)
@@ -209,7 +221,7 @@ def findings(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
 def main() -> int:
     if "--inside" in sys.argv:
         int4_plans()
-        return 1 if inside() + plans() else 0
+        return 1 if inside() + tilings() else 0
     if "--every-lane" in sys.argv:
         every_lane()
         return 0

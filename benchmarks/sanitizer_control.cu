@@ -5,8 +5,8 @@
 
 #include <cuda/barrier>
 
-#include "../src/transect/ops/few_rows.cuh"
-#include "../src/transect/ops/hopper.cuh"
+#include "../src/transect/ops/lang/few_rows.cuh"
+#include "../src/transect/ops/lang/hopper.cuh"
 
 namespace {
 

@@ -96,13 +96,14 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], 
     import torch
     import transformers
 
+    from transect.models.config_hf import to_hf
     from transect.models.presets import PRESETS
 
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    values = PRESETS[shape].to_hf()
+    values = to_hf(PRESETS[shape])
     values.pop("architectures", None)
     config = transformers.LlamaConfig(**{k: v for k, v in values.items() if k != "model_type"})
     config._attn_implementation = "sdpa"

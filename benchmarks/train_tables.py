@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import record
+
 NAMES = {
     "full 1b": "all weights, Llama-3.2-1B",
     "lora 8b": "LoRA r = 16, Llama-3.1-8B",
@@ -72,5 +74,5 @@ def origin(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
         f"`{result['command']}` on one {result.get('gpu', 'NVIDIA H200')}, Python {machine['python']}, {versions}, "
-        f"commit {machine['commit']}: {result['method']}."
+        f"{record.made_at([machine])}: {result['method']}."
     )

@@ -47,4 +47,4 @@ def table(least: float = 1.01) -> str:
 def _origin(run: dict[str, Any]) -> str:
     where = run["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
-    return f"`transect tune` on one {run['device']}, {versions}, commit {where['commit']}.\n"
+    return f"`transect tune` on one {run['device']}, {versions}, {record.made_at([where])}.\n"

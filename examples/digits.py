@@ -12,8 +12,8 @@ Its gradient is as simple as can be, what was said minus what is true:
     dL/dz_v = p_v - [v = t]
 
 A language model has this very loss, with the next token for t and a vocabulary in place of ten digits. So here runs the
-operator that trains it, ``ops/linear_cross_entropy_torch.py``, which has the last matrix product inside. A guess at
-random costs log 10 = 2.303 nats.
+operator that trains it, ``ops/loss/linear_cross_entropy_torch.py``, which has the last matrix product inside. A random
+guess costs log 10 = 2.303 nats.
 
 Each step takes 64 pictures at random in place of all 1400. That gradient is noisy, its mean is the true one, and it
 costs a twentieth. AdamW divides each weight's step by how large its gradient has been, so one rate suits all of them.
@@ -31,9 +31,9 @@ from curve import show
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from transect.ops.gelu import gelu
-from transect.ops.linear_cross_entropy_torch import linear_cross_entropy
-from transect.ops.matmul import linear_autograd as linear
+from transect.ops.activation.gelu import gelu
+from transect.ops.linear.many_rows.matmul import linear_autograd as linear
+from transect.ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from transect.train.config import OptimizerConfig
 from transect.train.optim import build as build_optimizer
 

@@ -9,7 +9,7 @@ Shapes: x and the result ``[...]``. Bound by bytes: some 10 FLOPs an element aga
 import torch
 from torch import Tensor
 
-from transect.ops.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
+from transect.ops.lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from transect.ops.numerics import compute_dtype, sample
 from transect.ops.registry import Cost, Implementation, Op, register
 from transect.ops.tools.accuracy import check

@@ -28,9 +28,9 @@ only the line before it and what the forward pass kept:
 Then every weight moves against its gradient: W <- W - r dW.
 
 The three ways: *by hand*, the formulas above as code; *operators*, the forward pass written with this project's
-operators, whose gradients are registered with torch (``ops/matmul.py``, ``gelu.py``, ``softmax.py``, ``dot.py``);
-*autograd*, with torch's own. All in float64 (on a CPU, where our operators then run their references), from the same
-weights. They must agree to the last digit printed, in every step.
+operators, whose gradients are registered with torch (``matmul.py``, ``gelu.py``, ``softmax.py``, ``dot.py`` under
+``ops/``); *autograd*, with torch's own. All in float64 (on a CPU, where our operators then run their references), from
+the same weights. They must agree to the last digit printed, in every step.
 
     python examples/xor.py
 """
@@ -45,11 +45,11 @@ import torch.nn.functional as F
 from curve import show
 from torch import Tensor
 
-from transect.ops.dot import dot
-from transect.ops.gelu import gelu
-from transect.ops.matmul import linear_autograd as linear
-from transect.ops.softmax import softmax
-from transect.ops.vector_add import vector_add
+from transect.ops.activation.gelu import gelu
+from transect.ops.first.dot import dot
+from transect.ops.first.softmax import softmax
+from transect.ops.first.vector_add import vector_add
+from transect.ops.linear.many_rows.matmul import linear_autograd as linear
 
 X = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.float64)
 Y = F.one_hot(torch.tensor([0, 1, 1, 0])).double()

@@ -1,15 +1,23 @@
-"""Fixtures that every folder may use."""
+"""What holds for every test: how much runs, what happens without a GPU, and fixtures that every folder may use."""
+
+from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from pathlib import Path
 
+import effort
 import pytest
 from hypothesis import HealthCheck, settings
+from remembered import Remembered
 
 # A test fails by what it finds, not by how busy the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# Test processes share the machine: threads that wait for each other would spin. Set before torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -18,6 +26,85 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Without a GPU, Triton kernels run in the interpreter; it must be chosen before Triton is first imported.
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+left_out = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prove", action="store_true", help="run everything, also what takes long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out tests marked ``prove``, unless asked for by ``--prove``, by ``-m`` or by name."""
+    config.stash[left_out] = 0
+    if config.option.prove:
+        os.environ[effort.PROVE] = "1"
+    elif not config.option.markexpr and not any("::" in argument for argument in config.args):
+        config.option.markexpr = "not prove"
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        items[0].config.stash[left_out] += sum(item.get_closest_marker("prove") is not None for item in items)
+
+
+class NeedsGPU(pytest.Item):
+    """Stands for a file's tests that need a GPU, where there is none; its mark skips it."""
+
+    def runtest(self) -> None:
+        raise AssertionError("a skipped test runs")
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.name
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU, one skipped entry a file in place of its tests marked ``gpu``."""
+    by_file = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            by_file[item.path].append(item)
+    if not by_file:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    left = {item for tests in by_file.values() for item in tests}
+    kept = []
+    for item in items:
+        if item not in left:
+            kept.append(item)
+        elif item is (tests := by_file[item.path])[0]:
+            entry = NeedsGPU.from_parent(item.getparent(pytest.File), name="gpu")
+            entry.add_marker(pytest.mark.skip(reason=f"{len(tests)} tests need a CUDA GPU"))
+            kept.append(entry)
+    items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[left_out]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Every worker collects all tests, so one of them knows the number."""
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[left_out] = max(node.config.stash[left_out], output.get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash[left_out]:
+        terminalreporter.write_line(f"{count} tests were left out that `make prove` runs")
+
+
+@pytest.fixture(scope="session")
+def remembered(pytestconfig: pytest.Config) -> Remembered:
+    """Keeps what compilers said about the same inputs in an earlier run."""
+    return Remembered(pytestconfig)
 
 
 @pytest.fixture(scope="session")

@@ -5,22 +5,31 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from commands import UNLIKE_HERE, run_here
+from effort import proving
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-LEVELS = sorted(file.parent for file in (ROOT / "src" / "transect").glob("*/__init__.py"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LEVELS = sorted(file.parent for file in (ROOT / "src" / "transect").rglob("*/__init__.py"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def _blocks(language: str) -> list[tuple[str, str]]:
-    return [(page.name, text) for page in PAGES for kind, text in FENCE.findall(page.read_text()) if kind == language]
+    return [
+        (str(page.relative_to(ROOT)), text)
+        for page in PAGES
+        for kind, text in FENCE.findall(page.read_text())
+        if kind == language
+    ]
 
 
 def _commands() -> list[tuple[str, str]]:
@@ -33,19 +42,31 @@ def _commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "command"), _commands())
-def test_commands_in_the_pages_run(smollm2, page: str, command: str) -> None:
-    shell = f"{sys.executable} -m {command}"
-    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def test_commands_in_the_pages_run(smollm2, page: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process where that is the same; with ``--prove`` all in processes of their own."""
+    arguments = shlex.split(command, comments=True)[1:]
+    plain = not set(command) & set("*|<>&$~") and arguments[0] not in UNLIKE_HERE
+    if plain and not proving():
+        monkeypatch.chdir(ROOT)
+        done = run_here(*arguments)
+    else:
+        shell = f"{sys.executable} -m {command}"
+        done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{page}: {command}\n{done.stderr}"
     assert done.stdout.strip()
 
 
 @pytest.mark.parametrize(("page", "program"), _blocks("python"))
-def test_programs_in_the_pages_run(smollm2, tmp_path: Path, page: str, program: str) -> None:
+def test_programs_in_the_pages_run(smollm2, tmp_path: Path, capsys, page: str, program: str) -> None:
+    """In this process; with ``--prove`` each in one of its own."""
     file = tmp_path / "program.py"
     file.write_text(program)
+    if not proving():
+        runpy.run_path(str(file), run_name="__main__")
+        assert capsys.readouterr().out.strip()
+        return
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, f"{page}:\n{done.stderr}"
     assert done.stdout.strip()
 
@@ -55,28 +76,28 @@ def test_the_pages_have_what_is_tested_here() -> None:
     assert _blocks("python")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    missing = [link for link in LINK.findall(FENCE.sub("", page.read_text())) if not (page.parent / link).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_source_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|h|cpp|cu))`", page.read_text())
     places = (ROOT / "src" / "transect", ROOT)
-    missing = [name for name in named if not any((place / name).exists() for place in places)]
+    missing = [n for n in named if not any((place / n).exists() or any(place.glob(f"ops/**/{n}")) for place in places)]
     assert not missing
 
 
-@pytest.mark.parametrize("folder", LEVELS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", LEVELS, ids=lambda folder: "/".join(folder.parts[folder.parts.index("transect") :]))
 def test_the_map_of_a_level_names_all_of_its_files(folder: Path) -> None:
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     names = re.findall(r"``([\w/*.]+)``", text)
     files = [file.name for file in folder.iterdir() if file.suffix in (".py", ".cuh") and file.name != "__init__.py"]
     missing = [file for file in files if not any(fnmatch(file, name) or Path(file).stem == name for name in names)]
     assert not missing
-    assert all(any(folder.glob(name)) for name in names if Path(name).suffix in (".py", ".cuh"))
+    assert all(any(folder.rglob(name)) for name in names if Path(name).suffix in (".py", ".cuh"))
 
 
 def test_the_map_of_the_benchmarks_names_all_of_them() -> None:
@@ -88,3 +109,23 @@ def test_the_map_of_the_benchmarks_names_all_of_them() -> None:
 def test_quoted_results_are_the_recorded_ones() -> None:
     done = subprocess.run([sys.executable, "benchmarks/render.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_site_builds_with_every_link_leading_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``mkdocs build --strict`` does, in this process."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_docstrings_are_sentences() -> None:
+    """No docstring begins with "Of" or "As": it has a subject."""
+    begins = re.compile(r'^[ \t]*r?"""(?:Of|As)\b', re.MULTILINE)
+    texts = {file: file.read_text() for file in (ROOT / "src").rglob("*.py")}
+    found = [
+        f"{file}:{text[: m.end()].count(chr(10)) + 1}" for file, text in texts.items() for m in begins.finditer(text)
+    ]
+    assert not found

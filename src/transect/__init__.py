@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .engine.async_engine import AsyncEngine
     from .engine.llm import LLM
     from .engine.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
 
 _HOMES = {

@@ -7,6 +7,7 @@ import pytest
 from transect.bench.floors import Floor, Rates, batch_floor, step_floor, storage_of
 from transect.bench.workload import throughput_protocol
 from transect.hardware.ceilings import Ceilings
+from transect.models.config_hf import to_hf
 from transect.models.cost import Row, Storage
 from transect.models.presets import PRESETS
 from transect.models.resolve import resolve
@@ -76,5 +77,5 @@ def test_storage(smollm2, tmp_path):
     assert 4 < packed.linear < 9 and packed.kv == 16
     dense = storage_of(smollm2, "float32", keeps_quantized=False)
     assert dense.linear == dense.kv == 32
-    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen3-0.6b"].to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["qwen3-0.6b"])))
     assert storage_of(resolve(str(tmp_path), load_format="dummy"), "auto", keeps_quantized=True).linear == 16

@@ -8,8 +8,8 @@ from scripted_server import answer, chunked, event
 
 from transect.bench.energy import Energy
 from transect.bench.lengths import Lengths
+from transect.bench.levels import Level, WorkSource, concurrency_levels, records_table, run_levels
 from transect.bench.load import Record, Run, closed_loop, open_loop
-from transect.bench.load_test import Level, WorkSource, concurrency_levels, records_table, run_levels
 from transect.bench.objectives import Objectives
 from transect.bench.summary import percentile, summarize, warnings
 from transect.bench.target import Target, served_model
@@ -203,7 +203,7 @@ def test_itl_is_said_to_be_between_events_where_tokens_come_together():
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    from transect.bench.load_test import Result
+    from transect.bench.levels import Result
     from transect.bench.plots import plot
 
     run = Run([record(0.0, 0.1, 0.1), record(0.5, 0.1, 0.2)], 1.0, 0.1)

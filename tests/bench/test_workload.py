@@ -10,7 +10,7 @@ import pytest
 
 from transect.bench.arrivals import random_arrivals
 from transect.bench.lengths import Lengths
-from transect.bench.load_test import WorkSource, concurrency_levels, rate_levels, trace_level
+from transect.bench.levels import WorkSource, concurrency_levels, rate_levels, trace_level
 from transect.bench.workload import random_work, read_conversations, read_trace, throughput_protocol
 
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from commands import run_here
 
 from transect.cli.bench_shared import Subject
 
 TRANSECT = [sys.executable, "-m", "transect"]
-PATIENCE_S = 90
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -32,8 +32,7 @@ def shape(tmp_path_factory):
 
 
 def run(*arguments):
-    done = subprocess.run([*TRANSECT, "bench", *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
-    return done
+    return run_here("bench", *arguments)
 
 
 def test_latency(shape, tmp_path):

@@ -7,14 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from commands import run_here
 
 TRANSECT = [sys.executable, "-m", "transect"]
-PATIENCE_S = 90
+PATIENCE_S = 200
 
 
-def run(*arguments, **options):
-    """Run the command to its end."""
-    return subprocess.run([*TRANSECT, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options)
+def run(*arguments):
+    """Run the command to its end, in a process of its own."""
+    return subprocess.run([*TRANSECT, *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +70,17 @@ def test_help_loads_nothing_heavy(arguments):
     ],
 )
 def test_errors_are_one_line_that_says_what_to_change(arguments, words):
-    assert words in one_line_error(run(*arguments))
+    assert words in one_line_error(run_here(*arguments))
+
+
+def test_an_error_ends_the_process_with_2():
+    assert "'serve'? See transect --help" in one_line_error(run("serv"))
 
 
 def test_damaged_model_file(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF" + b"\0" * 50)
-    assert "model.gguf" in one_line_error(run("generate", str(file), "x"))
+    assert "model.gguf" in one_line_error(run_here("generate", str(file), "x"))
 
 
 def test_debug_shows_where(tmp_path):
@@ -88,7 +93,7 @@ def test_generate_streams_to_stdout_and_speed_to_stderr(model):
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert re.search(r"12 tokens, \d+ tok/s, first after \d", done.stderr)
-    again = run("generate", model, "-", "--max-tokens", "12", input="The capital of France is")
+    again = run_here("generate", model, "-", "--max-tokens", "12", stdin="The capital of France is")
     assert again.stdout == done.stdout
 
 
@@ -124,7 +129,7 @@ def test_chat_remembers_until_reset(model):
     lines = f"{question}\n/what\n{question}\n/reset\n{question}\n\n/exit\nnever read\n"
     # The likeliest tokens are the same every time: drawn ones may end an answer before its fifth token.
     options = ("--temperature", "0", "--max-tokens", "5", "--max-model-len", "128")
-    done = run("chat", model, *options, input=lines)
+    done = run_here("chat", model, *options, stdin=lines)
     assert done.returncode == 0 and not done.stderr, done.stderr
     # One question fits into the context, two and an answer do not.
     answers = re.findall(r"5 tokens, \d+ tok/s.*cut at|context of 128 tokens is full|forgotten", done.stdout)

@@ -1,11 +1,13 @@
-"""What an ``EngineConfig`` says about the machine that it runs on."""
+"""What an ``EngineConfig`` says about the machine that it runs on; its switches for a GPU."""
 
 import os
 
 import pytest
 
+from transect.cli.engine_options import engine_config
 from transect.engine import config
 from transect.engine.config import EngineConfig
+from transect.engine.gpu.options import GPUOptions
 
 
 def test_threads_are_the_cores_and_never_more(monkeypatch):
@@ -16,3 +18,22 @@ def test_threads_are_the_cores_and_never_more(monkeypatch):
     assert EngineConfig(model="x", threads=1).cpu_threads() == 1
     with pytest.raises(ValueError, match=f"threads is {cores + 1}, but this process may use {cores} cores"):
         EngineConfig(model="x", threads=cores + 1).cpu_threads()
+
+
+def test_switches_for_a_gpu_are_options_of_their_own():
+    made = EngineConfig(model="x", gpu=GPUOptions(dependent_launch=False, copy_kernels=False))
+    assert (
+        str(made) == "model=x, dependent_launch=False, copy_kernels=False" and str(EngineConfig(model="x")) == "model=x"
+    )
+    with pytest.raises(TypeError, match="copy_kernels"):
+        EngineConfig(model="x", copy_kernels=False)
+    with pytest.raises(ValueError, match=r"gpu must be GPUOptions\(...\), not {'copy_kernels': False}"):
+        EngineConfig(model="x", gpu={"copy_kernels": False})
+    with pytest.raises(ValueError, match="copy_kernels must be True or False, not 'off'"):
+        GPUOptions(copy_kernels="off")
+
+
+def test_flags_of_commands_reach_the_switches(monkeypatch):
+    monkeypatch.setattr("transect.models.resolve.resolve", lambda model, **settings: None)
+    made = engine_config("x", fused_operators=False, dependent_launch=True, threads=None, seed=3)
+    assert made == EngineConfig(model="x", seed=3, gpu=GPUOptions(fused_operators=False))

@@ -8,13 +8,13 @@ import torch
 from transect.engine.batch import Draw, ScheduledBatch, ScheduledRow
 from transect.engine.runner import LOGPROB_ROWS, Runner
 from transect.engine.sampling_params import SamplingParams
-from transect.models.config import ModelConfig
+from transect.models.config_hf import from_hf
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops
 
 BLOCK, BLOCKS, VOCAB = 4, 32, 61
-CONFIG = ModelConfig.from_hf(
+CONFIG = from_hf(
     {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -11,7 +11,7 @@ from transect.engine.batch import Draw
 from transect.engine.penalties import Pick
 from transect.engine.sampler import BARS, Sampler, _draw_truncated, group_mass, token_logprobs
 from transect.engine.sampling_params import SamplingParams
-from transect.ops.philox import TOKEN_STREAM, gumbel
+from transect.ops.lang.philox import TOKEN_STREAM, gumbel
 
 torch.set_num_threads(2)
 

@@ -1,44 +1,41 @@
 """Random workloads through the shipping scheduler; helpers/engine_workloads.py checks every promise on the way."""
 
+from effort import examples
 from engine_workloads import Workload, run, workloads
-from hypothesis import given, settings
+from hypothesis import given
 
 
-def examples(number: int) -> settings:
-    return settings(max_examples=number, print_blob=True)
-
-
-@examples(800)
+@examples(200, 800, print_blob=True)
 @given(workloads(lag=0))
 def test_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(1000)
+@examples(250, 1000, print_blob=True)
 @given(workloads(lag=1))
 def test_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(350)
+@examples(90, 350, print_blob=True)
 @given(workloads(lag=0, storm=True))
 def test_preemption_storm_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(450)
+@examples(110, 450, print_blob=True)
 @given(workloads(lag=1, storm=True))
 def test_preemption_storm_with_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(150)
+@examples(40, 150, print_blob=True)
 @given(workloads(lag=0, policy="static"))
 def test_static_batches_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(150)
+@examples(40, 150, print_blob=True)
 @given(workloads(lag=1, policy="static"))
 def test_static_batches_with_tokens_one_step_late(workload: Workload):
     run(workload)

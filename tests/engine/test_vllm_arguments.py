@@ -15,7 +15,7 @@ def test_what_means_nothing_is_dropped_and_what_means_something_is_kept():
         "swap_space": 4,
         "disable_log_stats": True,
         "enable_chunked_prefill": None,
-        "quantization": None,
+        "kv_cache_dtype": "auto",
         "tokenizer_mode": "auto",
         "load_format": "safetensors",
         "num_gpu_blocks_override": 12,
@@ -42,7 +42,7 @@ def test_what_means_nothing_is_dropped_and_what_means_something_is_kept():
     ("given", "words"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not possible here: leave it out, or give 1"),
-        ({"quantization": "awq"}, "quantization='awq' is not possible here"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not possible here"),
         ({"skip_tokenizer_init": 1}, "skip_tokenizer_init=1"),
         ({"max_logprobs": 50}, "requests may ask for up to 20"),
         ({"enable_lora": True}, "enable_lora=True"),

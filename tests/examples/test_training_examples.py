@@ -17,7 +17,7 @@ def run(name: str, *arguments: str) -> str:
     environment |= {"PYTHONPATH": str(EXAMPLES.parent / "src"), "PYTHONWARNINGS": "error::UserWarning"}
     environment["OMP_NUM_THREADS"] = "1"  # where tests share the machine, threads that wait for each other spin
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

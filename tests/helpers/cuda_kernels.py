@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from transect.ops import int4_matmul
-from transect.ops.int4_packing import arrange, pack
+from transect.ops.linear.packed import int4_matmul
+from transect.ops.linear.packed.int4_packing import arrange, pack
 from transect.ops.registry import Unavailable
 
 Kernel = TypeVar("Kernel")
@@ -49,31 +49,33 @@ def int4_weight(n: int, k: int, group: int, device: str = "cpu") -> torch.Tensor
     return arrange(pack(codes, group), scale, -7.5 * scale)
 
 
-def check_int4_product(kernel: Any, m: int, n: int, k: int, group: int, *, pdl: bool, repeats: int) -> None:
+def check_int4_product(
+    kernel: Any, m: int, n: int, k: int, group: int, *, dependent_launch: bool, repeats: int
+) -> None:
     """At most twice the error of torch's product with the weight in bfloat16, and the same bits in every run."""
     weight = int4_weight(n, k, group, "cuda")
     x, _, bias = product_inputs(m, n, k)
     want = int4_matmul.reference(x.double(), weight, n, bias.double())
     of_torch = (F.linear(x, int4_matmul.dense(weight, n, x.dtype), bias).double() - want).norm()
-    got = kernel(x, weight, n, bias, pdl=pdl)
+    got = kernel(x, weight, n, bias, dependent_launch=dependent_launch)
     assert (got.double() - want).norm() <= 2 * of_torch
     for _ in range(repeats):
-        assert torch.equal(got, kernel(x, weight, n, bias, pdl=pdl))
+        assert torch.equal(got, kernel(x, weight, n, bias, dependent_launch=dependent_launch))
 
 
-def check_int4_plans(kernel: Any, plans: Any, clusters: Mapping[int, int], m: int) -> None:
-    """As ``check_int4_product`` for every cut that the module ``plans`` offers for ``m`` rows, of a K that fills every
-    ring more than once."""
+def check_int4_tilings(kernel: Any, tilings: Any, clusters: Mapping[int, int], m: int) -> None:
+    """As ``check_int4_product`` for every cut that the module ``tilings`` offers for ``m`` rows, of a K that fills
+    every ring more than once."""
     n, k = 4000, 8192
     weight = int4_weight(n, k, 128, "cuda")
     x, *_ = product_inputs(m, n, k)
     want = int4_matmul.reference(x.double(), weight, n)
     of_torch = (F.linear(x, int4_matmul.dense(weight, n, x.dtype)).double() - want).norm()
     tried = 0
-    for values in itertools.product(*plans.CHOICES.values()):
-        config = dict(zip(plans.CHOICES, values, strict=True))
-        if plans.plan_of(config, m, n, k, 128, clusters) is not None:
-            got = kernel(x, weight, n, config=config, pdl=True)
+    for values in itertools.product(*tilings.CHOICES.values()):
+        config = dict(zip(tilings.CHOICES, values, strict=True))
+        if tilings.tiling_of(config, m, n, k, 128, clusters) is not None:
+            got = kernel(x, weight, n, config=config, dependent_launch=True)
             assert (got.double() - want).norm() <= 2 * of_torch, config
             assert torch.equal(got, kernel(x, weight, n, config=config)), config
             tried += 1
@@ -93,7 +95,7 @@ def check_chain(kernel: Any, rows: int, options: Sequence[dict[str, Any]], error
     with torch.cuda.graph(graph):
         y = x
         for i in range(3 * len(options)):
-            y = kernel(y, weights[i % 3], pdl=True, **options[i % len(options)])
+            y = kernel(y, weights[i % 3], dependent_launch=True, **options[i % len(options)])
     graph.replay()
     first = y.clone()
     for _ in range(20):

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from transect.engine.gpu_build import gpu_ops
-from transect.engine.gpu_runner import GPURunner
+from transect.engine.gpu.runner import GPURunner
+from transect.engine.gpu.setup import gpu_ops
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, join_weights
+from transect.models.fused_stack import FusedStack
+from transect.models.load import allocated
 
 VOCAB, BLOCK = 61, 16
 TINY = ModelConfig(
@@ -38,14 +39,12 @@ def gpu_model(
     std: float = 0.3,
 ) -> Decoder:
     """A model on the GPU, with random weights or those of ``state``."""
-    model = Decoder(config, "meta", dtype, ops=gpu_ops(torch.device("cuda"), deterministic=deterministic))
-    join_weights(model, "cuda")
-    model.requires_grad_(False)
+    ops = gpu_ops(torch.device("cuda"), deterministic=deterministic)
+    model = allocated(Decoder(config, "meta", dtype, ops=ops), "cuda")
     if state is None:
         model.init_weights(std, torch.Generator("cuda").manual_seed(0))
     else:
         model.load_state_dict(state)
-    model.tie_weights()
     model.stack = FusedStack(model, max_positions=config.max_position)
     return model
 

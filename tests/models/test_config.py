@@ -16,6 +16,8 @@ import pytest
 import transformers
 
 from transect.models.config import ModelConfig, RopeConfig
+from transect.models.config_gguf import from_gguf
+from transect.models.config_hf import from_hf, from_hf_directory, to_hf
 
 LLAMA = {
     "model_type": "llama",
@@ -75,7 +77,7 @@ SMOLLM2 = ModelConfig(
 
 
 def hf(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf(LLAMA | changes)
+    return from_hf(LLAMA | changes)
 
 
 def test_llama() -> None:
@@ -85,18 +87,18 @@ def test_llama() -> None:
 def test_new_spelling_of_rope() -> None:
     values = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "rope_scaling")}
     values["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA["rope_scaling"]}
-    assert ModelConfig.from_hf(values) == LLAMA_32_1B
+    assert from_hf(values) == LLAMA_32_1B
 
 
 def test_generation_config_adds_end_tokens() -> None:
-    config = ModelConfig.from_hf(QWEN, {"eos_token_id": [9, 7]})
+    config = from_hf(QWEN, {"eos_token_id": [9, 7]})
     assert config.eos_token_ids == (7, 9)
 
 
 def test_yarn() -> None:
     """Qwen2.5's way to 128k: the file keeps the old length, the model takes four times that."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    config = ModelConfig.from_hf(QWEN | {"rope_scaling": scaling, "max_position_embeddings": 32768})
+    config = from_hf(QWEN | {"rope_scaling": scaling, "max_position_embeddings": 32768})
     assert config.max_position == 131072
     assert config.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     assert config.rope.scaling == "yarn" and config.rope.original_max_position == 32768
@@ -104,26 +106,26 @@ def test_yarn() -> None:
 
 def test_windows() -> None:
     mistral = LLAMA | {"model_type": "mistral", "rope_scaling": None, "sliding_window": 4096}
-    assert [ModelConfig.from_hf(mistral).layer_window(layer) for layer in (0, 15)] == [4096, 4096]
-    assert ModelConfig.from_hf(mistral | {"sliding_window": None}).layer_window(0) is None
-    assert ModelConfig.from_hf(QWEN | {"sliding_window": 4096}).layer_window(15) is None
+    assert [from_hf(mistral).layer_window(layer) for layer in (0, 15)] == [4096, 4096]
+    assert from_hf(mistral | {"sliding_window": None}).layer_window(0) is None
+    assert from_hf(QWEN | {"sliding_window": 4096}).layer_window(15) is None
     on = QWEN | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}
-    assert [ModelConfig.from_hf(on).layer_window(layer) for layer in (0, 1, 2, 15)] == [None, None, 64, 64]
+    assert [from_hf(on).layer_window(layer) for layer in (0, 1, 2, 15)] == [None, None, 64, 64]
     kinds = ["sliding_attention", "full_attention"] * 8
-    assert ModelConfig.from_hf(on | {"layer_types": kinds}).full_attention_layers == tuple(range(1, 16, 2))
+    assert from_hf(on | {"layer_types": kinds}).full_attention_layers == tuple(range(1, 16, 2))
 
 
 def test_biases_and_norms_by_family() -> None:
-    qwen3 = ModelConfig.from_hf(LLAMA | {"model_type": "qwen3", "rope_scaling": None})
+    qwen3 = from_hf(LLAMA | {"model_type": "qwen3", "rope_scaling": None})
     assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.head_dim == 128
-    qwen2 = ModelConfig.from_hf(QWEN)
+    qwen2 = from_hf(QWEN)
     assert qwen2.qkv_bias and not qwen2.o_bias and not qwen2.qk_norm
     llama = hf(attention_bias=True, mlp_bias=True)
     assert llama.qkv_bias and llama.o_bias and llama.mlp_bias
 
 
 def test_gpt2_with_defaults() -> None:
-    config = ModelConfig.from_hf({"model_type": "gpt2", "vocab_size": 50257, "n_ctx": 1024, "eos_token_id": 50256})
+    config = from_hf({"model_type": "gpt2", "vocab_size": 50257, "n_ctx": 1024, "eos_token_id": 50256})
     assert (config.dim, config.ffn_dim, config.n_layers, config.n_kv_heads) == (768, 3072, 12, 12)
     assert (config.norm, config.activation, config.position) == ("layernorm", "gelu_tanh", "learned")
     assert config.tied_embeddings and config.qkv_bias and config.mlp_bias and config.bos_token_id is None
@@ -141,7 +143,7 @@ CLASSES = {
 def written() -> dict[str, ModelConfig]:
     """Configurations of every family with its particulars."""
     yarn = RopeConfig(1e6, "yarn", 4.0, 32768, attention_factor=1.2, beta_fast=16.0, truncate=False)
-    gpt2 = ModelConfig.from_hf({"model_type": "gpt2", "vocab_size": 500, "n_inner": 100})
+    gpt2 = from_hf({"model_type": "gpt2", "vocab_size": 500, "n_inner": 100})
     return {
         "llama3.2": LLAMA_32_1B,
         "smollm2": SMOLLM2,
@@ -162,18 +164,18 @@ def written() -> dict[str, ModelConfig]:
 def test_round_trip(name: str) -> None:
     """Through our own reader, and through transformers' reading and rewriting."""
     config = written()[name]
-    values = json.loads(json.dumps(config.to_hf()))
-    assert ModelConfig.from_hf(values) == config
+    values = json.loads(json.dumps(to_hf(config)))
+    assert from_hf(values) == config
     theirs = CLASSES[config.architecture].from_dict(values)
-    assert ModelConfig.from_hf(theirs.to_dict()) == config
+    assert from_hf(theirs.to_dict()) == config
 
 
 def test_what_config_json_cannot_say() -> None:
     with pytest.raises(ValueError, match="cannot express this model's o_bias"):
-        dataclasses.replace(SMOLLM2, qkv_bias=True).to_hf()
+        to_hf(dataclasses.replace(SMOLLM2, qkv_bias=True))
     with pytest.raises(ValueError, match="frequency factors cannot be written"):
         rope = RopeConfig(scaling="factors", frequency_factors=(1.0,) * 32)
-        dataclasses.replace(SMOLLM2, rope=rope).to_hf()
+        to_hf(dataclasses.replace(SMOLLM2, rope=rope))
 
 
 @pytest.mark.parametrize(
@@ -214,17 +216,17 @@ def test_errors(changes: dict[str, Any], message: str) -> None:
 
 def test_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json: give a directory in Hugging Face layout"):
-        ModelConfig.from_hf_directory(tmp_path)
+        from_hf_directory(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="is not readable JSON"):
-        ModelConfig.from_hf_directory(tmp_path)
+        from_hf_directory(tmp_path)
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="must hold a JSON object"):
-        ModelConfig.from_hf_directory(tmp_path)
+        from_hf_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    assert ModelConfig.from_hf_directory(tmp_path) == LLAMA_32_1B
+    assert from_hf_directory(tmp_path) == LLAMA_32_1B
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
-    assert ModelConfig.from_hf_directory(tmp_path).eos_token_ids == (*LLAMA_32_1B.eos_token_ids, 5)
+    assert from_hf_directory(tmp_path).eos_token_ids == (*LLAMA_32_1B.eos_token_ids, 5)
 
 
 def test_needs_no_torch() -> None:
@@ -260,14 +262,14 @@ def rename(architecture: str, **more: Any) -> dict[str, Any]:
 
 
 def test_gguf_smollm2() -> None:
-    assert ModelConfig.from_gguf(SMOLLM2_GGUF, tensors()) == SMOLLM2
+    assert from_gguf(SMOLLM2_GGUF, tensors()) == SMOLLM2
 
 
 def test_gguf_reads_presence_of_tensors() -> None:
-    qwen2 = ModelConfig.from_gguf(rename("qwen2"), tensors("blk.0.attn_q.bias", "output.weight"))
+    qwen2 = from_gguf(rename("qwen2"), tensors("blk.0.attn_q.bias", "output.weight"))
     assert qwen2 == dataclasses.replace(SMOLLM2, architecture="qwen2", qkv_bias=True, tied_embeddings=False)
     more = {"qwen3.attention.key_length": 64, "qwen3.attention.value_length": 64}
-    qwen3 = ModelConfig.from_gguf(rename("qwen3", **more), tensors("blk.0.attn_q_norm.weight"))
+    qwen3 = from_gguf(rename("qwen3", **more), tensors("blk.0.attn_q_norm.weight"))
     assert qwen3 == dataclasses.replace(SMOLLM2, architecture="qwen3", qk_norm=True)
 
 
@@ -285,24 +287,24 @@ def test_gguf_gpt2() -> None:
     }
     names = ("blk.0.attn_qkv.bias", "blk.0.attn_output.bias", "blk.0.ffn_down.bias")
     hf = {"model_type": "gpt2", "vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256}
-    assert ModelConfig.from_gguf(values, tensors(*names, vocabulary=50257)) == ModelConfig.from_hf(hf)
+    assert from_gguf(values, tensors(*names, vocabulary=50257)) == from_hf(hf)
 
 
 def test_gguf_rope_scalings() -> None:
     linear = SMOLLM2_GGUF | {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    assert ModelConfig.from_gguf(linear, tensors()).rope == RopeConfig(100000.0, "linear", 4.0)
+    assert from_gguf(linear, tensors()).rope == RopeConfig(100000.0, "linear", 4.0)
     old = SMOLLM2_GGUF | {"llama.rope.scale_linear": 4.0}
-    assert ModelConfig.from_gguf(old, tensors()).rope == RopeConfig(100000.0, "linear", 4.0)
+    assert from_gguf(old, tensors()).rope == RopeConfig(100000.0, "linear", 4.0)
     yarn = SMOLLM2_GGUF | {
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 4.0,
         "llama.rope.scaling.original_context_length": 2048,
     }
     factor = pytest.approx(0.1 * math.log(4) + 1)
-    rope = ModelConfig.from_gguf(yarn, tensors()).rope
+    rope = from_gguf(yarn, tensors()).rope
     assert (rope.scaling, rope.factor, rope.original_max_position, rope.attention_factor) == ("yarn", 4.0, 2048, factor)
     with pytest.raises(ValueError, match="rope scaling 'longrope'"):
-        ModelConfig.from_gguf(SMOLLM2_GGUF | {"llama.rope.scaling.type": "longrope"}, tensors())
+        from_gguf(SMOLLM2_GGUF | {"llama.rope.scaling.type": "longrope"}, tensors())
 
 
 def test_gguf_llama3_factors() -> None:
@@ -314,15 +316,15 @@ def test_gguf_llama3_factors() -> None:
         table = (frequencies(RopeConfig(500000.0), 64) / frequencies(rope, 64)).numpy()
         values = SMOLLM2_GGUF | {"llama.rope.freq_base": 500000.0}
         holder = SimpleNamespace(shape=(32,), dequantize=lambda table=table: table)
-        assert ModelConfig.from_gguf(values, tensors() | {"rope_freqs.weight": holder}).rope == rope
+        assert from_gguf(values, tensors() | {"rope_freqs.weight": holder}).rope == rope
     odd = np.linspace(1, 3, 32, dtype=np.float32)
     holder = SimpleNamespace(shape=(32,), dequantize=lambda: odd)
-    rope = ModelConfig.from_gguf(SMOLLM2_GGUF, tensors() | {"rope_freqs.weight": holder}).rope
+    rope = from_gguf(SMOLLM2_GGUF, tensors() | {"rope_freqs.weight": holder}).rope
     assert rope.scaling == "factors" and rope.frequency_factors == pytest.approx(tuple(odd))
 
 
 def test_gguf_mistral_is_stored_as_llama() -> None:
-    config = ModelConfig.from_gguf(SMOLLM2_GGUF | {"llama.attention.sliding_window": 4096}, tensors())
+    config = from_gguf(SMOLLM2_GGUF | {"llama.attention.sliding_window": 4096}, tensors())
     assert (config.architecture, config.sliding_window) == ("mistral", 4096)
 
 
@@ -342,9 +344,9 @@ def test_gguf_mistral_is_stored_as_llama() -> None:
 )
 def test_gguf_errors(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_gguf(SMOLLM2_GGUF | changes, tensors())
+        from_gguf(SMOLLM2_GGUF | changes, tensors())
 
 
 def test_gguf_without_embedding() -> None:
     with pytest.raises(ValueError, match=r"no tensor 'token_embd\.weight'"):
-        ModelConfig.from_gguf(SMOLLM2_GGUF, {})
+        from_gguf(SMOLLM2_GGUF, {})

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from transect.models.config import ModelConfig
+from transect.models.config_hf import from_hf
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.linear import Linear
 from transect.models.shapes import parameter_count, weight_shapes
 from transect.ops.opset import OpSet, resolve_ops
 
@@ -20,7 +20,7 @@ CONFIGS = {
     "untied": dataclasses.replace(TINY, tied_embeddings=False),
     "qwen3": dataclasses.replace(TINY, architecture="qwen3", qk_norm=True),
     "qwen2": dataclasses.replace(TINY, architecture="qwen2", qkv_bias=True),
-    "gpt2": ModelConfig.from_hf({"model_type": "gpt2", "vocab_size": 61, "n_embd": 48, "n_head": 6, "n_positions": 64}),
+    "gpt2": from_hf({"model_type": "gpt2", "vocab_size": 61, "n_embd": 48, "n_head": 6, "n_positions": 64}),
 }
 
 
@@ -91,12 +91,13 @@ def test_bfloat16_model_gives_float32_logits() -> None:
     assert decoder.logits(hidden).dtype == torch.float32
 
 
-def test_only_linear_modules_hold_matrices() -> None:
-    """What replaces Linear replaces every matrix but the tables that are gathered from."""
+def test_only_weights_hold_matrices() -> None:
+    """What replaces a Weight replaces every matrix but the tables that are gathered from."""
     decoder = Decoder(CONFIGS["gpt2"], device="meta")
     matrices = {name for name, weight in decoder.named_parameters() if weight.ndim == 2}
-    linear = {f"{name}.weight" for name, module in decoder.named_modules() if isinstance(module, Linear)}
-    assert matrices - linear == {"embed.weight", "position_embed.weight"}
+    weights = {f"{name}.weight" for name, _ in decoder.weights()}
+    assert weights - matrices == {"head.weight"}  # which is the embedding's table
+    assert matrices - weights == {"embed.weight", "position_embed.weight"}
 
 
 def serve(decoder: Decoder, sequences: list[list[int]], chunks: list[list[int]]) -> list[torch.Tensor]:

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from transect.models.load import load_model, load_weights
+from transect.models.load import load_model, stored_weights
 from transect.models.presets import PRESETS
 from transect.models.resolve import resolve
 from transect.models.shapes import parameter_count, weight_shapes
+from transect.models.stored import read_all
 from transect.ops.shapes import MODELS
 
 SMALL = {
@@ -33,7 +34,7 @@ def shape(tmp_path):
 
 def test_a_config_json_is_enough(shape):
     assert shape.kind == "shape" and shape.config.dim == 64
-    weights = dict(load_weights(shape))
+    weights = dict(read_all(stored_weights(shape)))
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == weight_shapes(shape.config)
     assert weights["layers.0.mlp.up.weight"].float().std() == pytest.approx(0.02, rel=0.1)
     assert torch.all(weights["norm.weight"] == 1)

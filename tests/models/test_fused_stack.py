@@ -10,13 +10,14 @@ from gpu_engine import gpu_model
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.fused_stack import FusedStack, Fusions, join_weights, unsuitable
+from transect.models.fused_stack import FusedStack, Fusions, refusal
+from transect.models.load import allocated
 from transect.models.presets import PRESETS
-from transect.ops.jit import INTERPRETED
-from transect.ops.opset import OPERATORS, dependent_launch, resolve_ops
+from transect.models.weights.adapted import Adapted
+from transect.ops.lang.jit import INTERPRETED
+from transect.ops.linear.stream_products import Stream
+from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
-from transect.ops.stream_products import Stream
-from transect.train.lora import LoRALinear
 
 BLOCK = 4
 TINY = ModelConfig(
@@ -76,7 +77,7 @@ def both(model, fusions=None, lengths=(9, 3, 20, 1), new=(1, 3, 7, 1)):
 def test_same_as_layer_by_layer(name):
     model = build(CONFIGS[name], resolve_ops("cpu"))
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    join_weights(model)
+    model.join()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     plain, fused = both(model)
     for one, two in zip(plain, fused, strict=True):
@@ -119,7 +120,6 @@ def test_norms_in_the_products_change_nothing(name):
     streams = TorchStreams(12)
     ops = dataclasses.replace(resolve_ops("cpu"), stream_products=streams)
     model = build(CONFIGS[name], ops)
-    join_weights(model)
     plain, fused = both(model)
     # All four of two layers; a bias after attention leaves all of them ordinary.
     assert streams.products == (0 if name == "biased" else 8)
@@ -135,10 +135,9 @@ def test_norms_in_the_products_change_nothing(name):
 def test_an_adapter_in_one_layer_leaves_all_products_apart(product):
     streams = TorchStreams(12)
     model = build(TINY, dataclasses.replace(resolve_ops("cpu"), stream_products=streams))
-    join_weights(model)
     held = model.layers[1].attention if product == "o" else model.layers[1].mlp
     base = getattr(held, product)
-    adapted = LoRALinear(base, base.in_features, base.out_features, 2, 4.0, seed=0).requires_grad_(False)
+    adapted = Adapted(base, 2, 4.0, seed=0).requires_grad_(False)
     torch.nn.init.normal_(adapted.b, generator=torch.Generator().manual_seed(3))
     setattr(held, product, adapted)
     plain, fused = both(model)
@@ -179,7 +178,6 @@ def test_on_an_h200_with_norms_in_the_products_or_apart(name, rows):
 @pytest.mark.parametrize("switched_off", [field.name for field in dataclasses.fields(Fusions)])
 def test_each_fusion_can_be_off(switched_off):
     model = build(CONFIGS["qwen3"], resolve_ops("cpu"))
-    join_weights(model)
     plain, fused = both(model, Fusions(**{switched_off: False}))
     torch.testing.assert_close(fused[0], plain[0], rtol=1e-4, atol=1e-4)
 
@@ -192,37 +190,30 @@ def test_triton_kernels(new):
     kernels = {name: get(name).implementations.get("triton") for name in OPERATORS}
     loaded = {name: kernel.load() for name, kernel in kernels.items() if kernel is not None}
     assert {"linear", "gate_up", "add_rms_norm", "rotary_kv_write", "paged_attention"} <= set(loaded)
-    ops = dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
+    ops = with_dependent_launch(dataclasses.replace(resolve_ops("cpu"), **loaded), False)
     model = build(CONFIGS["qwen3"], ops)
-    join_weights(model)
     plain, fused = both(model, new=new)
     model = build(CONFIGS["qwen3"], resolve_ops("cpu"))
-    join_weights(model)
     for reference, one, two in zip(both(model, new=new)[0], plain, fused, strict=True):
         torch.testing.assert_close(one, reference, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(two, reference, rtol=1e-3, atol=1e-3)
 
 
 def test_memory_of_a_model_without_any():
-    model = Decoder(TINY, "meta", torch.float32)
-    join_weights(model, "cpu")
+    model = allocated(Decoder(TINY, "meta", torch.float32), "cpu")
     layer = model.layers[1]
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert layer.attention.k.weight.data_ptr() == layer.attention.q.weight.data_ptr() + layer.attention.q.weight.nbytes
     assert set(model.state_dict()) == set(build(TINY, resolve_ops("cpu")).state_dict())
-    tied = Decoder(dataclasses.replace(TINY, tied_embeddings=True), "meta", torch.float32)
-    join_weights(tied, "cpu")
+    tied = allocated(Decoder(dataclasses.replace(TINY, tied_embeddings=True), "meta", torch.float32), "cpu")
     assert tied.head.weight is tied.embed.weight and not tied.head.weight.is_meta
 
 
 def test_other_contexts_and_models():
     model = build(TINY, resolve_ops("cpu"))
-    with pytest.raises(ValueError, match="call join_weights"):
-        FusedStack(model, max_positions=64)
-    join_weights(model)
     context = VarlenContext(torch.tensor([0, 5, 8], dtype=torch.int32), model.ops)
     plain = model(torch.arange(8), context.positions(), context)
     model.stack = FusedStack(model, max_positions=64)
     assert torch.equal(model(torch.arange(8), context.positions(), context), plain)
     gpt2 = dataclasses.replace(TINY, architecture="gpt2", norm="layernorm", gated_mlp=False, activation="gelu_tanh")
-    assert unsuitable(TINY) is None and "RMSNorm" in str(unsuitable(gpt2))
+    assert refusal(TINY) is None and "RMSNorm" in str(refusal(gpt2))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny_checkpoints import FAMILIES, make_model
 
-from transect.engine.gpu_build import gpu_ops
+from transect.engine.gpu.setup import gpu_ops
 from transect.models.context import PagedContext
-from transect.models.load_device import load_on_device
+from transect.models.load import load_on_device
 from transect.models.resolve import resolve
 
 pytestmark = [

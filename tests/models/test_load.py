@@ -10,9 +10,11 @@ from tiny_checkpoints import FAMILIES, make_model, write_gguf
 from transformers.initialization import no_init_weights
 
 from transect.formats.ggml_blocks import QuantizedTensor
+from transect.models.config_hf import to_hf
 from transect.models.context import VarlenContext
-from transect.models.load import kernels, kv_dtype, load_model, load_weights
+from transect.models.load import kernels, kv_dtype, load_model, stored_weights
 from transect.models.resolve import resolve
+from transect.models.stored import read_all
 from transect.models.weights_hf import places
 from transect.ops.cpu import build
 from transect.ops.cpu import library as cpu_library
@@ -54,7 +56,7 @@ def test_quantized_models_compute_with_the_dequantized_values(tmp_path, type_nam
     theirs = make_model("smollm2")
     source = resolve(str(write_gguf(tmp_path / "m.gguf", theirs, type_name)))
     plain = load_model(source, dtype="float32", native=False)
-    weights = dict(load_weights(source))
+    weights = dict(read_all(stored_weights(source)))
     for name, parameter in plain.state_dict().items():
         weight = weights["embed.weight" if name == "head.weight" else name]
         value = torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedTensor) else weight.float()
@@ -143,7 +145,7 @@ def test_which_way_runs_is_said_and_why(tmp_path, monkeypatch, caplog):
 
 
 def test_the_real_model_in_float32_equals_transformers_on_the_dequantized_weights(smollm2):
-    config = transformers.LlamaConfig(**smollm2.config.to_hf())
+    config = transformers.LlamaConfig(**to_hf(smollm2.config))
     with no_init_weights():  # drawing 135M random numbers takes longer than the rest of the test
         theirs = transformers.LlamaForCausalLM(config).eval()
     model = load_model(smollm2, dtype="float32", native=False)

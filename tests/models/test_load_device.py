@@ -8,8 +8,7 @@ from tiny_checkpoints import FAMILIES, make_model, write_gguf
 
 from transect.models.context import VarlenContext
 from transect.models.fused_stack import FusedStack
-from transect.models.load import load_model
-from transect.models.load_device import load_on_device
+from transect.models.load import load_model, load_on_device
 from transect.models.resolve import resolve
 from transect.ops.opset import resolve_ops
 

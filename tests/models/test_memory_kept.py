@@ -9,7 +9,7 @@ from transect.models.config import ModelConfig
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.memory.training import TrainingPlan, _Account
-from transect.ops.jit import INTERPRETED
+from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import get
 from transect.train.activations import stack_with
@@ -117,7 +117,7 @@ def test_adapters_on_some_matrices_keep_less():
 
 def test_constants_are_those_of_the_operators():
     from transect.models.memory import merged, training
-    from transect.ops import linear_cross_entropy, linear_cross_entropy_torch
+    from transect.ops.loss import linear_cross_entropy, linear_cross_entropy_torch
     from transect.train import logprobs, merged_products
     from transect.train.optim import adamw, adamw8bit
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from transect.models.config import ModelConfig, RopeConfig
+from transect.models.config_hf import from_hf
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.load import load_model
@@ -146,7 +147,7 @@ def theirs(family: str) -> transformers.PreTrainedModel:
 def build(family: str, **changes: object) -> Decoder:
     """Our model with their weights; ``changes`` are made to the configuration they would have chosen."""
     model = theirs(family)
-    config = ModelConfig.from_hf(model.config.to_dict())
+    config = from_hf(model.config.to_dict())
     weights = canonical(model.state_dict(), config)
     assert {name: tuple(value.shape) for name, value in weights.items()} == weight_shapes(config)
     decoder = Decoder(dataclasses.replace(config, **changes))

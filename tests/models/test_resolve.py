@@ -13,6 +13,7 @@ from huggingface_hub import errors
 
 from transect.models import resolve as resolve_module
 from transect.models.config import ModelConfig
+from transect.models.config_hf import to_hf
 from transect.models.pull import BUILTIN_MODELS
 from transect.models.resolve import ModelSource, resolve, tokenizer_files
 
@@ -23,7 +24,7 @@ CONFIG = ModelConfig("llama", 96, 64, 2, 4, 2, 16, 96, 128)
 def directory(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
+    (folder / "config.json").write_text(json.dumps(to_hf(CONFIG)))
     return folder
 
 

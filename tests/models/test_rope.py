@@ -7,7 +7,8 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from transect.models.config import ModelConfig, RopeConfig
+from transect.models.config import RopeConfig
+from transect.models.config_hf import from_hf
 from transect.models.rope import Rope, frequencies
 
 LLAMA31 = {
@@ -57,7 +58,7 @@ def test_against_transformers(name: str, head_dim: int) -> None:
         head_dim=head_dim, max_position_embeddings=131072, rope_parameters=dict(RELEASED[name])
     )
     rotary = LlamaRotaryEmbedding(theirs)
-    config = ModelConfig.from_hf(theirs.to_dict())
+    config = from_hf(theirs.to_dict())
     torch.testing.assert_close(frequencies(config.rope, head_dim), rotary.inv_freq, rtol=3e-7, atol=0)
     positions = torch.tensor([0, 1, 7, 1000, 8191])
     cos, sin = Rope(config.rope, head_dim).cos_sin(positions)

@@ -10,16 +10,18 @@ from tiny_checkpoints import FAMILIES, make_model, write_gguf
 
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.formats.gguf_file import GGUFFile
-from transect.models.config import ModelConfig
+from transect.models.config_gguf import from_gguf
+from transect.models.config_hf import from_hf_directory
 from transect.models.resolve import resolve
 from transect.models.shapes import weight_shapes
-from transect.models.weights_gguf import half_rotation_rows, load_gguf
-from transect.models.weights_hf import load_hf
+from transect.models.stored import read_all
+from transect.models.weights_gguf import half_rotation_rows, stored_gguf
+from transect.models.weights_hf import stored_hf
 
 
 def open_with_config(path):
     file = GGUFFile.open(path)
-    return file, ModelConfig.from_gguf(file.metadata, file.tensors)
+    return file, from_gguf(file.metadata, file.tensors)
 
 
 def dense(weight):
@@ -30,9 +32,9 @@ def dense(weight):
 def test_gives_the_weights_of_the_safetensors(tmp_path, family):
     model = make_model(family)
     model.save_pretrained(tmp_path)
-    expected = dict(load_hf(tmp_path, ModelConfig.from_hf_directory(tmp_path)))
+    expected = dict(read_all(stored_hf(tmp_path, from_hf_directory(tmp_path))))
     file, config = open_with_config(write_gguf(tmp_path / "m.gguf", model))
-    got = dict(load_gguf(file, config))
+    got = dict(read_all(stored_gguf(file, config)))
     assert list(got) == list(weight_shapes(config)) and set(got) == set(expected)
     for name, weight in got.items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
@@ -43,9 +45,9 @@ def test_gives_the_weights_of_the_safetensors(tmp_path, family):
 def test_packed_matrices_stay_packed_and_reordered_alike(tmp_path, family, type_name):
     model = make_model(family)
     file, config = open_with_config(write_gguf(tmp_path / "m.gguf", model, type_name))
-    reference = dict(load_gguf(*open_with_config(write_gguf(tmp_path / "f.gguf", model))))
+    reference = dict(read_all(stored_gguf(*open_with_config(write_gguf(tmp_path / "f.gguf", model)))))
     steps = {"Q8_0": 0.01, "Q4_1": 0.15, "F16": 1e-3, "BF16": 1e-2}
-    for name, weight in load_gguf(file, config):
+    for name, weight in read_all(stored_gguf(file, config)):
         if len(weight.shape) == 2:
             kind = weight.type_name if isinstance(weight, QuantizedTensor) else weight.dtype
             assert kind == {"F16": torch.float16, "BF16": torch.bfloat16}.get(type_name, type_name)
@@ -73,13 +75,13 @@ def test_rope_frequencies_are_no_superfluous_tensor(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert len(dict(load_gguf(*open_with_config(tmp_path / "f.gguf")))) == len(reader.tensors)
+    assert len(dict(read_all(stored_gguf(*open_with_config(tmp_path / "f.gguf"))))) == len(reader.tensors)
 
 
 def refuses(path, message):
     file, config = open_with_config(path)
     with pytest.raises(ValueError, match=message) as caught:
-        load_gguf(file, config)
+        read_all(stored_gguf(file, config))
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
@@ -99,7 +101,7 @@ def test_missing_wrong_and_superfluous_tensors(tmp_path):
 def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path):
     file, config = open_with_config(write_gguf(tmp_path / "m.gguf", make_model("llama")))
     with pytest.raises(ValueError, match="21 tensors cannot be the 2147483648 layers"):
-        load_gguf(file, dataclasses.replace(config, n_layers=2**31))
+        read_all(stored_gguf(file, dataclasses.replace(config, n_layers=2**31)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
@@ -116,7 +118,7 @@ def test_random_damage_never_makes_anything_but_a_value_error(tmp_path, family):
         path.write_bytes(data.tobytes())
         try:
             source = resolve(str(path))
-            weights = dict(load_gguf(source.gguf, source.config))
+            weights = dict(read_all(stored_gguf(source.gguf, source.config)))
         except ValueError as error:
             assert "\n" not in str(error)
             refused += 1
@@ -135,11 +137,11 @@ def test_numbers_that_are_not_finite(tmp_path, type_name, name):
     path.write_bytes(data)
     file, config = open_with_config(path)
     with pytest.raises(ValueError, match=f"{name}' holds infinite or NaN"):
-        dict(load_gguf(file, config))
+        dict(read_all(stored_gguf(file, config)))
 
 
 def test_the_real_model_is_whole(smollm2):
-    weights = dict(load_gguf(smollm2.gguf, smollm2.config))
+    weights = dict(read_all(stored_gguf(smollm2.gguf, smollm2.config)))
     shapes = weight_shapes(smollm2.config)
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == shapes
     assert weights["embed.weight"].type_name == "Q8_0"

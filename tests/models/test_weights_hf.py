@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES, make_model
 
-from transect.models.config import ModelConfig
+from transect.models.config_hf import from_hf_directory
 from transect.models.shapes import weight_shapes
-from transect.models.weights_hf import load_hf, save_hf
+from transect.models.stored import read_all
+from transect.models.weights_hf import save_hf, stored_hf
 
 
 def read(directory):
-    return dict(load_hf(directory, ModelConfig.from_hf_directory(directory)))
+    return dict(read_all(stored_hf(directory, from_hf_directory(directory))))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_round_trip_through_transformers(tmp_path, family, sharded):
     model = make_model(family)
     model.save_pretrained(tmp_path / "theirs", **({"max_shard_size": "40KB"} if sharded else {}))
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == sharded
-    config = ModelConfig.from_hf_directory(tmp_path / "theirs")
+    config = from_hf_directory(tmp_path / "theirs")
     state = read(tmp_path / "theirs")
     assert {name: tuple(weight.shape) for name, weight in state.items()} == weight_shapes(config)
     if family != "gpt2":
@@ -56,7 +57,7 @@ def test_round_trip_through_transformers(tmp_path, family, sharded):
     assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == sharded
     back = read(tmp_path / "ours")
     assert all(torch.equal(back[name], weight) for name, weight in state.items()) and back.keys() == state.keys()
-    assert ModelConfig.from_hf_directory(tmp_path / "ours") == config
+    assert from_hf_directory(tmp_path / "ours") == config
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert again.dtype == torch.float32
     for name, weight in model.state_dict().items():
@@ -64,7 +65,7 @@ def test_round_trip_through_transformers(tmp_path, family, sharded):
 
 
 def test_saving_over_an_older_model_leaves_nothing_of_it(tmp_path, llama):
-    config, state = ModelConfig.from_hf_directory(llama), read(llama)
+    config, state = from_hf_directory(llama), read(llama)
     save_hf(state, config, tmp_path, max_shard_bytes=40_000)
     save_hf({name: weight.to(torch.bfloat16) for name, weight in state.items()}, config, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -73,7 +74,7 @@ def test_saving_over_an_older_model_leaves_nothing_of_it(tmp_path, llama):
 
 
 def test_what_cannot_be_saved(tmp_path, llama):
-    config, state = ModelConfig.from_hf_directory(llama), read(llama)
+    config, state = from_hf_directory(llama), read(llama)
     with pytest.raises(ValueError, match="no weights extra"):
         save_hf(state | {"extra": torch.ones(1)}, config, tmp_path)
     with pytest.raises(ValueError, match=r"'norm.weight' should have shape \[64\] and has \[3\]"):
@@ -102,13 +103,13 @@ def test_a_second_copy_of_tied_embeddings_and_old_buffers_are_ignored(tmp_path, 
 
     copied(llama, tmp_path, clutter)
     assert read(tmp_path).keys() == read(llama).keys()
-    config = dataclasses.replace(ModelConfig.from_hf_directory(llama), tied_embeddings=True)
-    assert "head.weight" not in dict(load_hf(tmp_path, config))
+    config = dataclasses.replace(from_hf_directory(llama), tied_embeddings=True)
+    assert "head.weight" not in dict(read_all(stored_hf(tmp_path, config)))
 
 
 def refuses(directory, message):
     with pytest.raises(ValueError, match=message) as caught:
-        load_hf(directory, ModelConfig.from_hf_directory(directory))
+        read_all(stored_hf(directory, from_hf_directory(directory)))
     assert "\n" not in str(caught.value) and str(directory) in str(caught.value)
 
 
@@ -137,9 +138,9 @@ def test_tensors_that_do_not_fit_the_configuration(tmp_path, llama, change, mess
 
 
 def test_an_absurd_number_of_layers_is_refused_at_once(llama):
-    config = dataclasses.replace(ModelConfig.from_hf_directory(llama), n_layers=2**31)
+    config = dataclasses.replace(from_hf_directory(llama), n_layers=2**31)
     with pytest.raises(ValueError, match=r"21 tensors cannot be the 2147483648 layers of config.json"):
-        load_hf(llama, config)
+        read_all(stored_hf(llama, config))
 
 
 def test_missing_files(tmp_path, llama):
@@ -180,9 +181,9 @@ def test_random_damage_never_makes_anything_but_a_value_error(tmp_path, llama, d
         damaged = bytes(changed)
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(damaged)
-    config = ModelConfig.from_hf_directory(llama)
+    config = from_hf_directory(llama)
     try:
-        weights = dict(load_hf(tmp_path, config))
+        weights = dict(read_all(stored_hf(tmp_path, config)))
     except ValueError as error:
         assert "\n" not in str(error)
     else:

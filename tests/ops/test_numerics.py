@@ -1,21 +1,26 @@
 """Every kernel in the registry against float64, both directions, in the interpreter (or on the GPU)."""
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from effort import proving
+from registered import kernel_entries, marks
+
 from transect.ops.registry import Implementation, Op, Unavailable, all_ops
-from transect.ops.tools.accuracy import LAYOUTS, check
+from transect.ops.tools.accuracy import LAYOUTS, Finding, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts bfloat16 off instead of rounding it, so there the 16-bit format tested is float16.
 DTYPES = ("float32", "bfloat16", "float16") if DEVICE == "cuda" else ("float32", "float16")
 ENTRIES = [
-    pytest.param(op, made, id=f"{op.name}-{label}")
-    for op in all_ops()
-    for label, made in op.implementations.items()
-    if made.backend in ("triton", "cuda")
+    pytest.param(op, made, dtype, id=f"{name}-{dtype}", marks=marks(made))
+    for op, made, name in kernel_entries()
+    for dtype in DTYPES
+    if dtype in made.dtypes
 ]
 
 
@@ -27,18 +32,36 @@ def loadable(implementation: Implementation) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("op", "implementation"), ENTRIES)
+def efforts(op: Op, dtype: str) -> list[list[dict[str, Any]]]:
+    """What is checked, in parts; where a kernel takes nothing of that, what else. Everything on a GPU.
+
+    The interpreter is slow: there strides are tried in one dtype, and small results drawn half as often. Without
+    ``--prove`` only the first example has strides, and the second dtype gets two examples.
+    """
+    if DEVICE == "cuda":
+        return [[{}]]
+    wide = dtype == "float32"
+    strides = LAYOUTS if wide else LAYOUTS[:1]
+    everything = {"draws": 8, "layouts": strides}
+    if proving():
+        return [[everything]]
+    first, *others = op.examples()
+    quick = {"draws": 8, "layouts": LAYOUTS[:1], "examples": others if wide else others[:1]}
+    return [[quick | {"layouts": strides, "examples": [first]}, quick], [everything]]
+
+
+@pytest.mark.parametrize(("op", "implementation", "dtype"), ENTRIES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_error_against_float64(op: Op, implementation: Implementation, dtype: str) -> None:
     loadable(implementation)
-    if dtype not in implementation.dtypes:
-        pytest.skip(f"computes in {', '.join(implementation.dtypes)}")
     torch.set_num_threads(1)
-    # In the interpreter strides are tried in one dtype, and small results drawn half as often: it is slow.
-    quick = {} if DEVICE == "cuda" else {"draws": 8, "layouts": LAYOUTS if dtype == "float32" else LAYOUTS[:1]}
-    findings = list(check(op, implementation, getattr(torch, dtype), DEVICE, **quick))
-    if not findings:
+    findings: list[Finding] = []
+    for parts in efforts(op, dtype):
+        for part in parts:
+            findings += check(op, implementation, getattr(torch, dtype), DEVICE, **part)
+        if findings:
+            break
+    else:
         pytest.skip("takes none of the examples (it has shapes of its own in the GPU tests)")
     assert [finding for finding in findings if not finding.passed] == []
 

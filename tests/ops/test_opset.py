@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from transect.ops import registry
-from transect.ops.linear import fixed_rows
+from transect.ops.linear.linear import fixed_rows
 from transect.ops.numerics import sample
 from transect.ops.opset import OPERATORS, resolve_ops
 from transect.ops.registry import Implementation, Op, Unavailable, get
@@ -98,7 +98,7 @@ def test_operators_of_the_cpu_need_no_triton() -> None:
     program = """
 import sys
 sys.modules["triton"] = None  # what an import of it then meets is an ImportError
-import transect.engine.gpu_build
+import transect.engine.gpu.build
 from transect.ops.opset import resolve_ops
 resolve_ops("cpu")
 """

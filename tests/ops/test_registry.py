@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from transect.ops.cuda import SOURCES
+from transect.ops.lang import cuda_build
 from transect.ops.registry import OnHost, Op, all_ops, get
 from transect.ops.tuning import bucket_name
 
@@ -53,7 +53,7 @@ def test_implementations(op: Op) -> None:
         assert made.targets and set(made.targets) <= TARGETS
         assert made.dtypes and all(hasattr(torch, dtype) for dtype in made.dtypes)
         if made.backend == "cuda":
-            assert (SOURCES / made.source).is_file()
+            assert cuda_build.source(made.source).is_file()
         if made.backend == "triton" and name in ("triton", *launched) and not op.measured_as:
             assert name in launched, f"{op.name}: no kernel is declared for {name}"
     assert launched <= set(op.implementations)
@@ -100,4 +100,4 @@ def test_names_are_sorted_and_known() -> None:
 def test_every_cuda_source_belongs_to_an_implementation() -> None:
     """``benchmarks/sanitize_cuda.py`` runs those: so no source goes unwatched."""
     named = {made.source for op in OPS for made in op.implementations.values() if made.backend == "cuda"}
-    assert {path.name for path in SOURCES.glob("*.cu")} == named
+    assert {path.name for path in cuda_build.sources()} == named

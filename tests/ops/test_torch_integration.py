@@ -8,15 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from transect.ops.registry import Implementation, Op, Unavailable, all_ops
+from registered import kernel_entries, marks
+
+from transect.ops.registry import Implementation, Op, Unavailable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ENTRIES = [
-    pytest.param(op, made, id=f"{op.name}-{label}")
-    for op in all_ops()
-    for label, made in op.implementations.items()
-    if made.backend in ("triton", "cuda")
-]
+ENTRIES = [pytest.param(op, made, id=name, marks=marks(made)) for op, made, name in kernel_entries()]
 WITH_GRADIENT = [entry for entry in ENTRIES if entry.values[1].autograd is not None]
 
 
@@ -44,7 +41,7 @@ def example_of(op: Op, made: Implementation, which: int = 0) -> dict[str, Any]:
     for example in op.examples():
         placed = {key: place(key, value) for key, value in example.items()}
         filled = all(v.numel() for v in example.values() if isinstance(v, torch.Tensor))
-        if filled and not (made.refuses and made.refuses(**placed)):
+        if filled and not (made.refusal and made.refusal(**placed)):
             found.append(placed)
     if len(found) <= which:
         pytest.skip("takes none of the examples")

@@ -22,7 +22,7 @@ from schemathesis.checks import not_a_server_error
 
 HELLO = [{"role": "user", "content": "Count from one to ten in words."}]
 LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}, "temperature": 0}
-PATIENCE_S = 60
+PATIENCE_S = 200
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
@@ -55,13 +55,13 @@ class Server:
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
     def metric(self, name):
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text.splitlines():
             if re.match(rf"{name}(\{{|\s)", line):
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric {name}")
 
     def health(self):
-        response = httpx.get(f"{self.url}/health")
+        response = httpx.get(f"{self.url}/health", timeout=PATIENCE_S)
         return response.status_code, response.json()
 
     def kv_is_free(self):
@@ -248,7 +248,10 @@ def test_bad_bodies_disturb_nobody(server):
         server.client.completions.create(model="m", prompt="x", logit_bias={"999999": 1})
     for content in (b"{", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 50_000):
         headers = {"content-type": "application/json"}
-        assert httpx.post(f"{server.url}/v1/completions", content=content, headers=headers).status_code == 400
+        assert (
+            httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=PATIENCE_S).status_code
+            == 400
+        )
     assert [choice.finish_reason for chunk in good for choice in chunk.choices][-1] in ("stop", "length")
     assert server.health()[0] == 200
 
@@ -265,6 +268,7 @@ def test_body_that_never_says_how_long_it_is(server):
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.prove  # test_schema.py sends more of them, without the processes
 def test_generated_requests_find_no_5xx(own_server):
     server = own_server("--max-model-len", "64")
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

@@ -75,7 +75,7 @@ def kill_self(which):
 @pytest.mark.parametrize(("which", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signals_of_an_idle_server(engine, which, code):
     async def during(url):
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             assert (await client.get("/health")).status_code == 200
         kill_self(which)
 
@@ -85,7 +85,7 @@ def test_signals_of_an_idle_server(engine, which, code):
 def test_engine_death_ends_the_server(engine):
     async def during(url):
         engine.state = "dead"
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             response = await client.get("/health")
         assert (response.status_code, response.json()["state"]) == (503, "dead")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_bpe import ReferenceBPE
 from text_samples import samples
@@ -53,7 +54,7 @@ def test_same_ids_as_the_reference_with_special_tokens_parsed(smollm2, reference
         assert smollm2.decode(ids, skip_special_tokens=False) == reference.representable(text)
 
 
-@settings(max_examples=300)
+@examples(100, 300)
 @given(text=TEXT)
 def test_random_unicode(smollm2, reference, text):
     ids = smollm2.encode(text)
@@ -82,7 +83,7 @@ def test_same_ids_as_the_published_pipeline_in_transformers(smollm2, smollm2_met
             assert smollm2.decode(expected, skip_special_tokens=skip) == decoded
 
 
-@pytest.mark.slow
+@pytest.mark.prove  # transformers reads the file for half a minute
 def test_same_ids_as_transformers_reading_the_gguf_file(smollm2, reference, tmp_path: Path):
     """Transformers does not know the file's pre-tokenizer and cuts as GPT-2 does, which is the same without digits; and
     it has an "unknown" token (of all things, the one that ends a text) for bytes that have none."""

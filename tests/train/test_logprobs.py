@@ -75,8 +75,8 @@ def _use(model, ops) -> None:
     model.ops = ops
     for module_ in model.modules():
         kind = type(module_).__name__
-        if kind == "Linear":
-            module_.op = ops.linear
+        if kind == "Dense":
+            module_.ops = ops
         elif kind == "RMSNorm":
             module_.op = ops.rms_norm
         elif kind == "Attention":

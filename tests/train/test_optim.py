@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from transect.ops.adamw import FusedAdamW, Step
-from transect.ops.jit import INTERPRETED
+from transect.ops.lang.jit import INTERPRETED
+from transect.ops.optim.adamw import FusedAdamW, Step
 from transect.train.config import OptimizerConfig
 from transect.train.optim import AdamW, AdamW8bit, Muon, build
 from transect.train.optim.adamw8bit import decode_positive, decode_signed, encode_positive, encode_signed

@@ -5,14 +5,15 @@ import torch
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
-from transect.models.linear import Linear
+from transect.models.weights.dense import Dense
+from transect.models.weights.int4 import Int4, quantize
+from transect.ops.opset import resolve_ops
 from transect.train import checkpoint
-from transect.train.qlora import Int4Linear, quantize
 from transect.train.trainer import Trainer
 
 
 def linear(outputs=24, inputs=128):
-    made = Linear(inputs, outputs, op=torch.nn.functional.linear)
+    made = Dense(outputs, inputs, ops=resolve_ops())
     with torch.no_grad():
         made.weight.copy_(torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)))
     return made
@@ -20,19 +21,19 @@ def linear(outputs=24, inputs=128):
 
 def test_each_weight_is_off_by_at_most_half_a_step() -> None:
     base = linear()
-    small = Int4Linear(base, 32)
+    small = Int4.of(base, 32)
     step = small.scale.repeat_interleave(32, dim=1)
-    assert bool(((small.dense_weight() - base.weight).abs() <= 0.5001 * step).all())
+    assert bool(((small.dense() - base.weight).abs() <= 0.5001 * step).all())
     assert small.codes.numel() == base.weight.numel() // 2
 
 
 def test_the_product_and_its_gradient_are_those_of_the_rebuilt_weight() -> None:
-    small = Int4Linear(linear(), 64)
+    small = Int4.of(linear(), 64)
     x = torch.randn(5, 128, requires_grad=True)
     upstream = torch.randn(5, 24)
     (ours,) = torch.autograd.grad(small(x), x, upstream)
-    torch.testing.assert_close(small(x), x @ small.dense_weight().T)
-    torch.testing.assert_close(ours, upstream @ small.dense_weight())
+    torch.testing.assert_close(small(x), x @ small.dense().T)
+    torch.testing.assert_close(ours, upstream @ small.dense())
 
 
 def test_constant_groups_stay_constant() -> None:
@@ -41,7 +42,7 @@ def test_constant_groups_stay_constant() -> None:
 
 
 def test_a_width_without_whole_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"set lora\.group"):
+    with pytest.raises(ValueError, match="whole pairs of groups of 64"):
         quantize(torch.zeros(2, 100), 64)
 
 
@@ -54,7 +55,7 @@ def test_training_over_the_4_bit_base_learns_and_resumes(tmp_path) -> None:
         optimizer={"learning_rate": 1e-2},
     )  # fmt: skip
     trainer = Trainer(config)
-    assert not any(isinstance(m, Linear) for layer in trainer.model.layers for m in layer.attention.children())
+    assert not any(isinstance(m, Dense) for layer in trainer.model.layers for m in layer.attention.children())
     first = [trainer.step().loss for _ in range(6)]
     with checkpoint.Writer(tmp_path / "run", keep=1) as writer:
         writer.save(trainer.snapshot())

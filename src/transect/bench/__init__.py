@@ -11,13 +11,14 @@ A server under load:
 * ``http_stream.py`` a small HTTP/1.1 client that times every piece of a streamed answer as it arrives
 * ``target.py``      which server, and what one request to it looks like
 * ``load.py``        open loop (arrivals do not wait for answers) and closed loop (fixed concurrency)
-* ``load_test.py``  levels of load, one after the other
+* ``levels.py``      a load test: levels of load, one after the other
 * ``objectives.py``  latency objectives, for goodput
 * ``summary.py``     percentiles, rates, goodput, errors by kind. ``plots.py``: pictures of them
 
 An engine in this process:
 
 * ``offline.py``    latency at batch sizes, and throughput of a fixed set of sequences
-* ``floors.py``     what a device needs at the least for that work; MBU and MFU
-* ``energy.py``     joules, from NVML. ``environment.py``: machine and versions, for the JSON
+* ``floors.py``     the least time that a device needs for that work; MBU and MFU
+* ``energy.py``     joules, from NVML
+* ``environment.py`` machine and versions, for the JSON
 """

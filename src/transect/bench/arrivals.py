@@ -1,4 +1,4 @@
-"""When requests arrive, in seconds from the start. All of it is drawn before the first request is sent."""
+"""Arrival times of requests, in seconds from the start. All are drawn before the first request is sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Joules that a GPU takes while something runs, from NVML (the library that comes with NVIDIA's driver).
 
-From Volta on NVML counts energy itself; where a device has no such counter, its power is sampled in a thread and
-integrated. The counter moves in steps of some tens of milliseconds: measure for seconds. It is the whole board's
-energy, whoever used it.
+From Volta on, NVML counts energy itself. Where a device has no such counter, a thread samples its power and integrates
+it. The counter moves in steps of some tens of milliseconds, so measure for seconds. It counts the energy of the whole
+board, whoever used it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_SUPPORTED = 3
 
 
 class PowerSource(Protocol):
-    """What is needed of NVML."""
+    """The part of NVML that is used here."""
 
     def energy_joules(self, device: int) -> float | None:
         """A counter that only rises; None where the device has none."""
@@ -46,7 +46,7 @@ class Nvml:
         self._call("nvmlInit_v2")
 
     def energy_joules(self, device: int) -> float | None:
-        """Since the driver was loaded."""
+        """Joules since the driver was loaded; None where the device has no counter."""
         counter = ctypes.c_ulonglong()
         code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle(device), ctypes.byref(counter))
         if code == _NOT_SUPPORTED:
@@ -55,7 +55,7 @@ class Nvml:
         return counter.value * 1e-3
 
     def watts(self, device: int) -> float:
-        """Of the whole board."""
+        """Power of the whole board in watts."""
         milliwatts = ctypes.c_uint()
         self._call("nvmlDeviceGetPowerUsage", self._handle(device), ctypes.byref(milliwatts))
         return milliwatts.value * 1e-3
@@ -85,7 +85,7 @@ class Energy:
     method: str
 
     def per_token(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-        """Figures for a report."""
+        """Joules per token and watts, for a report."""
         return {
             "joules": self.joules,
             "watts": self.joules / self.seconds,
@@ -134,7 +134,7 @@ class EnergyMeter:
         self.result = Energy(after - self._before, seconds, "counter")
 
     def _counters(self) -> float | None:
-        """All devices' counters together; None as soon as one has none."""
+        """The sum of all devices' counters; None if any device has none."""
         total = 0.0
         for device in self._devices:
             joules = self._source.energy_joules(device)
@@ -144,7 +144,7 @@ class EnergyMeter:
         return total
 
     def _sample(self) -> None:
-        """Trapezoids between samples, the last one at the end."""
+        """Integrate the power by trapezoids between samples, the last one at the end."""
         watts, then = self._watts(), time.perf_counter()
         while True:
             stopped = self._stop.wait(self._sample_s)

@@ -1,4 +1,4 @@
-"""What made a result: the machine and the software, for the JSON beside the numbers."""
+"""The machine and the software that made a result, for the JSON beside the numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..hardware import environment as machine
 
 
 def environment() -> dict[str, Any]:
-    """Command line (without API keys), and what ``hardware.environment`` says, with versions of Transect and torch."""
+    """The command line (without API keys), and ``hardware.environment`` with the versions of Transect and torch."""
     return {
         "command": " ".join(["transect", *_without_keys(sys.argv[1:])]),
         **machine.environment(("transect", "torch")),

@@ -1,8 +1,7 @@
-"""What a device needs at the least to run a model: the floor that measured times stand beside.
+"""The least time that a device needs to run a model: the floor that measured times stand beside.
 
-The work that cannot be avoided, operator by operator: a matrix of weights is read once a step, with what goes into it
-and comes out of it, or multiplied at the matrix rate, whichever takes longer; keys and values of every sequence are
-read once, or attended at the matrix rate. Norms, rotations, additions and sampling are left out. MFU and MBU are these
+The floor is the unavoidable work (``models.cost.least_cost``) at the rates of the device. The matrices of the layers,
+the head and attention each take as long as their bytes or their FLOPs, whichever takes longer. MFU and MBU are these
 FLOPs and bytes over the measured time, as shares of what the device can do.
 """
 
@@ -10,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..hardware.ceilings import Ceilings
 from ..models.config import ModelConfig
-from ..models.cost import Row, Storage
+from ..models.cost import Row, Storage, least_cost
 from ..models.resolve import ModelSource
-from ..models.shapes import linear_shapes
-from ..ops.counting import visible_keys, visible_pairs
+from ..models.storage import storage_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +26,14 @@ class Rates:
     flops_per_second: float
     device: str = ""
 
+    @property
+    def both(self) -> tuple[float, float]:
+        """(FLOP/s, bytes per second)."""
+        return self.flops_per_second, self.bytes_per_second
+
     @classmethod
     def of(cls, ceilings: Ceilings, dtype: str) -> Rates:
-        """The two that bound a model.
+        """The two rates that bound a model.
 
         Raises:
             ValueError: the ceilings have no rate for ``dtype``.
@@ -40,7 +43,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """FLOPs, bytes, and the seconds that they take at the least."""
+    """FLOPs, bytes, and the least time for them in seconds."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -67,32 +70,8 @@ def step_floor(
     logit_rows: int | None = None,
 ) -> Floor:
     """One step of a ragged batch; ``logit_rows`` tokens go through the output head, by default one for each row."""
-    storage = storage or Storage()
-    logit_rows = len(rows) if logit_rows is None else logit_rows
-    tokens = sum(row.new for row in rows)
-    linear = config.n_layers * sum(math.prod(shape) for shape, _ in linear_shapes(config).values())
-    # q, k and v share an input, and so do gate and up
-    inputs = config.dim + config.q_dim + config.dim + config.ffn_dim
-    outputs = config.q_dim + 2 * config.kv_dim + config.dim + (1 + config.gated_mlp) * config.ffn_dim + config.dim
-    around_linear = tokens * config.n_layers * (inputs + outputs) * storage.activation
-    head = config.vocab_size * config.dim if logit_rows else 0
-    around_head = logit_rows * (config.dim + config.vocab_size) * storage.activation
-    pairs, keys = 0.0, 0.0
-    for window, layers in _windows(config).items():
-        pairs += layers * sum(visible_pairs(row.new, row.length, window) for row in rows)
-        keys += layers * sum(visible_keys(row.new, row.length, window) for row in rows)
-    parts = (
-        (2 * tokens * linear, (linear * storage.linear + around_linear) / 8),
-        (2 * logit_rows * head, (head * storage.head + around_head) / 8),
-        (4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8),
-    )
-    return sum(
-        (
-            Floor(flops, size, max(flops / rates.flops_per_second, size / rates.bytes_per_second))
-            for flops, size in parts
-        ),
-        Floor(),
-    )
+    costs = least_cost(config, rows, storage=storage, logit_rows=logit_rows).values()
+    return sum((Floor(cost.flops, cost.bytes, cost.floor(*rates.both)) for cost in costs), Floor())
 
 
 def batch_floor(
@@ -100,8 +79,8 @@ def batch_floor(
 ) -> tuple[Floor, Floor]:
     """(prefill, decode) of sequences of (prompt tokens, output tokens) that all run together.
 
-    All prompts are computed in one go, which draws every first token; then each step decodes the sequences that still
-    have tokens to draw.
+    One prefill computes all prompts and draws every first token. Then each step decodes the sequences that still have
+    tokens to draw.
     """
     lengths = list(lengths)
     prefill = step_floor(config, [Row(prompt, prompt) for prompt, _ in lengths], rates, storage)
@@ -112,24 +91,17 @@ def batch_floor(
     return prefill, decode
 
 
-def _windows(config: ModelConfig) -> dict[int | None, int]:
-    """How many layers see how far back."""
-    counts: dict[int | None, int] = {}
-    for layer in range(config.n_layers):
-        window = config.layer_window(layer)
-        counts[window] = counts.get(window, 0) + 1
-    return counts
-
-
-def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool) -> Storage:
-    """Bits of weights and KV cache as an engine of this ``dtype`` holds them.
+def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool, quantization: str | None = None) -> Storage:
+    """Bits per number of the weights and the KV cache in an engine of this ``dtype``.
 
     ``keeps_quantized``: the C++ kernels run, which keep a GGUF file's matrices in their own formats. Other weights are
-    bfloat16, or float32 where ``dtype`` says so.
+    bfloat16, or float32 where ``dtype`` says so. ``quantization``: the format of the layers' matrices, as in
+    ``EngineConfig``.
     """
     dense = 32.0 if dtype == "float32" else 16.0
     if source.kind != "gguf" or not keeps_quantized:
-        return Storage(linear=dense, embed=dense, head=dense, kv=dense, activation=dense)
+        storage = storage_for(int(dense) // 8, quantization, native=keeps_quantized)
+        return replace(storage, norm=16, activation=dense)
     sizes = {"head": [0, 0], "linear": [0, 0]}
     head = "token_embd.weight" if source.config.tied_embeddings else "output.weight"
     for name, tensor in source.gguf.tensors.items():
@@ -138,4 +110,6 @@ def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool) -> Sto
             sizes[kind][0] += tensor.blocks.nbytes
             sizes[kind][1] += math.prod(tensor.shape)
     bits = {kind: 8 * size / count for kind, (size, count) in sizes.items()}
+    if quantization is not None:
+        bits["linear"] = storage_for(2, quantization, native=True).linear
     return Storage(linear=bits["linear"], embed=bits["head"], head=bits["head"], kv=dense, activation=32)

@@ -1,8 +1,8 @@
-"""A small HTTP/1.1 client that knows one thing: POST a body, and time each server-sent event as its bytes arrive.
+"""A small HTTP/1.1 client that does one thing: POST a body, and time each server-sent event as its bytes arrive.
 
-Written for measuring: the moment is taken when the socket has data, before anything is parsed, and an event costs a few
-microseconds, so that one core carries hundreds of streams. Connections are kept and used again; their number is not
-limited. No redirects, no proxies, no compression.
+It is written for measuring. It takes the time when the socket has data, before it parses anything, and an event costs a
+few microseconds, so one core carries hundreds of streams. Connections are kept and used again; their number is not
+limited. There are no redirects, no proxies and no compression.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_HEAD_BYTES = 64 * 1024
 
 
 class RequestFailed(Exception):
-    """A request that brought no complete answer. ``kind`` is one of a few words, for counting."""
+    """A request that got no complete answer. ``kind`` is one of a few words, for counting."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -28,7 +28,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Status and body of an answer that was no event stream; of an event stream only the status."""
+    """Status and body of an answer; only the status if it was an event stream."""
 
     status: int
     body: bytes = b""
@@ -122,7 +122,7 @@ class HttpClient:
         return connection
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

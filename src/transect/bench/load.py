@@ -1,4 +1,4 @@
-"""Load on a server: open loop, where arrivals never wait for answers, and closed loop, with so many requests at a time.
+"""Load on a server: open loop, where arrivals never wait for answers, and closed loop, with a fixed concurrency.
 
 In the open loop each request has a moment at which it is due, and its latencies count from that moment, not from when
 the generator came to send it: a slow server cannot slow the questions down, and a slow generator cannot hide behind
@@ -18,7 +18,7 @@ from .target import Stream, Target
 from .workload import Work
 
 HEAD_START_S = 0.05
-"""Between the start of the clock and the first arrival: for making the tasks."""
+"""Time between the start of the clock and the first arrival, in which the tasks are made."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Record:
 
 @dataclass(slots=True)
 class Run:
-    """All requests of one level of load, and how busy the generator itself was (CPU seconds per second)."""
+    """All requests of one level of load, and the load of the generator itself (CPU seconds per second)."""
 
     records: list[Record]
     seconds: float

@@ -14,7 +14,7 @@ MOST_GAPS = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Seconds at the most, None for no objective.
+    """The longest allowed times in seconds; None for no objective.
 
     ``ttft`` from due to the first token; ``itl`` holds if 95% of the request's own gaps keep it; ``tpot`` is the mean
     time per output token after the first; ``e2e`` from due to the end.

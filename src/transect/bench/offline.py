@@ -13,7 +13,7 @@ from .workload import Work
 
 
 class Engine(Protocol):
-    """What is needed of ``engine.llm.LLM``."""
+    """The part of ``engine.llm.LLM`` that is used here."""
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> str: ...
     def step(self) -> list[EngineOutput]: ...
@@ -27,7 +27,7 @@ class Decoded:
     """Steps in which every sequence of a batch decoded one token.
 
     Attributes:
-        seconds: all of these steps together.
+        seconds: time of all these steps together.
         steps: the seconds of each, as seen from outside: the time between two returns of ``step``.
         middle: length of every sequence, in tokens, in the step half-way.
     """

@@ -1,4 +1,4 @@
-"""Pictures of a load test, by matplotlib where it is installed."""
+"""Pictures of a load test, drawn by matplotlib where it is installed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .levels import Result
 from .load import Record
-from .load_test import Result
 from .summary import PERCENTILES
 
 COLOURS = ("#0b7285", "#f08c00", "#c92a2a")
@@ -30,7 +30,7 @@ def check(path: Path) -> None:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Write a picture: of one level the distributions, of several how latency and throughput change with the load.
+    """Write a picture: the distributions of one level, or latency and throughput over the load of several.
 
     The suffix of ``path`` says what kind: .png, .svg, .pdf.
     """

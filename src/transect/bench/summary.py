@@ -1,4 +1,4 @@
-"""From the records of a run to what is reported: percentiles, rates, goodput, errors by kind."""
+"""Turns the records of a run into a report: percentiles, rates, goodput, errors by kind."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(run: Run, objectives: Objectives | None = None, energy: Energy | None = None) -> dict[str, Any]:
-    """One level of load as JSON would have it; times in seconds, rates per second.
+    """One level of load as a JSON object; times in seconds, rates per second.
 
-    Rates are over the time from the first request's due moment to the end of the last answer. Latencies are of requests
+    Rates are over the time from the first request's due moment to the end of the last answer. Latencies count requests
     that succeeded; failed ones count in ``errors``, and against goodput.
     """
     good = [record for record in run.records if record.error is None]
@@ -83,7 +83,7 @@ def summarize(run: Run, objectives: Objectives | None = None, energy: Energy | N
 
 
 def warnings(level: dict[str, Any]) -> list[str]:
-    """Sentences about what makes a level's figures doubtful."""
+    """Sentences that say why the figures of a level are doubtful."""
     found = []
     lag, cpu = level["generator"]["lag"], level["generator"]["cpu"]
     if lag is not None and lag["p99"] > LATE_S:

@@ -1,4 +1,4 @@
-"""Which server is measured, and what one request to it looks like."""
+"""The server to measure, and the form of a request to it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Target:
         model: name sent with every request.
         api_key: sent as a bearer token.
         endpoint: ``completions`` takes token ids and text, ``chat`` text only, as one user message.
-        temperature: of every request.
+        temperature: sent with every request.
         ignore_eos: ask for exactly as many tokens as the work says; a field that not every server knows.
-        extra: further fields of every body.
+        extra: more fields for every body.
         timeout_s: for one request; None for no limit.
     """
 
@@ -39,7 +39,7 @@ class Target:
     timeout_s: float | None = 600.0
 
     def client(self) -> HttpClient:
-        """A client for it.
+        """A client for this server.
 
         Raises:
             ValueError: the URL is none.
@@ -49,7 +49,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Where requests go."""
+        """The path of requests."""
         return PATHS[self.endpoint]
 
     def body(self, work: Work) -> bytes:
@@ -123,7 +123,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Stream:
-    """What came of one request. Moments are seconds of ``time.perf_counter``.
+    """The outcome of one request. Moments are seconds of ``time.perf_counter``.
 
     ``moments`` has one entry for each event that carried text (or, for completions, any event before the finish): the
     arrivals of tokens, where the server sends each by itself.
@@ -139,7 +139,7 @@ class Stream:
         self.error: RequestFailed | None = None
 
     def take(self, data: bytes, now: float) -> None:
-        """One event of the stream."""
+        """Take one event of the stream."""
         if data == b"[DONE]":
             return
         try:

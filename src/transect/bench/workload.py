@@ -1,4 +1,4 @@
-"""What is asked: prompts and output lengths, drawn from a seed or read from a file."""
+"""Requests to send: prompts and output lengths, drawn from a seed or read from a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_work(
 
 
 def throughput_protocol(sequences: int = 256, low: int = 100, high: int = 1024, *, highest: int = 10000) -> list[Work]:
-    """The workload of the benchmarks of nano-vllm and mini-sglang, token for token; smaller ones alike.
+    """The workload of the benchmarks of nano-vllm and mini-sglang, token for token, or a smaller one of the same form.
 
     Python's ``random`` with seed 0 draws, for each sequence, its prompt length and then its ids from 0 to ``highest``;
     after all prompts it draws the output lengths. 256 sequences have 142,827 prompt tokens and 133,966 output tokens.

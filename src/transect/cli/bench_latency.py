@@ -34,6 +34,7 @@ from .engine_options import (
     LoadFormat,
     MaxBatchedTokens,
     Native,
+    Quantization,
     Threads,
     engine_config,
 )
@@ -58,6 +59,7 @@ def command(
     dependent_launch: DependentLaunch = True,
     device_sampling: DeviceSampling = True,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     threads: Threads = None,
     native: Native = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
@@ -65,7 +67,7 @@ def command(
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
 ) -> None:
-    """Prefill and decode of 1 and more requests at once: time, floor, and how near they are."""
+    """Prefill and decode of one or more requests at once: time, floor, and the share of the floor."""
     from ..engine.config import EngineConfig
 
     batches = sorted(set(batch or [1]))
@@ -88,6 +90,7 @@ def command(
         dependent_launch=dependent_launch,
         device_sampling=device_sampling,
         dtype=dtype,
+        quantization=quantization,
         threads=threads,
         native=native,
         enable_prefix_caching=False,

@@ -22,9 +22,9 @@ def command(
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda.")] = "auto",
     json: Annotated[Path | None, typer.Option(help="Put the rows into this file; other operators' rows stay.")] = None,
-    changed: Annotated[
+    resume: Annotated[
         bool,
-        typer.Option("--changed", help="Leave out what the file of --json holds, measured here of the same sources."),
+        typer.Option("--resume", help="Leave out cases that the file of --json holds from this commit and device."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw into this directory (matplotlib).")] = None,
     check: Annotated[bool, typer.Option("--check", help="Also compare results with float64, on a GPU.")] = False,
@@ -45,21 +45,20 @@ def command(
         _list(wanted, found)
         return
     from ..ops.cpu.ceilings import device_measurement
-    from ..ops.tools import results, sources
+    from ..ops.tools import results
 
     limits = device_measurement(found).ceilings
     where = _run(limits, found)
-    digests = {op.name: sources.digest(op, found.name) for op in wanted}
     left_out: frozenset[tuple[str, str]] = frozenset()
-    if changed:
+    if resume:
         if json is None:
-            raise ValueError("--changed compares with a file of results: name it with --json")
-        left_out = sources.still_good(results.read(json), where, digests) if json.is_file() else left_out
-        print(f"{len(left_out)} cases in {json} are of the same sources and stay")
+            raise ValueError("--resume goes on with a file of results: name it with --json")
+        left_out = results.measured(results.read(json), where) if json.is_file() else left_out
+        print(f"{len(left_out)} cases in {json} are of this commit and stay")
 
     def keep(of_one_case: list[Timing]) -> None:
         if json is not None:
-            results.merge(json, where, of_one_case, digests)
+            results.merge(json, where, of_one_case)
 
     rows = _measure(wanted, limits, found, case, left_out, check, limit, workers, keep)
     if not rows and not left_out:
@@ -91,7 +90,7 @@ def _list(wanted: list[Op], found: Device) -> None:
 
 
 def _run(limits: Ceilings, found: Device) -> dict[str, Any]:
-    """Where and with what the rows were measured."""
+    """The machine and the software that measured the rows."""
     import sys
     from dataclasses import asdict
     from datetime import UTC, datetime
@@ -118,7 +117,7 @@ def _measure(
     workers: int,
     keep: Callable[[list[Timing]], None],
 ) -> list[Timing]:
-    """Run, and show and ``keep`` each case when it is done."""
+    """Run the cases; show each and ``keep`` it when it is done."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""``transect bench serve``: load on an OpenAI-compatible server, and how it bears it."""
+"""``transect bench serve``: puts load on an OpenAI-compatible server, and reports how it copes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .bench_shared import show, write
 from .serve import keys_in
 
 if TYPE_CHECKING:
-    from ..bench.load_test import Result
+    from ..bench.levels import Result
 
 REQUESTS, OUTPUT_TOKENS = 100, "128"
 
@@ -41,7 +41,9 @@ def command(
         Path | None, typer.Option(help="JSON lines with arrival_s, output_tokens, and prompt_tokens or a prompt.")
     ] = None,
     speed: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
-    burstiness: Annotated[float, typer.Option(help="Of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(help="Burstiness of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")
+    ] = 1.0,
     requests: Annotated[
         int | None,
         typer.Option(
@@ -59,9 +61,10 @@ def command(
     ] = None,
     highest_id: Annotated[int, typer.Option(min=0, help="Random token ids are 0 to this.")] = 10000,
     seed: Annotated[
-        int, typer.Option(help="Of prompts, lengths and arrivals; the same prompts again may be in the server's cache.")
+        int,
+        typer.Option(help="Decides prompts, lengths and arrivals. A server may have cached the prompts of a seed."),
     ] = 0,
-    temperature: Annotated[float, typer.Option(help="Of every request.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Temperature of every request.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output tokens of the workload.")] = True,
     extra_body: Annotated[str, typer.Option(help="More fields of every request, as a JSON object.")] = "{}",
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
@@ -76,9 +79,10 @@ def command(
     """Load any OpenAI-compatible server and report latencies, rates and goodput. Exits with 1 where none succeeded."""
     import asyncio
 
-    from ..bench import load_test, plots
+    from ..bench import plots
     from ..bench.energy import EnergyMeter, Nvml
     from ..bench.lengths import Lengths
+    from ..bench.levels import WorkSource, concurrency_levels, rate_levels, records_table, run_levels, trace_level
     from ..bench.objectives import Objectives
     from ..bench.target import Target, served_model
 
@@ -94,20 +98,20 @@ def command(
     output = None if output_tokens is None else Lengths.parse(output_tokens)
     if output is None and conversations is None:
         output = Lengths.parse(OUTPUT_TOKENS)
-    source = load_test.WorkSource(Lengths.parse(prompt_tokens), output, conversations, highest_id, seed)
+    source = WorkSource(Lengths.parse(prompt_tokens), output, conversations, highest_id, seed)
     if trace is not None:
-        levels = [load_test.trace_level(source, trace, speed, requests)]
+        levels = [trace_level(source, trace, speed, requests)]
     elif concurrency is not None:
-        levels = load_test.concurrency_levels(source, requests or REQUESTS, concurrency)
+        levels = concurrency_levels(source, requests or REQUESTS, concurrency)
     else:
-        levels = load_test.rate_levels(source, requests or REQUESTS, request_rate or [1.0], burstiness)
+        levels = rate_levels(source, requests or REQUESTS, request_rate or [1.0], burstiness)
     extra = _object(extra_body)
     name = model or asyncio.run(served_model(url, key))
     target = Target(url, name, key, endpoint, temperature, ignore_eos, extra, timeout)  # type: ignore[arg-type]
     before = source.draw(warm_up, "warm-up")
     counts = ", ".join(f"{len(level.work)} at {level}" for level in levels)
     print(f"{url}, model {name}, {endpoint}, seed {seed}; requests: {warm_up} to warm up, {counts}", flush=True)
-    test = load_test.run_levels(target, levels, warm_up=before, objectives=objectives, meter=meter)
+    test = run_levels(target, levels, warm_up=before, objectives=objectives, meter=meter)
     results = asyncio.run(test)
     _show(results)
     if plot is not None:
@@ -116,7 +120,7 @@ def command(
         settings = {"url": url, "model": name, "endpoint": endpoint, "seed": seed, "warm_up": warm_up}
         lengths = {"prompt_tokens": str(source.prompt), "output_tokens": str(source.output)}
         levels_json = [result.summary for result in results]
-        requests_json = list(load_test.records_table(results))
+        requests_json = list(records_table(results))
         write(json, {"settings": {**settings, **lengths}, "levels": levels_json, "requests": requests_json})
     return 0 if all(result.summary["succeeded"] for result in results) else 1
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ..models.cost import Storage
 
 WIDTH = 132
-"""Of tables that go to a file or a narrow terminal: wide enough that no figure is broken in two."""
+"""Width of tables in a file or a narrow terminal: enough that no figure is broken in two."""
 
-Model = Annotated[str, typer.Option(help="As for the other commands.")]
+Model = Annotated[str, typer.Option(help="A built-in name, a .gguf file, a directory or a hub id.")]
 Runs = Annotated[int, typer.Option(min=1, help="Measured runs, after one that warms up; the median is shown.")]
 MeasureEnergy = Annotated[bool, typer.Option("--energy", help="Joules per token, from NVML.")]
 EnergyGpu = Annotated[int, typer.Option(min=0, help="Number of the GPU whose energy is read, as nvidia-smi counts.")]
@@ -65,7 +65,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     import torch
 
     from ..bench.floors import Rates, storage_of
-    from ..engine.gpu_build import device_for
+    from ..engine.gpu.build import device_for
     from ..engine.llm import LLM
     from ..hardware.device import detect
     from ..models.load import kernels, kv_dtype
@@ -81,7 +81,8 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     torch.set_num_threads(threads)
     library = None
     if device.type == "cpu":
-        choice = {"dtype": settings.dtype, "native": settings.native, "block_size": settings.block_size}
+        names = ("dtype", "native", "block_size", "quantization")
+        choice = {name: getattr(settings, name) for name in names}
         library, _ = kernels(source.config, threads=threads, **choice)  # type: ignore[arg-type]
     packed = library is not None
     compute = "float32" if packed else str(kv_dtype(settings.dtype)).removeprefix("torch.")
@@ -89,7 +90,9 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     rates = Rates.of(measured.ceilings, compute)
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     llm = LLM(**fields)
-    storage = storage_of(source, settings.dtype, keeps_quantized=packed)
+    # Plain torch on a CPU multiplies by the values that codes of 4 bits stand for.
+    quantization = settings.quantization if packed or device.type == "cuda" else None
+    storage = storage_of(source, settings.dtype, keeps_quantized=packed, quantization=quantization)
     return Subject(llm, source.config, rates, storage, str(measured))
 
 
@@ -100,14 +103,14 @@ def device_type(device: str) -> str:
         ValueError: there is no such device.
     """
     from ..engine.config import EngineConfig
-    from ..engine.gpu_build import device_for
+    from ..engine.gpu.build import device_for
 
     found: str = device_for(EngineConfig(model="any", device=device))[0].type  # type: ignore[arg-type]
     return found
 
 
 def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyMeter | None]]:
-    """Makes a meter for each measured run, or nothing that measures.
+    """A function that makes an energy meter for each measured run, or one that measures nothing.
 
     Raises:
         ValueError: energy is wanted and cannot be had here.
@@ -142,7 +145,7 @@ def spread(values: Sequence[float]) -> dict[str, float | int]:
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """The result with its environment, where a file is wanted."""
+    """Write the result with its environment, if a file was asked for."""
     if path is None:
         return
     from ..bench.environment import environment

@@ -24,6 +24,7 @@ from .engine_options import (
     MaxMixedTokens,
     MaxNumSeqs,
     Native,
+    Quantization,
     Threads,
     engine_config,
 )
@@ -59,6 +60,7 @@ def command(
     dependent_launch: DependentLaunch = True,
     device_sampling: DeviceSampling = True,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     threads: Threads = None,
     native: Native = None,
     max_num_seqs: MaxNumSeqs = 256,
@@ -97,6 +99,7 @@ def command(
         dependent_launch=dependent_launch,
         device_sampling=device_sampling,
         dtype=dtype,
+        quantization=quantization,
         threads=threads,
         native=native,
         enable_prefix_caching=False,

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from .engine_options import BUILTIN, Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .engine_options import (
+    BUILTIN,
+    Device,
+    Dtype,
+    MaxModelLen,
+    ModelArgument,
+    Native,
+    Quantization,
+    Threads,
+    engine_config,
+)
 from .settings import ConfigFile
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
@@ -28,6 +38,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
@@ -45,6 +56,7 @@ def command(
         model,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         threads=threads,
         native=native,
@@ -87,7 +99,7 @@ def command(
 
 
 def _read() -> str | None:
-    """A line of the user's, or None at the end of the input."""
+    """A line from the user, or None at the end of the input."""
     try:
         return input("> ").strip()
     except EOFError:

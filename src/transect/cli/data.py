@@ -22,7 +22,7 @@ def tokenize(
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
     workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
 ) -> None:
-    """Tokenize files by all cores into a file that training maps. Run it again after an interruption: it goes on."""
+    """Tokenize files on all cores into a file that training maps. After an interruption, run it again: it continues."""
     from rich.progress import Progress
 
     from ..train.tokenize import tokenize

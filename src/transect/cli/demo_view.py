@@ -25,7 +25,7 @@ class Talk:
     finish_reason: str | None = None
 
     def add(self, text: str) -> None:
-        """A chunk arrived. Until the exact count comes with the last one, each chunk is taken for one token."""
+        """Add a chunk. It counts as one token until the last chunk brings the exact count."""
         self.last_s = time.perf_counter() - self.began
         if self.first_s is None:
             self.first_s = self.last_s
@@ -42,7 +42,7 @@ class Talk:
 
 @dataclass
 class Gauges:
-    """From the server's /metrics."""
+    """Values from the server's /metrics."""
 
     kv_usage: float = 0.0
     kv_peak: float = 0.0
@@ -62,7 +62,7 @@ class Gauges:
 class View:
     """Shows talks while they run; used as a context manager.
 
-    In a terminal a picture that is redrawn; elsewhere (a file, a CI log) one line for each thing that happens.
+    In a terminal the picture is redrawn; elsewhere (a file, a CI log) each event is one line.
     """
 
     def __init__(self, console: Console, talks: list[Talk], gauges: Gauges) -> None:
@@ -83,12 +83,12 @@ class View:
             self._live.stop()
 
     def started(self, talk: Talk) -> None:
-        """A talk's first token is there."""
+        """Called when a talk has its first token."""
         if self._live is None:
             self._line(f"chat {talk.number}: first token after {talk.first_s:.2f} s")
 
     def finished(self, talk: Talk) -> None:
-        """A talk has ended."""
+        """Called when a talk has ended."""
         if self._live is None:
             text = " ".join(talk.text.split())
             self._line(f"chat {talk.number}: {talk.tokens} tokens, {talk.per_second:.0f} tok/s: {text[:60]}...")

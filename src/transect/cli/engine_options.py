@@ -29,6 +29,9 @@ GenerationConfig = Annotated[
 OverrideGenerationConfig = Annotated[
     str | None, typer.Option(help='JSON that goes over them: {"temperature": 0.5}.', metavar="JSON")
 ]
+Quantization = Annotated[
+    str | None, typer.Option(help="int4: the layers' matrices are rounded to 4 bits when they are loaded.")
+]
 LoadFormat = Annotated[
     str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")
 ]
@@ -61,14 +64,16 @@ PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished promp
 
 
 def engine_config(model: str, **settings: Any) -> EngineConfig:
-    """An ``EngineConfig`` of the settings that were given; None leaves a field at its default.
+    """An ``EngineConfig`` of the settings that were given, those of its ``gpu`` among them; None leaves a field at its
+    default.
 
-    The model is looked for, and fetched where need be, before anything is started: here Ctrl-C ends a download at once.
+    The model is found, and fetched if needed, before anything starts, so that Ctrl-C ends a download at once.
 
     Raises:
         ValueError: a setting is out of range, or there is no such model.
     """
     from ..engine.config import EngineConfig
+    from ..engine.gpu.options import GPUOptions
     from ..models.resolve import resolve
 
     given = {name: value for name, value in settings.items() if value is not None}
@@ -76,7 +81,8 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         given["override_generation_config"] = json_object(
             given["override_generation_config"], "--override-generation-config"
         )
-    config = EngineConfig(model=model, **given)
+    switches = {name: given.pop(name) for name in GPUOptions.__dataclass_fields__ if name in given}
+    config = EngineConfig(model=model, gpu=GPUOptions(**switches), **given)
     resolve(model, load_format=config.load_format, revision=config.revision)
     return config
 

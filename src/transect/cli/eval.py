@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .engine_options import Device, Dtype, MaxModelLen, MaxNumSeqs, ModelArgument, Native, Threads, engine_config
+from .engine_options import (
+    Device,
+    Dtype,
+    MaxModelLen,
+    MaxNumSeqs,
+    ModelArgument,
+    Native,
+    Quantization,
+    Threads,
+    engine_config,
+)
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -24,12 +34,13 @@ def command(
     limit: Annotated[int | None, typer.Option(help="--tasks: questions of each task.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="--tasks: put questions into the chat template.")] = False,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     threads: Threads = None,
     native: Native = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
     if not text and not tasks:
@@ -44,7 +55,13 @@ def command(
 
     from ..engine.llm import LLM
 
-    settings = {"dtype": dtype, "device": device, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    settings = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "device": device,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+    }
     config = engine_config(model, **settings, threads=threads, native=native, enable_prefix_caching=bool(names))
     values = asdict(config)
     llm = LLM(values.pop("model"), **values)

@@ -18,13 +18,13 @@ def explain() -> None:
 @application.command("backward")
 def backward(
     subject: Annotated[str, typer.Argument(help="A model, or a Python file that leaves `loss` or defines `loss()`.")],
-    tokens: Annotated[int, typer.Option(help="Of a model's batch: random ones, in two documents.", min=4)] = 64,
-    task: Annotated[str, typer.Option(help="Of a model: finetune, or lora (a frozen base).")] = "finetune",
-    precision: Annotated[str, typer.Option(help="Of a model: float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="Of a model: auto, cpu or cuda.")] = "auto",
+    tokens: Annotated[int, typer.Option(help="Tokens of a model's batch: random ones, in two documents.", min=4)] = 64,
+    task: Annotated[str, typer.Option(help="Task of a model: finetune, or lora (a frozen base).")] = "finetune",
+    precision: Annotated[str, typer.Option(help="Precision of a model: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device of a model: auto, cpu or cuda.")] = "auto",
     load_format: Annotated[str, typer.Option(help="dummy: random weights in the shape of a model.")] = "auto",
     every: Annotated[bool, typer.Option("--every", help="Every node, also of layers that are alike.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What loss.backward() does: each node in order, what it saved, its bytes, its time.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Threads, engine_config
+from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Quantization, Threads, engine_config
 from .settings import ConfigFile
 
 
@@ -26,6 +26,7 @@ def command(
     ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
@@ -46,6 +47,7 @@ def command(
         model,
         device=device,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         threads=threads,
         native=native,

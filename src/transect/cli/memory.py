@@ -15,7 +15,9 @@ def command(
     model: Annotated[str, typer.Argument(help="A built-in name or shape, a .gguf file, a directory, or a hub id.")],
     train: Annotated[bool, typer.Option("--train", help="The memory of a training step.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="The memory of an engine.")] = False,
-    device_memory: Annotated[str | None, typer.Option(help="As 80GB or 24GiB; default: what is free here.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Such as 80GB or 24GiB; default: what is free here.")
+    ] = None,
     device: Annotated[
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
     ] = "auto",
@@ -32,7 +34,8 @@ def command(
     max_num_seqs: Annotated[int | None, typer.Option(help="--serve: sequences at the same time.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
+    quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
     from pathlib import Path
@@ -56,7 +59,7 @@ def command(
         _train(source, settings, kind, budget, json)
     else:
         settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
-                    "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
+                    "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
         _serve(source, settings, kind, budget, json)
 
 
@@ -118,11 +121,12 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     from dataclasses import asdict
 
     from ..engine.config import EngineConfig
+    from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
-    from ..engine.step_sizes import row_buckets
-    from ..models.cost import Storage, weight_bytes
+    from ..models.cost import weight_bytes
     from ..models.memory.serving import ServingPlan, serving
     from ..models.memory.terms import gib
+    from ..models.storage import storage_for
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
     context, positions = config.max_model_len, source.config.max_position
@@ -130,11 +134,12 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         raise ValueError(f"--context is {context}, but the model knows {positions} positions: set it to that or less")
     seqs, tokens = config.limits(kind)
     element = 4 if config.dtype == "float32" or kind == "cpu" else 2
-    if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto":
+    if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto" and config.quantization is None:
         weights = source.path.stat().st_size  # the C++ kernels keep the file's own blocks
     else:
-        bits = 32 if config.dtype == "float32" else 16
-        weights = int(weight_bytes(source.config, Storage(linear=bits, embed=bits, head=bits, norm=bits)))
+        bytes_each = 4 if config.dtype == "float32" else 2
+        storage = storage_for(bytes_each, config.quantization, native=kind == "cpu")
+        weights = int(weight_bytes(source.config, storage))
     plan = ServingPlan(
         weights=weights,
         element=element,

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class Speed:
-    """Seconds from the request to its first and last token, and how many tokens came."""
+    """Seconds from the request to its first and last token, and the number of tokens."""
 
     tokens: int = 0
     first_s: float = 0.0
@@ -66,7 +66,7 @@ class Session:
             self._runner.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end."""
+        """Run a coroutine until it ends."""
         return self._runner.run(work)
 
     async def stream(

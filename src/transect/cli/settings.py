@@ -21,7 +21,7 @@ GROUPS = {
     **dict.fromkeys(
         (
             *("load_format", "revision", "tokenizer", "tokenizer_revision", "chat_template", "generation_config"),
-            *("override_generation_config", "dtype", "served_model_name"),
+            *("override_generation_config", "dtype", "quantization", "served_model_name"),
         ),
         MODEL,
     ),

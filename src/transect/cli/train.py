@@ -1,4 +1,4 @@
-"""``transect train``: pretrain or fine-tune a model as a TOML file says, or go on with a run."""
+"""``transect train``: pretrain or fine-tune a model as a TOML file says, or continue a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def command(
     run: Annotated[Path | None, typer.Option(help="The run to resume: its directory.")] = None,
     steps: Annotated[int | None, typer.Option(help="In place of the file's number of steps.")] = None,
 ) -> None:
-    """Train a model. Ctrl-C or SIGTERM writes a checkpoint and ends; --resume goes on as if nothing had happened."""
+    """Train a model. Ctrl-C or SIGTERM writes a checkpoint and ends; --resume continues as if nothing had happened."""
     import dataclasses
 
     from ..train import checkpoint

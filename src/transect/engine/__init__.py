@@ -20,13 +20,7 @@ With tensors, or on the way to them:
 * ``config``: ``EngineConfig``, everything a user can set. ``build``: from it to a running engine.
 * ``kv_size``: how many KV blocks to have.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
-* ``gpu_runner``: ``GPURunner``, the executor for a device beside the host, a step ahead. ``step_plan``: a batch laid
-  out as a step, in ``step_sizes`` of which there are few; ``step_inputs``: its numbers in one piece of memory;
-  ``step_ring``: that memory for the steps under way, and its way to the device;
-  ``sequence_table``: what they are filled from; ``gpu_graphs``: CUDA graphs of steps; ``device_sampling`` and
-  ``adjust_state``: draws, penalties and logprobs on the device.
-* ``gpu_build``, ``gpu_memory``: start-up on a GPU, and where its memory goes. ``warm_kernels``: which
-  kernels an engine needs; ``compilers``: processes that compile them meanwhile.
+* ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps. ``vllm_arguments``: what programs written for vLLM pass.

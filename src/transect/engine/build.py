@@ -12,10 +12,10 @@ from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
 from .batch import Executor
 from .clock import WallClock
-from .compilers import Compilers
 from .config import EngineConfig
 from .core import EngineCore
-from .gpu_build import build_gpu, device_for
+from .gpu.build import build_gpu, device_for
+from .gpu.compilers import Compilers
 from .kv_size import KVSize, free_memory, kv_size
 from .runner import Runner
 from .scheduler import Scheduler
@@ -96,7 +96,13 @@ def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSiz
     """The model and its cache in the memory of the host, and which kernels run."""
     threads = config.cpu_threads()
     torch.set_num_threads(threads)
-    choice = {"dtype": config.dtype, "native": config.native, "threads": threads, "block_size": config.block_size}
+    choice = {
+        "dtype": config.dtype,
+        "native": config.native,
+        "threads": threads,
+        "block_size": config.block_size,
+        "quantization": config.quantization,
+    }
     library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
     model = load_model(source, seed=config.seed or 0, deterministic=config.deterministic, **choice)  # type: ignore[arg-type]
     if library is not None:

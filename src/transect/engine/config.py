@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..hardware.cores import usable_cores
+from .gpu.options import GPUOptions
 from .scheduler_config import Policy
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -36,19 +37,14 @@ class EngineConfig:
         dtype: ``auto`` (the file's own formats, KV cache in bfloat16), ``float32`` (exactly the dequantized model),
             ``bfloat16`` or ``float16`` (on torch alone). On a GPU ``auto`` is bfloat16. ``half`` and ``float`` are read
             as ``float16`` and ``float32``.
+        quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
+            multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
         cuda_graphs: ``on`` captures the steps that only decode when the engine starts, ``lazy`` each when it first
             comes, ``off`` none.
-        prefill_graphs: also capture steps with prefill chunks, of few enough tokens that launching their kernels one by
-            one would take longer than computing them.
-        fused_operators, dependent_launch, device_sampling, prompt_attention, prune_last_layer, copy_kernels: switches
-            of what makes a GPU fast, to see what each is worth: several operators in one kernel; kernels that start
-            while the one before ends (Hopper); tokens drawn on the GPU; prompts that a step holds from their first
-            token on attend to keys that are not in the cache's pages (not where ``deterministic``); the last layer
-            computed in full only for tokens that something is drawn from; a step's inputs and results copied by kernels
-            of its graph, not by the copy engine before and after it.
+        gpu: switches of what makes a GPU fast, to see what each is worth.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
         max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
@@ -91,16 +87,11 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = None
     eos_token_ids: tuple[int, ...] | None = None
     dtype: str = "auto"
+    quantization: Literal["int4"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
-    prefill_graphs: bool = True
-    fused_operators: bool = True
-    dependent_launch: bool = True
-    device_sampling: bool = True
-    prompt_attention: bool = True
-    prune_last_layer: bool = True
-    copy_kernels: bool = True
+    gpu: GPUOptions = field(default_factory=GPUOptions)
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -126,6 +117,8 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
         self._check_text()
+        if self.quantization not in (None, "int4"):
+            raise ValueError(f"quantization must be int4, or left out, not {self.quantization!r}")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):
@@ -133,6 +126,8 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {getattr(self, name)!r}"
                 )
+        if not isinstance(self.gpu, GPUOptions):
+            raise ValueError(f"gpu must be GPUOptions(...), not {self.gpu!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
         _positive("block_size", self.block_size)
@@ -196,10 +191,12 @@ class EngineConfig:
     def __str__(self) -> str:
         """The fields that differ from their defaults, for the start-up line."""
         changed = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "model" or value != field.default:
-                changed.append(f"{field.name}={value}")
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, GPUOptions):
+                changed += [str(value)] if str(value) else []
+            elif each.name == "model" or value != each.default:
+                changed.append(f"{each.name}={value}")
         return ", ".join(changed)
 
 

@@ -13,8 +13,8 @@ from ..text.inert import chat_tokens
 from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
-from .compilers import compiling
 from .config import EngineConfig
+from .gpu.compilers import compiling
 from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
 from .interrupts import HeldInterrupts
 from .limits import max_length

@@ -20,9 +20,10 @@ import msgspec
 import zmq
 
 from . import wire
-from .compilers import compiling
 from .config import EngineConfig
 from .core import EngineCore
+from .gpu.compilers import compiling
+from .gpu.options import GPUOptions
 from .request import Request
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
@@ -50,7 +51,7 @@ def main() -> None:
 def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     started, began = time.monotonic(), time.perf_counter()
     try:
-        config = EngineConfig(**settings)
+        config = EngineConfig(**settings | {"gpu": GPUOptions(**settings["gpu"])})
         with compiling(config) as compilers:
             from .build import build_engine  # imports torch, which takes seconds
 

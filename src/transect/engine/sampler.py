@@ -2,8 +2,8 @@
 
 For a row of logits x the order is that of vLLM: bias, masks, penalties (penalties.py), temperature, min-p, top-k,
 top-p, draw. Draws are made with the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): the argmax of
-``log p + noise`` is a draw from p. The noise comes from ops/philox.py, so a draw depends on the request's seed, the
-choice and the position alone.
+``log p + noise`` is a draw from p. The noise comes from ``ops/lang/philox.py``, so a draw depends on the
+request's seed, the choice and the position alone.
 
 * Greedy: argmax, the lower id of equals. Nothing else is computed.
 * top-k, top-p, min-p: the tokens above a small probability are picked out first (a few hundred of them as a rule) and
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..ops.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
+from ..ops.lang.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
 from .batch import TokenLogprobs
 from .penalties import LogitAdjuster, Pick, is_adjusted
 from .sampling_params import MAX_LOGPROBS

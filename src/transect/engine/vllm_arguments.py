@@ -48,7 +48,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "pipeline_parallel_size": (None, 1),
     "pooler_config": (None,),
-    "quantization": (None,),
     "runner": (None, "auto", "generate"),
     "skip_tokenizer_init": (None, False),
     "speculative_config": (None,),

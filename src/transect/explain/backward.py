@@ -6,10 +6,9 @@ pass starts at the loss. A node runs when everything that used its result has ru
 that was made last runs first. A leaf (a weight) ends a path: its node adds what arrives to ``weight.grad``. A node that
 has run lets go of what it saved.
 
-Memory is counted by what it is in truth, storages: a view and its base are one, and count where they are met first.
-Weights are there anyway; that a node saved one costs nothing. The rest is activations, and kept until the last node
-that saved it has run. What a ``torch.autograd.Function`` hangs on its context by other means than
-``save_for_backward`` cannot be seen.
+Memory is counted by storage: a view and its base are one, and count where they are met first. Weights exist anyway, so
+a saved weight costs nothing. The rest is activations, which live until the last node that saved them has run. What a
+``torch.autograd.Function`` keeps on its context without ``save_for_backward`` cannot be seen.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Storage = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that a node saved. ``bytes``: of its storage, which may be larger than the view, or smaller."""
+    """A tensor that a node saved. ``bytes``: the size of its storage, which may be larger than the view, or smaller."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +92,7 @@ class Backward:
 
     @property
     def peak(self) -> int:
-        """The most activations that the graph held while it ran, in bytes."""
+        """The largest amount of activations that the graph held while it ran, in bytes."""
         return max((node.held for node in self.nodes), default=0)
 
     def totals(self, key: Callable[[Node], str] = lambda node: node.name) -> list[Total]:
@@ -110,7 +109,7 @@ class Backward:
 
 @dataclass
 class ForwardRecord:
-    """Which module made which node, and how weights are called, from forward passes inside a ``with``.
+    """Records which module made which node, and the names of weights, from the forward passes inside a ``with``.
 
     Nodes carry numbers in the order in which they were made, so a module's are those between the numbers at its begin
     and end. Names are relative to the module that was called first.
@@ -157,11 +156,11 @@ class ForwardRecord:
 
 
 def explain(loss: Tensor, record: ForwardRecord | None = None) -> Backward:
-    """Run ``loss.backward()`` and tell what it did. Gradients are left in the leaves, as ever.
+    """Run ``loss.backward()`` and report what it did. Gradients stay in the leaves, as always.
 
     Args:
         loss: a scalar that came about by differentiable operations.
-        record: of the forward pass, for names of modules and weights.
+        record: made during the forward pass; gives the names of modules and weights.
 
     Raises:
         ValueError: no scalar, or one that depends on nothing that wants a gradient.
@@ -200,7 +199,7 @@ def check(loss: Any) -> None:
 
 
 def storage_of(tensor: Tensor) -> Storage:
-    """What two tensors have in common that share memory."""
+    """The storage of a tensor: equal for two tensors that share memory."""
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
@@ -302,7 +301,7 @@ class _Timer:
         return self._between(first, last)
 
     def seconds(self, node: Any) -> float:
-        """Of one node that has run."""
+        """Time of a node that has run, in seconds."""
         first, last = self._marks[node]
         return self._between(first, last)
 

@@ -76,7 +76,7 @@ def _rows(nodes: Sequence[Node], every: bool) -> Iterator[Sequence[str]]:
 
 
 def _numbers(nodes: Sequence[Node]) -> tuple[str, str, str]:
-    """Saved, held at the start, time."""
+    """The columns for bytes saved, bytes held at the start, and time."""
     saved = sum(node.bytes("activation") for node in nodes)
     return _bytes(saved), size(nodes[0].held), duration(sum(node.seconds for node in nodes))
 

@@ -1,4 +1,4 @@
-"""Losses to be explained: of a model on one packed batch, or of a Python file."""
+"""Losses to explain: that of a model on one packed batch, or that of a Python file."""
 
 from __future__ import annotations
 

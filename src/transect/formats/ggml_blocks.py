@@ -1,4 +1,4 @@
-"""The block types of GGUF files: how their bytes are laid out, and how to read them with NumPy.
+"""The block types of GGUF files: the layout of their bytes, and how to read them with NumPy.
 
 A row of a matrix is cut into blocks of 32 (or, for the K types, 256) columns, each block a few bytes of scales followed
 by the packed codes. All are little-endian. Two families:
@@ -28,7 +28,7 @@ Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """codes uint8 [M, b, block], scale float32 [M, b, g], minimum float32 [M, b, g] (None: symmetric)."""
 
 _CHUNK = 1 << 17
-"""Values dequantized at a time, so that the passes over them stay in the L2 cache."""
+"""How many values are dequantized at a time, so that the passes over them stay in the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BlockType:
     unpack: Callable[[np.ndarray], Unpacked] | None
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many columns.
+        """Bytes of a row with this many columns.
 
         Raises:
             ValueError: the columns do not fill whole blocks.
@@ -142,7 +142,7 @@ def _q6_k(x: np.ndarray) -> Unpacked:
 
 _PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
-"""Integer of the same width and the bits of the exponent, which are all ones in infinities and NaN."""
+"""An integer type of the same width, and the bits of the exponent, which are all ones in infinities and NaN."""
 
 BLOCK_TYPES: dict[str, BlockType] = {
     t.name: t

@@ -5,9 +5,9 @@ Layout, all little-endian: ``GGUF``, version u32, number of tensors u64, number 
 first, type u32, offset u64); padding to ``general.alignment``; the data, to which the offsets are relative. A string is
 its length in bytes as u64, then UTF-8. Source: the GGUF specification in ggml's ``docs/gguf.md``.
 
-The ``gguf`` package's reader needs two seconds for a vocabulary of 49k tokens, which is why this one exists; it takes
-some 20 ms. Nothing in the file is believed before it is checked against the file's size, so a corrupt one gives a
-``ValueError`` and neither a crash nor a large allocation.
+The reader of the ``gguf`` package needs two seconds for a vocabulary of 49k tokens; this one takes about 20 ms. It
+checks everything against the size of the file before it uses it. So a corrupt file gives a ``ValueError``, and neither
+a crash nor a large allocation.
 """
 
 from __future__ import annotations

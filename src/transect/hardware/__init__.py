@@ -9,5 +9,5 @@
 * ``cpu.py``       measures this machine's processor and memory
 * ``gpu.py``       measures bandwidth, matrix rates, launch cost and the host link of a GPU
 * ``environment.py``  machine, versions and commit, as every recorded result has them
-* ``presets.py``   published figures of machines one does not have, for planning
+* ``presets.py``   published figures of machines that you do not have, for planning
 """

@@ -1,4 +1,4 @@
-"""Where this package keeps what it finds out or builds on a machine."""
+"""The folder in which this package keeps what it measures or builds on a machine."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ class Ceilings:
         device: name of the device, with the number of threads for a processor.
         read_bytes_per_second: streaming read of memory much larger than the caches.
         copy_bytes_per_second: bytes read plus bytes written of a large copy.
-        flops_per_second: of matrix products, by dtype name (``float32``, ``tf32``, ``bfloat16``, ``float16``,
-            ``float8_e4m3fn``), a multiply-add counting as two. ``float32`` is without tensor cores' rounding.
+        flops_per_second: rate of matrix products, by dtype name (``float32``, ``tf32``, ``bfloat16``, ``float16``,
+            ``float8_e4m3fn``), where a multiply-add counts as two. ``float32`` is without the rounding to tf32.
         launch_seconds: host time to start one small eager operation, back to back; None where not known.
         host_to_device_bytes_per_second: from pinned host memory; None on a processor, or where not known.
         device_to_host_bytes_per_second: into pinned host memory.
-        memory_bytes: of the device; None where not known.
+        memory_bytes: size of the device's memory; None where not known.
     """
 
     device: str
@@ -45,7 +45,7 @@ class Ceilings:
         return max(self.flops_per_second[dtype], self.flops_per_second.get("float32", 0.0))
 
     def floor(self, flops: float, bytes_read: float, dtype: str) -> float:
-        """Seconds needed at the least for this work: the larger of the time to compute and the time to read.
+        """The least time for this work in seconds: the larger of the time to compute and the time to read.
 
         Raises:
             ValueError: no rate is known for ``dtype``.

@@ -11,15 +11,15 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Those that it may run on, but no more than the CPU time that its container may take (``docker run --cpus``).
+    """The cores that this process may run on, limited by the CPU quota of its container (``docker run --cpus``).
 
-    With more threads than that all of them stand still for a part of every 100 ms.
+    With more threads than the quota allows, all of them are stopped for a part of every 100 ms.
     """
     return min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas())])
 
 
 def _quotas() -> list[float]:
-    """Cores' worth of time, of this process's control groups and all that they are in, where there is a limit."""
+    """Limits in cores, from the control groups of this process and from all groups around them."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -36,7 +36,7 @@ def _quotas() -> list[float]:
 
 
 def _quota(group: Path) -> float:
-    """Microseconds of CPU time over those of a period; 0 where there is no limit."""
+    """CPU time over the length of a period, in cores; 0 where there is no limit."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # versions 2 and 1
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()

@@ -22,8 +22,8 @@ class Device:
         driver: version of the GPU driver; empty for a processor.
         torch: version of torch.
         units: multiprocessors of a GPU, threads that torch uses on a processor.
-        memory_bytes: of the device.
-        cache_bytes: L2 of a GPU; 0 where not known.
+        memory_bytes: size of the device's memory.
+        cache_bytes: size of the L2 cache of a GPU; 0 where not known.
         index: which of several GPUs.
         uuid: by which ``nvidia-smi`` knows it; empty for a processor.
     """

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..version import __version__
 from .cpu import processor_name
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
-    """The machine and the software; packages that are not installed are left out."""
+    """The machine, the version and commit of this project, and the versions of installed ``packages``."""
     versions = {}
     for name in packages:
         try:
@@ -30,6 +31,7 @@ def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": versions,
+        "version": __version__,
         "commit": commit(),
     }
 
@@ -37,8 +39,8 @@ def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
 def commit(root: Path = ROOT) -> str:
     """The commit that the sources in ``root`` are, with ``+changes`` when tracked files differ from it.
 
-    A copied tree without a git history says it in a file ``COMMIT`` beside ``src``, written by whoever copied it.
-    ``unknown`` where neither is there.
+    A copied tree without a git history may name its commit in a file ``COMMIT`` beside ``src``. Where neither is there,
+    the answer is ``unknown``.
     """
     note = root / "COMMIT"
     if note.is_file():

@@ -34,7 +34,7 @@ def median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """Whether float32 products may be rounded to tf32, for the length of a block."""
+    """Allow or forbid rounding float32 products to tf32 while the block runs."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
@@ -112,7 +112,7 @@ def link(device: str = "cuda") -> tuple[float, float]:
 
 
 def measure(device: str = "cuda") -> Ceilings:
-    """Everything above, of one device.
+    """Measure everything above on one device.
 
     Raises:
         ValueError: there is no GPU.

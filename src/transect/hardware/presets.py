@@ -1,9 +1,9 @@
-"""Published figures of machines, for planning on what one does not have. Nothing here is measured.
+"""Published figures of machines, for planning with machines that you do not have. Nothing here is measured.
 
-Peaks are of dense matrix products (no sparsity) with float32 sums; bandwidth is the memory's; of a link, one
-direction. No program reaches them: of an H200's 4.8 TB/s a copy gets about 89%, of its 989 TFLOP/s a large product
-about 75%.
-``Preset.ceilings`` takes such shares; they are 1 unless given, and then a floor is a bound by the data sheet.
+Peaks are those of dense matrix products (no sparsity) with float32 sums. Bandwidth is that of the memory, or of one
+direction of a link. No program reaches them: on an H200 a copy gets about 89% of 4.8 TB/s, and a large product about
+75% of 989 TFLOP/s. ``Preset.ceilings`` takes such shares. By default they are 1, and a floor is then a bound from the
+data sheet.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Preset:
         name: what commands call it.
         device: full name.
         memory_bytes: capacity.
-        bytes_per_second: of its memory.
-        flops_per_second: by dtype name, dense.
+        bytes_per_second: bandwidth of its memory.
+        flops_per_second: dense matrix products, by dtype name.
         host_bytes_per_second: one direction of the link to the host; 0 for a processor.
         peer_bytes_per_second: one direction, all links to other devices together; 0 where there are none.
         units: multiprocessors, or cores.
@@ -44,7 +44,7 @@ class Preset:
     source: str
 
     def ceilings(self, bandwidth_share: float = 1.0, matmul_share: float = 1.0) -> Ceilings:
-        """As ceilings, each peak times the share of it that is taken to be reached.
+        """The ceilings to plan with: each peak times the share of it that programs reach.
 
         Raises:
             ValueError: a share that is not above 0 and at most 1.

@@ -4,13 +4,15 @@ What a model is, and what it costs (no torch):
 
 * ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_hf.py`` and ``config_gguf.py`` read and write them
 * ``shapes.py``: canonical names and shapes of all weights
-* ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory that training and serving need, before they start
+* ``storage.py``: bits of a number, by kind of weight; ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory
+  that training and serving need, before they start
 
 The model (flat, token-major: ``x_TD`` is tokens by model dim):
 
 * ``decoder.py``: ``Decoder``: embedding, stack of layers, final norm, head
 * ``attention.py``, ``mlp.py``: the two halves of a layer; ``norm.py``: ``RMSNorm``, ``LayerNorm``
-* ``linear.py``: ``Linear``, every weight matrix; quantization, tensor parallelism and LoRA replace it and nothing else
+* ``weights/``: the seam: ``Weight``, a matrix in some number format, its kinds, and ``Projection``, named weights that
+  share an input
 * ``embedding.py``: ``Embedding``, tables that are gathered from
 * ``rope.py``: the angles of rotary embedding and their scalings
 * ``context.py``: where keys and values are: ``VarlenContext`` (packed documents, differentiable), ``PagedContext``
@@ -21,5 +23,7 @@ Weights and names:
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model; ``presets.py``: shapes of
   published models without files
 * ``weights_hf.py``: safetensors in and out; ``weights_gguf.py``: GGUF in; ``weights_dummy.py``: random
-* ``load.py``: ``load_model``, a source to a ``Decoder``; ``load_device.py``: to one on a GPU
+* ``stored.py``: what these three give: ``Stored``, a weight that is read when asked for, whole or a part of it
+* ``load.py``: ``fill``, the one way of stored weights into a model; ``load_model``, ``load_on_device``: a source to a
+  ``Decoder``; ``staging.py``: values on their way to a device
 """

@@ -6,17 +6,22 @@ Shapes: T tokens, D model dim, H query heads, K key heads, d head size.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.opset import OpSet
 from .config import ModelConfig
 from .context import AttentionContext
-from .linear import Linear
 from .norm import RMSNorm
+from .weights.dense import Dense
+from .weights.projection import Half, Projection
+from .weights.weight import Kinds, Weight
 
 
-class Attention(nn.Module):
-    """Causal self-attention of one layer; grouped key heads, optional biases, QK-norm and window by configuration."""
+class Attention(Half):
+    """Causal self-attention of one layer; grouped key heads, optional biases, QK-norm and window by configuration.
+
+    Its projections are ``qkv`` (of q, k and v) and ``o``.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class Attention(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -34,26 +40,26 @@ class Attention(nn.Module):
         self.window = config.layer_window(layer)
         self.rotary = ops.rotary
 
-        def linear(inputs: int, outputs: int, bias: bool) -> Linear:
-            return Linear(inputs, outputs, bias, op=ops.linear, device=device, dtype=dtype)
+        def matrix(name: str, inputs: int, outputs: int, bias: bool) -> Weight:
+            kind = Dense if kinds is None else kinds(f"attention.{name}")
+            return kind(outputs, inputs, bias, ops=ops, device=device, dtype=dtype)
 
         def head_norm() -> RMSNorm | None:
             if not config.qk_norm:
                 return None
             return RMSNorm(config.head_dim, config.norm_eps, op=ops.rms_norm, device=device, dtype=dtype)
 
-        self.q = linear(config.dim, config.q_dim, config.qkv_bias)
-        self.k = linear(config.dim, config.kv_dim, config.qkv_bias)
-        self.v = linear(config.dim, config.kv_dim, config.qkv_bias)
-        self.o = linear(config.q_dim, config.dim, config.o_bias)
+        self.q = matrix("q", config.dim, config.q_dim, config.qkv_bias)
+        self.k = matrix("k", config.dim, config.kv_dim, config.qkv_bias)
+        self.v = matrix("v", config.dim, config.kv_dim, config.qkv_bias)
+        self.qkv = Projection(q=self.q, k=self.k, v=self.v)
+        self.o = matrix("o", config.q_dim, config.dim, config.o_bias)
         self.q_norm = head_norm()
         self.k_norm = head_norm()
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         """``rotation`` is cos and sin ``[T, d/2]``, or None where positions are not rotary."""
-        q_THd = self.q(x_TD).unflatten(-1, (-1, self.head_dim))
-        k_TKd = self.k(x_TD).unflatten(-1, (-1, self.head_dim))
-        v_TKd = self.v(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_THd, k_TKd, v_TKd = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv.apart(x_TD))
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k_TKd)
         if rotation is not None:

@@ -1,17 +1,14 @@
 """What a model is: one frozen description that every architecture of the decoder family fits.
 
 ``ModelConfig`` decides everything about ``Decoder``: the code has no class per architecture. It is plain Python (no
-torch), so that planning and scheduling can lean on it. Translations from and to the files people have live beside it:
-``config_hf.py`` (a Hugging Face ``config.json``) and ``config_gguf.py`` (GGUF metadata).
+torch), so that planning and scheduling can lean on it. Two files beside it translate from and to the files people have,
+and import this one: ``config_hf.py`` (a Hugging Face ``config.json``) and ``config_gguf.py`` (GGUF metadata).
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -155,56 +152,7 @@ class ModelConfig:
         """The sliding window of a layer in tokens, or None where the layer sees the whole past."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read a Hugging Face ``config.json`` (old and new spelling of rope parameters).
-
-        ``generation`` is ``generation_config.json`` if there is one: end-of-sequence tokens that only it lists count
-        too. ``ValueError`` for an unsupported architecture or setting, or a key that is missing or of the wrong type.
-        """
-        from .config_hf import from_hf
-
-        return from_hf(config, generation)
-
-    @classmethod
-    def from_hf_directory(cls, directory: str | Path) -> ModelConfig:
-        """Read ``config.json`` and, if it is there, ``generation_config.json`` of a model directory."""
-        directory = Path(directory)
-        config = _read_json(directory / "config.json")
-        path = directory / "generation_config.json"
-        return cls.from_hf(config, _read_json(path) if path.exists() else None)
-
-    def to_hf(self) -> dict[str, Any]:
-        """The ``config.json`` that transformers, vLLM and ``from_hf`` read back as this model.
-
-        ``ValueError`` if its architecture cannot express it (say, a Llama with biases on q, k and v alone).
-        """
-        from .config_hf import to_hf
-
-        return to_hf(self)
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelConfig:
-        """Read GGUF metadata; ``tensors`` (name to an object with ``.shape`` in torch order and ``.dequantize()``)
-        tells what metadata does not say: biases, QK-norm, tied embeddings, the vocabulary, llama3 frequency factors.
-        """
-        from .config_gguf import from_gguf
-
-        return from_gguf(metadata, tensors)
-
 
 def _check_positive(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a number greater than 0, not {value!r}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}: give a directory in Hugging Face layout") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON ({error}); download the model again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; download the model again")
-    return value

@@ -18,7 +18,12 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelConfig:
-    """See ``ModelConfig.from_gguf``."""
+    """Read GGUF metadata; ``tensors`` (name to an object with ``.shape`` in torch order and ``.dequantize()``) tells
+    what metadata does not say: biases, QK-norm, tied embeddings, the vocabulary, llama3 frequency factors.
+
+    Raises:
+        ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
+    """
     architecture = metadata.get("general.architecture")
     if architecture not in _GGUF_ARCHITECTURES:
         raise unsupported_architecture(architecture)

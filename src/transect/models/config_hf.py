@@ -7,9 +7,11 @@ Rope parameters are read in the old spelling (``rope_theta`` beside ``rope_scali
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from .config import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
@@ -64,7 +66,13 @@ class _Reader:
 
 
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """See ``ModelConfig.from_hf``."""
+    """Read a Hugging Face ``config.json`` (old and new spelling of rope parameters).
+
+    ``generation`` is ``generation_config.json`` if there is one: end-of-sequence tokens that only it lists count too.
+
+    Raises:
+        ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
+    """
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         raise unsupported_architecture(architecture)
@@ -87,8 +95,33 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     )
 
 
+def from_hf_directory(directory: str | Path) -> ModelConfig:
+    """Read ``config.json`` and, if it is there, ``generation_config.json`` of a model directory; errors as ``from_hf``,
+    and for files that are missing or damaged."""
+    directory = Path(directory)
+    config = _read_json(directory / "config.json")
+    path = directory / "generation_config.json"
+    return from_hf(config, _read_json(path) if path.exists() else None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}: give a directory in Hugging Face layout") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}); download the model again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object; download the model again")
+    return value
+
+
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """See ``ModelConfig.to_hf``."""
+    """The ``config.json`` that transformers, vLLM and ``from_hf`` read back as this model.
+
+    Raises:
+        ValueError: its architecture cannot express it (say, a Llama with biases on q, k and v alone).
+    """
     values = _write(config)
     read = from_hf(values)
     if read != config:

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..ops.attention.paged.batch import PagedBatch
 from ..ops.opset import OpSet, resolve_ops
-from ..ops.paged_batch import PagedBatch
 
 
 class AttentionContext(Protocol):

@@ -1,11 +1,18 @@
 """What a step of a model costs at the least: FLOPs, bytes and memory, from the configuration alone (no torch).
 
-A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Costs follow
-the operators: each input read once, each output written once, so they add up to a floor for running the model operator
-by operator. Weights count as they are stored. An embedding table is gathered: its rows count, the table does not; the
-output head, though it may share that table, is read whole.
+A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Weights
+count as they are stored (``storage.py``), and a ``Weight`` counts its own product by the same ``product_cost``. There
+are two accounts of a step:
 
-Decode is bound by reading weights and cache, prefill by arithmetic: ``Cost.intensity`` of a step says which.
+* ``step_cost`` follows the operators: each input read once, each output written once. It adds up to a floor for running
+  the model operator by operator, and equals what the operators declare themselves.
+* ``least_cost`` is the work that no way to run the model can avoid: matrices, with what goes into each projection once
+  and comes out of it, keys and values, the head. Norms, rotations, additions and sampling are left out.
+  ``bench/floors.py`` makes the floors of it that measured times stand beside.
+
+An embedding table is gathered: its rows count, the table does not; the output head, though it may share that table, is
+read whole. Decode is bound by reading weights and cache, prefill by arithmetic: ``Cost.intensity`` of a step says
+which.
 """
 
 from __future__ import annotations
@@ -17,25 +24,8 @@ from dataclasses import dataclass
 from ..ops.counting import visible_keys, visible_pairs
 from ..ops.registry import Cost
 from .config import ModelConfig
-from .shapes import linear_shapes, weight_shapes
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Bits that one number takes, block scales included (Q4_1 is 5, Q8_0 is 8.5)."""
-
-    linear: float = 16
-    """The matrices of the layers."""
-    embed: float = 16
-    """The embedding table."""
-    head: float = 16
-    """The output head, as it is read; with tied embeddings the embedding table, or a copy packed differently."""
-    norm: float = 16
-    """Norm weights and biases."""
-    activation: float = 16
-    kv: float = 16
-    head_copied: bool = False
-    """Tied embeddings, but the head is held a second time in its own format."""
+from .shapes import linear_shapes, projection_shapes, weight_shapes
+from .storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +60,56 @@ def step_cost(
     return counter.costs
 
 
+def least_cost(
+    config: ModelConfig, rows: Sequence[Row], *, storage: Storage | None = None, logit_rows: int | None = None
+) -> dict[str, Cost]:
+    """The unavoidable work of one step: ``linear`` (all matrices of all layers), ``head``, ``attention``.
+
+    ``logit_rows`` as in ``step_cost``; logits are written in the dtype of activations. Biases are not counted.
+    """
+    storage = storage or Storage()
+    tokens = sum(row.new for row in rows)
+    logit_rows = len(rows) if logit_rows is None else logit_rows
+    linear = Cost(0, 0, 0)
+    for parts in projection_shapes(config).values():
+        sizes = [shape[0] for shape in parts.values()]
+        numbers = [shape[0] * shape[1] for shape in parts.values()]
+        stored = sum(size * storage.of(name) for size, name in zip(numbers, parts, strict=True)) / sum(numbers)
+        inputs = next(iter(parts.values()))[1]
+        linear += product_cost(tokens, sizes, inputs, bits=stored, activation=storage.activation)
+    layers = config.n_layers
+    head = Cost(0, 0, 0)
+    if logit_rows:
+        head = product_cost(
+            logit_rows, [config.vocab_size], config.dim, bits=storage.head, activation=storage.activation
+        )
+    pairs = keys = 0.0
+    for layer in range(layers):
+        window = config.layer_window(layer)
+        pairs += sum(visible_pairs(row.new, row.length, window) for row in rows)
+        keys += sum(visible_keys(row.new, row.length, window) for row in rows)
+    return {
+        "linear": Cost(layers * linear.flops, layers * linear.bytes_read, layers * linear.bytes_written),
+        "head": head,
+        "attention": Cost(4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8, 0),
+    }
+
+
+def product_cost(
+    tokens: int, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
+) -> Cost:
+    """One product with matrices that share an input: each read once, input and output once.
+
+    Args:
+        outputs: rows of each matrix.
+        bits: of a number of the matrices. activation: of one of input and output. bias: of one of the bias; 0: none.
+    """
+    width = sum(outputs)
+    flops = tokens * width * (2 * inputs + bool(bias))
+    read = tokens * inputs * activation + width * inputs * bits + width * bias
+    return Cost(flops, read / 8, tokens * width * activation / 8)
+
+
 def total(costs: dict[str, Cost] | Iterable[Cost]) -> Cost:
     """All operators together."""
     values = costs.values() if isinstance(costs, dict) else costs
@@ -91,7 +131,7 @@ def weight_bytes(config: ModelConfig, storage: Storage | None = None) -> float:
         elif name == "head.weight":
             each = storage.head
         else:
-            each = storage.linear if len(shape) == 2 else storage.norm
+            each = storage.of(".".join(name.split(".")[2:4])) if len(shape) == 2 else storage.norm
         bits += math.prod(shape) * each
     if config.tied_embeddings and storage.head_copied:
         bits += config.vocab_size * config.dim * storage.head
@@ -128,12 +168,13 @@ class _Counter:
     def model_norm(self) -> None:
         self.norm("layer_norm" if self.config.norm == "layernorm" else "rms_norm", self.tokens, self.config.dim)
 
-    def linear(self, shape: tuple[int, int], bias: bool) -> None:
-        outputs, inputs = shape
-        flops = self.tokens * outputs * (2 * inputs + bias)
-        read = self.tokens * inputs * self.storage.activation
-        read += outputs * inputs * self.storage.linear + bias * outputs * self.storage.norm
-        self.add("linear", flops, read, self.tokens * outputs * self.storage.activation)
+    def linear(self, name: str, shape: tuple[int, int], bias: bool) -> None:
+        storage = self.storage
+        cost = product_cost(
+            self.tokens, shape[:1], shape[1], bits=storage.of(name), activation=storage.activation,
+            bias=bias * storage.norm,
+        )  # fmt: skip
+        self.costs["linear"] = self.costs.get("linear", Cost(0, 0, 0)) + cost
 
     def elementwise(self, name: str, flops: int, inputs: int, elements: int) -> None:
         activation = elements * self.storage.activation
@@ -142,8 +183,8 @@ class _Counter:
     def layer(self, rows: Sequence[Row], window: int | None) -> None:
         config, tokens = self.config, self.tokens
         self.model_norm()
-        for shape, bias in linear_shapes(config).values():
-            self.linear(shape, bias)
+        for name, (shape, bias) in linear_shapes(config).items():
+            self.linear(name, shape, bias)
         if config.qk_norm:
             self.norm("rms_norm", tokens * config.n_heads, config.head_dim)
             self.norm("rms_norm", tokens * config.n_kv_heads, config.head_dim)

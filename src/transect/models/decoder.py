@@ -8,21 +8,23 @@ Shapes: T tokens, D model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.embed_tokens import placed
 from ..ops.opset import OpSet, resolve_ops
+from ..ops.position.embed_tokens import placed
 from .attention import Attention
 from .config import ModelConfig
 from .context import AttentionContext
 from .embedding import Embedding
-from .linear import Linear
 from .mlp import MLP
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
+from .weights.dense import Dense
+from .weights.projection import Projection
+from .weights.weight import Kinds, Weight
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""
@@ -39,12 +41,13 @@ class Layer(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, ops, device=device, dtype=dtype)
-        self.attention = Attention(config, layer, ops, device=device, dtype=dtype)
+        self.attention = Attention(config, layer, ops, device=device, dtype=dtype, kinds=kinds)
         self.mlp_norm = make_norm(config, ops, device=device, dtype=dtype)
-        self.mlp = MLP(config, ops, device=device, dtype=dtype)
+        self.mlp = MLP(config, ops, device=device, dtype=dtype, kinds=kinds)
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, context)
@@ -55,7 +58,8 @@ class Decoder(nn.Module):
     """A decoder-only transformer.
 
     Weights are allocated and not initialised: load them, or draw them with ``init_weights``. With ``device="meta"``
-    nothing is allocated. ``ops`` is what the model computes with; by default plain torch on ``device``.
+    nothing is allocated. ``ops`` is what the model computes with; by default plain torch on ``device``. ``kinds`` says
+    what kind of ``Weight`` each matrix is; by default ``Dense``.
 
     ``stack`` runs all layers and may be replaced by a callable that does the same in one go; one that has ``hidden``
     does what is before and after them too, as ``forward``.
@@ -68,6 +72,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         ops: OpSet | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
         super().__init__()
         ops = ops or resolve_ops(device or "cpu")
@@ -81,11 +86,14 @@ class Decoder(nn.Module):
         else:
             self.rope = Rope(config.rope, config.head_dim)
         self.layers = nn.ModuleList(
-            Layer(config, layer, ops, device=device, dtype=dtype) for layer in range(config.n_layers)
+            Layer(config, layer, ops, device=device, dtype=dtype, kinds=kinds) for layer in range(config.n_layers)
         )
         self.norm = make_norm(config, ops, device=device, dtype=dtype)
-        head_device = "meta" if config.tied_embeddings else device
-        self.head = Linear(config.dim, config.vocab_size, op=ops.linear, device=head_device, dtype=dtype)
+        head = Dense if kinds is None else kinds("head")
+        head_device = "meta" if config.tied_embeddings and head is Dense else device
+        self.head: Weight = head(config.vocab_size, config.dim, ops=ops, device=head_device, dtype=dtype)
+        self.head_tied = False
+        """Whether the head is the embedding's table, not a copy of it in a format of its own."""
         self.tie_weights()
         self.stack: Stack = self.run_layers
 
@@ -130,18 +138,69 @@ class Decoder(nn.Module):
         return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
     def tie_weights(self) -> None:
-        """Make ``head`` share ``embed``'s table where the configuration says so; again after weights are replaced."""
-        if self.config.tied_embeddings:
-            self.head.weight = self.embed.weight
+        """Make ``head`` share ``embed``'s table where the configuration says so and the head's kind can; again after
+        weights are replaced."""
+        table = getattr(self.embed, "weight", None)
+        if self.config.tied_embeddings and table is not None:
+            self.head_tied = self.head.tie(table)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Decoder:
+        super()._apply(fn, recurse)
+        self.tie_weights()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.norm.weight.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all weights; a table that the head shares is counted once."""
+        return sum(t.nbytes for t in (*self.parameters(), *self.buffers()))
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """Every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. What a
+        weight is made of inside (an adapter's base) is its own business."""
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            for where, half in (("attention", layer.attention), ("mlp", layer.mlp)):
+                for name, child in half.named_children():
+                    if isinstance(child, Weight) and not isinstance(child, Projection):
+                        yield f"layers.{index}.{where}.{name}", child
+        yield "head", self.head
+
+    def projections(self) -> Iterator[tuple[str, Weight]]:
+        """Every product that a step computes, by name: ``layers.0.qkv``, ``layers.0.o``, ..., ``head``."""
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            attention, mlp = layer.attention, layer.mlp
+            for name, weight in (
+                ("qkv", attention.qkv), ("o", attention.o), ("gate_up", mlp.gate_up), ("down", mlp.down),
+            ):  # fmt: skip
+                yield f"layers.{index}.{name}", weight
+        yield "head", self.head
+
+    def replace(self, name: str, weight: Weight) -> None:
+        """Put another weight in the place of one, by its canonical name."""
+        owner, _, child = name.rpartition(".")
+        setattr(self.get_submodule(owner), child, weight)
+
+    def join(self) -> None:
+        """Lay the matrices that share an input in one storage, where their kinds can; see ``Projection.join``."""
+        for _, weight in self.projections():
+            weight.join()
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> Decoder:
         """Draw all weights for training from scratch: matrices and tables normal with ``std``, biases 0, norms 1."""
         for module in self.modules():
-            if isinstance(module, (Linear, Embedding)):
-                if module is self.head and self.config.tied_embeddings:
-                    continue
+            if isinstance(module, Projection):
+                continue
+            if isinstance(module, Embedding):
                 module.weight.normal_(0.0, std, generator=generator)
+            elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
+                module.draw(std, generator)
             elif isinstance(module, (RMSNorm, LayerNorm)):
                 module.weight.fill_(1.0)
             bias = getattr(module, "bias", None)

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..formats.ggml_blocks import QuantizedTensor
+from .staging import Staging, dense_values
+
 
 class Embedding(nn.Module):
     """``index [T] int64 -> rows [T, D]`` of ``weight [rows, D]``, which is allocated and not initialised."""
@@ -18,6 +21,15 @@ class Embedding(nn.Module):
 
     def forward(self, index_T: Tensor) -> Tensor:
         return F.embedding(index_T, self.weight)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, and numbers of one."""
+        return tuple(self.weight.shape)
+
+    def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
+        """Take the values of a file, of this shape."""
+        staging.copy(dense_values(values), self.weight.detach())
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]} rows of {self.weight.shape[1]}"

@@ -3,8 +3,7 @@
 What it computes is what ``Decoder.run_layers`` computes, up to the rounding of the sums that it orders otherwise:
 
 * one kernel reads the rows of the embedding and of the table of angles (``embed_tokens``);
-* one product for q, k and v, and one for gate and up: their weights lie one after another in one storage, and the
-  modules' own ``weight`` are views of it, so nothing is held twice and ``state_dict`` looks as ever;
+* one product for q, k and v, and one for gate and up, where their weights can be joined (``Projection.join``);
 * one kernel adds the residual and normalises (``add_rms_norm``), one rotates q and k, normalises their heads where the
   model does, and writes k and v to the cache (``rotary_kv_write``);
 * the gate's SiLU in the epilogue of the gate-up product for many rows, one kernel after it for few;
@@ -23,17 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..ops import embed_tokens
-from ..ops.stream_products import Stream, StreamProducts
+from ..ops.linear.stream_products import Stream, StreamProducts
+from ..ops.position import embed_tokens
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
-from .linear import Linear
 from .norm import RMSNorm
+from .weights.weight import StreamProduct, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Fusions:
         return cls(on, on, on, on, on)
 
 
-def unsuitable(config: ModelConfig) -> str | None:
+def refusal(config: ModelConfig) -> str | None:
     """Why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the fused layers are for RMSNorm, gated MLPs and rotary positions"
@@ -63,16 +63,16 @@ class FusedStack:
     """``Decoder.stack`` for paged batches; other contexts go through the layers one by one.
 
     Args:
-        model: its weights may still be on ``meta`` (then nothing is allocated); ``join_weights`` has been called.
+        model: its weights may still be on ``meta`` (then nothing is allocated). They are joined if they were not.
         max_positions: positions that the table of angles covers; longer sequences must not come.
 
     Raises:
-        ValueError: ``unsuitable`` says why.
+        ValueError: ``refusal`` says why.
     """
 
     def __init__(self, model: Decoder, *, max_positions: int, fusions: Fusions | None = None) -> None:
         config = model.config
-        reason = unsuitable(config)
+        reason = refusal(config)
         if reason is not None:
             raise ValueError(reason)
         assert model.rope is not None
@@ -82,9 +82,9 @@ class FusedStack:
         self._config = config
         self._ops = model.ops
         self._fusions = fusions or Fusions()
-        self._layers = [_FusedLayer(layer, index, config) for index, layer in enumerate(_layers(model))]
-        plain = self._fusions == Fusions() and all(layer.plain for layer in self._layers)
-        self._streams = self._ops.stream_products if plain else None
+        streams = self._ops.stream_products if self._fusions == Fusions() else None
+        self._layers = [_FusedLayer(layer, index, config, streams) for index, layer in enumerate(_layers(model))]
+        self._streams = streams if all(layer.on_stream for layer in self._layers) else None
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
         """Of each position, cosines and then sines."""
@@ -112,11 +112,11 @@ class FusedStack:
         branch_TD: Tensor | None = None
         wanted = context.wanted
         if wanted is None and self._streams is not None and self._streams.takes(x_TD, self._layers[0].sizes):
-            return self._run_streams(self._streams, x_TD, (cos, sin), context)
+            return self._run_streams(x_TD, (cos, sin), context)
         for layer in self._layers:
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
             last = None if layer is not self._layers[-1] else wanted
-            attended_THd = self._attend(layer, normed_TD, (cos, sin), context, last)
+            attended_THd = self._attend(layer, self._qkv(layer, normed_TD), (cos, sin), context, last)
             if last is not None:
                 x_TD = x_TD.index_select(0, last.tokens_R)
                 if not len(x_TD):
@@ -127,21 +127,22 @@ class FusedStack:
         return x_TD, branch_TD
 
     def _run_streams(
-        self, products: StreamProducts, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
+        self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
     ) -> tuple[Tensor, Tensor]:
         """As ``_run``, by products that begin and end at the residual stream; all tokens are wanted."""
         first = self._layers[0].attention_norm
         stream = Stream(x_TD, first(x_TD), None, first.eps)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
-            attended_THd = self._attend(layer, stream, rotation, context, None)
-            norm = layer.mlp_norm
-            stream = products.add(attended_THd.flatten(-2), layer.o.weight, x_TD, norm.weight, norm.eps)
-            gated_TF = products.gate_up(stream, layer.gate_up)
+            products, norm = layer.on_stream, layer.mlp_norm
+            assert products is not None
+            attended_THd = self._attend(layer, products.qkv.linear(stream), rotation, context, None)
+            stream = products.o.add(attended_THd.flatten(-2), x_TD, norm.weight, norm.eps)
+            gated_TF = products.gate_up.gated(stream)
             x_TD = stream.total
             if after is None:
-                return x_TD, products.product(gated_TF, layer.down.weight)
+                return x_TD, products.down.plain(gated_TF)
             norm = after.attention_norm
-            stream = products.add(gated_TF, layer.down.weight, x_TD, norm.weight, norm.eps)
+            stream = products.down.add(gated_TF, x_TD, norm.weight, norm.eps)
             x_TD = stream.total
         raise AssertionError("a decoder has layers")
 
@@ -155,28 +156,25 @@ class FusedStack:
         x_TD = x_TD + branch_TD
         return x_TD, norm(x_TD)
 
+    def _qkv(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor | Sequence[Tensor]:
+        """q, k and v, side by side or apart."""
+        return layer.qkv(x_TD) if self._fusions.qkv else [product(x_TD) for product in layer.qkv_apart]
+
     def _attend(
         self,
         layer: _FusedLayer,
-        x_TD: Tensor | Stream,
+        qkv: Tensor | Sequence[Tensor],
         rotation: tuple[Tensor, Tensor],
         context: PagedContext,
         wanted: Wanted | None,
     ) -> Tensor:
         """Attention of all tokens ``[T, H, d]``, or of those that are wanted."""
-        config, attention = self._config, layer.attention
-        if isinstance(x_TD, Stream):
-            assert self._streams is not None
-            joined = self._streams.linear(x_TD, layer.qkv, layer.qkv_bias)
-            parts = joined.split((config.q_dim, config.kv_dim, config.kv_dim), dim=-1)
-        elif self._fusions.qkv:
-            joined = self._ops.linear(x_TD, layer.qkv, layer.qkv_bias)
-            parts = joined.split((config.q_dim, config.kv_dim, config.kv_dim), dim=-1)
-        else:
-            parts = (attention.q(x_TD), attention.k(x_TD), attention.v(x_TD))
+        config = self._config
+        sizes = (config.q_dim, config.kv_dim, config.kv_dim)
+        parts = qkv.split(sizes, dim=-1) if isinstance(qkv, Tensor) else qkv
         q_THd, k_TKd, v_TKd = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
         k_cache, v_cache = context.k_cache[layer.index], context.v_cache[layer.index]
-        q_norm, k_norm = attention.q_norm, attention.k_norm
+        q_norm, k_norm = layer.q_norm, layer.k_norm
         if self._fusions.rotary_write:
             head_norm = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
             kept = {} if context.whole is None else {"k_out": k_TKd}
@@ -198,86 +196,46 @@ class FusedStack:
 
     def _gated(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor:
         """``silu(gate(x)) * up(x)``."""
-        if self._fusions.gate_up:
-            return self._ops.gate_up(x_TD, layer.gate_up, layer.gate_up_bias)
-        assert layer.gate is not None
-        return self._ops.swiglu(layer.gate(x_TD), layer.up(x_TD))
+        if self._fusions.gate_up and layer.gated is not None:
+            return layer.gated(x_TD)
+        return self._ops.swiglu(*(product(x_TD) for product in layer.gate_up_apart))
 
 
 class _FusedLayer:
-    """One layer's modules and joined weights."""
+    """One layer's norms, and its products, resolved once."""
 
-    def __init__(self, layer: Layer, index: int, config: ModelConfig) -> None:
+    def __init__(self, layer: Layer, index: int, config: ModelConfig, streams: StreamProducts | None) -> None:
         attention, mlp = layer.attention, layer.mlp
         self.index = index
         self.window = config.layer_window(index)
         assert isinstance(layer.attention_norm, RMSNorm) and isinstance(layer.mlp_norm, RMSNorm)
         self.attention_norm, self.mlp_norm = layer.attention_norm, layer.mlp_norm
-        self.attention = attention
-        self.o, self.gate, self.up, self.down = attention.o, mlp.gate, mlp.up, mlp.down
-        assert mlp.gate is not None
-        self.qkv, self.qkv_bias = _joined((attention.q, attention.k, attention.v))
-        self.gate_up, self.gate_up_bias = _joined((mlp.gate, mlp.up))
-        plain = all(type(module) is Linear and module.bias is None for module in (self.o, self.down))
-        self.plain = plain and self.gate_up_bias is None
-        """Whether its products after q, k and v are of weights and nothing else."""
-        # Whatever stands in the place of a Linear need not have a weight.
-        weights = (self.qkv, self.o.weight, self.gate_up, self.down.weight) if self.plain else ()
-        self.sizes = [(*weight.shape, weight is self.gate_up) for weight in weights]
-        """Of its products, as ``StreamProducts`` asks for them; none where they are not plain."""
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        qkv, gate_up = attention.qkv, mlp.gate_up
+        self.qkv, self.qkv_apart = qkv.product(), qkv.products()
+        self.gated, self.gate_up_apart = gate_up.gated_product(), gate_up.products()
+        self.o, self.down = attention.o.product(), mlp.down.product()
+        projections = (qkv, attention.o, gate_up, mlp.down)
+        self.sizes = [(*weight.shape, weight is gate_up) for weight in projections]
+        """Of its products, as ``StreamProducts`` asks for them."""
+        self.on_stream = None if streams is None else _StreamLayer.of(projections, streams)
 
 
-def join_weights(model: Decoder, device: torch.device | str | None = None) -> None:
-    """Lay q, k, v of each layer in one storage, and gate and up: the modules' weights become views of it.
+class _StreamLayer(NamedTuple):
+    """A layer's products that begin and end at the residual stream."""
 
-    Weights on ``meta`` are given memory on ``device`` that is not filled; others keep their values, and at most one
-    layer's are held twice meanwhile. All else that is on ``meta`` gets memory too. Without ``device``: where they are.
-    """
-    for layer in _layers(model):
-        groups: list[tuple[Linear, ...]] = [(layer.attention.q, layer.attention.k, layer.attention.v)]
-        if layer.mlp.gate is not None:
-            groups.append((layer.mlp.gate, layer.mlp.up))
-        for modules in groups:
-            _join(modules, "weight", device)
-            if modules[0].bias is not None:
-                _join(modules, "bias", device)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta and device is not None:
-                setattr(module, name, _parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
-    model.tie_weights()
+    qkv: StreamProduct
+    o: StreamProduct
+    gate_up: StreamProduct
+    down: StreamProduct
 
-
-def _join(modules: Sequence[Linear], name: str, device: torch.device | str | None) -> None:
-    parts = [getattr(module, name).data for module in modules]
-    if parts[0].is_meta and device is not None:
-        rows = sum(part.shape[0] for part in parts)
-        whole = torch.empty((rows, *parts[0].shape[1:]), dtype=parts[0].dtype, device=device)
-    else:
-        whole = torch.cat(parts)
-    for module, view in zip(modules, whole.split([part.shape[0] for part in parts]), strict=True):
-        setattr(module, name, _parameter(view))
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
-
-
-def _joined(modules: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
-    """The one tensor that the weights are parts of, and the biases'."""
-
-    def whole(parts: Sequence[Tensor]) -> Tensor:
-        first = parts[0].data
-        rows = sum(part.shape[0] for part in parts)
-        at = first.data_ptr()
-        for part in parts:
-            if part.data_ptr() != at:
-                raise ValueError("the weights are not joined: call join_weights before FusedStack")
-            at += part.nbytes
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-    bias = None if modules[0].bias is None else whole([module.bias for module in modules if module.bias is not None])
-    return whole([module.weight for module in modules]), bias
+    @classmethod
+    def of(cls, projections: Sequence[Weight], streams: StreamProducts) -> _StreamLayer | None:
+        """None where a projection has no such product, or one but the first a bias."""
+        found = [weight.stream_product(streams) for weight in projections]
+        if any(product is None for product in found) or any(product.biased for product in found[1:] if product):
+            return None
+        return cls(*(product for product in found if product is not None))
 
 
 def _layers(model: Decoder) -> list[Layer]:

@@ -1,46 +1,106 @@
 """A source to a ``Decoder`` that is ready to run on a device.
 
-Two ways to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute in float32
-from exactly what the file holds; and plain torch, for which quantized weights are dequantized when they are loaded.
+``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
+``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
+to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute in float32 from
+exactly what the file holds; plain torch, for which quantized weights are dequantized when they are loaded; and, on a
+GPU, the fused stack.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..formats.ggml_blocks import QuantizedTensor
 from ..ops.cpu import library as cpu_library
-from ..ops.opset import resolve_ops
+from ..ops.opset import OpSet, resolve_ops
 from ..ops.registry import Unavailable
 from .config import ModelConfig
+from .cost import weight_bytes
 from .decoder import Decoder
-from .native import build_native, packed_path, unsuitable
+from .fused_stack import FusedStack, Fusions
+from .fused_stack import refusal as refusal_to_fuse
+from .native import (
+    keep_packed,
+    native_model,
+    packed_matrices,
+    packed_path,
+    refusal,
+    run_natively,
+    take_packed,
+)
 from .resolve import ModelSource
+from .staging import Staging, dense_values
+from .storage import Storage
+from .stored import ALL, Stored, StoredWeights, Values
+from .weights.int4_serving import rounded
+from .weights.weight import Kinds, part_of
 from .weights_dummy import dummy_weights
-from .weights_gguf import load_gguf
-from .weights_hf import load_hf
+from .weights_gguf import stored_gguf
+from .weights_hf import stored_hf
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def load_weights(source: ModelSource, seed: int = 0) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """Every weight of the model by canonical name, as its files hold it; see ``load_gguf`` and ``load_hf``. A source
-    that is only a shape gets random weights of ``seed``, in bfloat16.
+def stored_weights(
+    source: ModelSource, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> StoredWeights:
+    """Every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and ``stored_hf``. A
+    source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
     """
     if source.kind == "gguf":
-        return load_gguf(source.gguf, source.config)
+        return stored_gguf(source.gguf, source.config)
     if source.kind == "shape":
-        return dummy_weights(source.config, seed=seed)
-    return iter(load_hf(source.path, source.config))
+        return dummy_weights(source.config, seed=seed, dtype=dtype, device=device)
+    return stored_hf(source.path, source.config)
+
+
+@torch.no_grad()
+def fill(
+    model: Decoder,
+    weights: StoredWeights,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    advance: Callable[[int], object] | None = None,
+) -> Decoder:
+    """Read weights into a model that has memory, one at a time, in the model's dtype: the one way in for all models.
+
+    Each weight takes what it is given in its own way: dense ones are rounded on the device, ones in 4 bits are
+    quantized there, packed ones are packed. Files come through pinned memory where the device is a GPU.
+
+    Args:
+        rank, ranks: where the model is a shard, with matrices ``ranks`` times as small as the files' in one dimension:
+            of each, part ``rank`` is read and nothing else.
+        advance: told of the bytes of each weight that has been read.
+
+    Raises:
+        ValueError: files that are damaged, or a model that is no shard of them.
+    """
+    with Staging(model.device) as staging:
+        for name, stored in weights:
+            target = _target(model, name)
+            values = stored.read(*_part(name, stored.shape, target.shape, rank, ranks))
+            if isinstance(target, Tensor):
+                staging.copy(dense_values(values), target)
+            else:
+                target.load(values, staging)
+            if name == "embed.weight" and _copied_head(model):
+                model.head.load(values, staging)
+            if advance is not None:
+                advance(values.nbytes)
+    return model
 
 
 def load_model(
@@ -53,6 +113,7 @@ def load_model(
     block_size: int = 16,
     seed: int = 0,
     deterministic: bool = False,
+    quantization: str | None = None,
 ) -> Decoder:
     """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
 
@@ -70,29 +131,36 @@ def load_model(
         seed: of the random weights that a source without weights gets.
         deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
             so always.
+        quantization: ``int4``: the layers' matrices are rounded to 4 bits when they are loaded. The C++ kernels keep
+            them so; plain torch computes with the values that the codes stand for.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
             the kernels cannot run.
     """
     library, why = kernels(
-        source.config, dtype=dtype, device=device, native=native, threads=threads, block_size=block_size
+        source.config,
+        dtype=dtype,
+        device=device,
+        native=native,
+        threads=threads,
+        block_size=block_size,
+        quantization=quantization,
     )
     log.info("%s: %s", source.name, why)
     if library is None:
-        return _load_torch(source, dtype, torch.device(device), seed, deterministic)
-    weights = load_weights(source, seed)
-    if dtype == "auto":
-        weights = ((name, _half_matrix(weight)) for name, weight in weights)
-    packed_file = packed_path(source.path, dtype) if source.kind == "gguf" else None
-    return build_native(
-        source.config,
-        weights,
-        library,
-        kv_dtype=kv_dtype(dtype),
-        block_size=block_size,
-        packed_file=packed_file,
-    )
+        return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization)
+    int4 = quantization == "int4"
+    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=dtype == "auto", int4=int4)
+    packed_file = packed_path(source.path, f"{dtype}-int4" if int4 else dtype) if source.kind == "gguf" else None
+    weights = stored_weights(source, seed)
+    if packed_file is None or not take_packed(model, packed_file):
+        fill(model, weights)
+        keep_packed(model, packed_file)
+    else:
+        there = packed_matrices(model)
+        fill(model, (each for each in weights if each[0] not in there))
+    return run_natively(model, library, kv_dtype(dtype), block_size)
 
 
 def kv_dtype(dtype: str) -> torch.dtype:
@@ -116,6 +184,7 @@ def kernels(
     native: bool | None = None,
     threads: int | None = None,
     block_size: int = 16,
+    quantization: str | None = None,
 ) -> tuple[cpu_library.Library | None, str]:
     """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
 
@@ -131,42 +200,135 @@ def kernels(
     elif dtype not in ("auto", "float32"):
         reason = f"the C++ kernels compute in float32, not {dtype}"
     else:
-        reason = unsuitable(config, block_size)
+        reason = refusal(config, block_size, quantization)
     if reason is None:
         try:
             library = cpu_library.load(threads or torch.get_num_threads())
         except Unavailable as error:
             reason = str(error)
     if library is not None:
-        return library, f"C++ kernels ({library.isa}, {library.threads} threads), weights as in the file"
+        kept = "weights as in the file" if quantization is None else "the layers' weights in 4 bits"
+        return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
     if native:
         raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")
-    return None, f"plain torch in {str(computed_in).removeprefix('torch.')} ({reason})"
+    rounded_to = "" if quantization is None else ", the layers' weights rounded to 4 bits"
+    return None, f"plain torch in {str(computed_in).removeprefix('torch.')}{rounded_to} ({reason})"
 
 
-def _load_torch(source: ModelSource, dtype: str, device: torch.device, seed: int, deterministic: bool) -> Decoder:
-    config = source.config
+def _load_torch(
+    source: ModelSource, dtype: str, device: torch.device, seed: int, deterministic: bool, quantization: str | None
+) -> Decoder:
     number_type = kv_dtype(dtype)
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
-    model = Decoder(config, device="meta", dtype=number_type, ops=ops)
-    state = {name: _dense(weight, number_type, device) for name, weight in load_weights(source, seed)}
-    if config.tied_embeddings:
-        state["head.weight"] = state["embed.weight"]
-    model.load_state_dict(state, assign=True)
-    model.tie_weights()
-    return model.requires_grad_(False)
+    model = Decoder(source.config, "meta", number_type, ops=ops).to_empty(device=device)
+    weights = stored_weights(source, seed)
+    return fill(model, weights if quantization is None else _rounded_layers(weights)).requires_grad_(False)
 
 
-def _dense(weight: Tensor | QuantizedTensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Contiguous and in memory of its own (a dense weight may be a view of the mapped file)."""
-    if isinstance(weight, QuantizedTensor):
-        return torch.from_numpy(weight.dequantize()).to(device=device, dtype=dtype)
-    return weight.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+def _rounded_layers(weights: StoredWeights) -> StoredWeights:
+    """With the layers' matrices as they are when they are served in 4 bits."""
+    for name, stored in weights:
+        if name.startswith("layers.") and len(stored.shape) == 2:
+
+            def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
+                return rounded(dense_values(stored.read()))[rows, columns]
+
+            yield name, Stored(stored.shape, read)
+        else:
+            yield name, stored
 
 
-def _half_matrix(weight: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
-    """Dense matrices in bfloat16, the rest as it is."""
-    if isinstance(weight, QuantizedTensor) or weight.ndim != 2:
-        return weight
-    return weight.to(torch.bfloat16)
+def load_on_device(
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: OpSet,
+    max_positions: int,
+    seed: int = 0,
+    fusions: Fusions | None = None,
+    kinds: Kinds | None = None,
+) -> Decoder:
+    """Build the model on a GPU, with joined weights and the fused stack, and fill it, for inference.
+
+    Memory is allocated once, as it will be used; each weight is then read into its place. Random weights are drawn on
+    the device.
+
+    Args:
+        dtype: of weights and activations.
+        ops: what it computes with.
+        max_positions: of the longest sequence.
+        seed: of the random weights that a source without weights gets.
+        fusions: what the layers do in one kernel; None: all they can.
+        kinds: of weight, as in ``Decoder``.
+
+    Raises:
+        ValueError: files that are damaged or do not fit the configuration.
+    """
+    model = allocated(Decoder(source.config, "meta", dtype, ops=ops, kinds=kinds), device)
+    with progress(source) as advance:
+        fill(model, stored_weights(source, seed, dtype, device), advance=advance)
+    if refusal_to_fuse(source.config) is None:
+        model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
+    return model
+
+
+def allocated(model: Decoder, device: torch.device | str) -> Decoder:
+    """A model that was built on ``meta`` with memory on a device, joined, not filled, for inference. At most the
+    matrices of one projection are held twice meanwhile."""
+    model.join()
+    return model.to_empty(device=device).requires_grad_(False)
+
+
+class _Loads(Protocol):
+    """A matrix of a model that takes a file's values in its own way."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def load(self, values: Values, staging: Staging) -> None: ...
+
+
+def _target(model: Decoder, name: str) -> _Loads | Tensor:
+    """What takes the weight of this canonical name."""
+    owner, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    if leaf == "weight" and hasattr(module, "load"):
+        return module
+    parameter: Tensor = getattr(module, leaf)
+    return parameter.detach()
+
+
+def _copied_head(model: Decoder) -> bool:
+    """Whether the head is a copy of the embedding's table in a format of its own."""
+    return model.config.tied_embeddings and not model.head_tied
+
+
+def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, slice]:
+    """The rows and columns of a file's weight that a shard's is."""
+    parts = [ALL, ALL]
+    cut = [dim for dim, (size, own) in enumerate(zip(stored, wanted, strict=False)) if size != own]
+    if len(stored) != len(wanted) or len(cut) > 1 or any(stored[dim] != ranks * wanted[dim] for dim in cut):
+        raise ValueError(
+            f"{name} is {list(stored)} in the files and {list(wanted)} in the model, which is neither that nor one of "
+            f"{ranks} equal parts of it"
+        )
+    for dim in cut:
+        parts[dim] = part_of(stored[dim], rank, ranks)
+    return parts[0], parts[1]
+
+
+@contextmanager
+def progress(source: ModelSource) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr where that is a terminal; yields what is told of each weight's bytes."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading"), *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(source.name, total=weight_bytes(source.config, Storage()))
+        yield lambda count: bar.advance(task, count)

@@ -6,17 +6,22 @@ Shapes: T tokens, D model dim, F ffn dim.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.opset import OpSet
 from .config import ModelConfig
-from .linear import Linear
+from .weights.dense import Dense
+from .weights.projection import Half, Projection
+from .weights.weight import Kinds, Weight
 
 
-class MLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, or ``down(gelu(up(x)))``: ``[T, D] -> [T, D]``."""
+class MLP(Half):
+    """``down(silu(gate(x)) * up(x))``, or ``down(gelu(up(x)))``: ``[T, D] -> [T, D]``.
 
-    gate: Linear | None
+    Its projections are ``gate_up`` (of gate and up, or of up alone) and ``down``.
+    """
+
+    gate: Weight | None
 
     def __init__(
         self,
@@ -25,20 +30,22 @@ class MLP(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
         super().__init__()
         self.swiglu = ops.swiglu
         self.gelu = ops.gelu
         self.tanh = config.activation == "gelu_tanh"
 
-        def linear(inputs: int, outputs: int) -> Linear:
-            return Linear(inputs, outputs, config.mlp_bias, op=ops.linear, device=device, dtype=dtype)
+        def matrix(name: str, inputs: int, outputs: int) -> Weight:
+            kind = Dense if kinds is None else kinds(f"mlp.{name}")
+            return kind(outputs, inputs, config.mlp_bias, ops=ops, device=device, dtype=dtype)
 
-        self.gate = linear(config.dim, config.ffn_dim) if config.gated_mlp else None
-        self.up = linear(config.dim, config.ffn_dim)
-        self.down = linear(config.ffn_dim, config.dim)
+        self.gate = matrix("gate", config.dim, config.ffn_dim) if config.gated_mlp else None
+        self.up = matrix("up", config.dim, config.ffn_dim)
+        self.gate_up = Projection(up=self.up) if self.gate is None else Projection(gate=self.gate, up=self.up)
+        self.down = matrix("down", config.ffn_dim, config.dim)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if self.gate is not None:
-            return self.down(self.swiglu(self.gate(x_TD), self.up(x_TD)))
-        return self.down(self.gelu(self.up(x_TD), self.tanh))
+        *gate_TF, up_TF = self.gate_up.apart(x_TD)
+        return self.down(self.swiglu(*gate_TF, up_TF) if gate_TF else self.gelu(up_TF, self.tanh))

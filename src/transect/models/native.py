@@ -1,4 +1,4 @@
-"""A ``Decoder`` on the C++ CPU kernels: packed weights in place of ``Linear``, and one call for all layers.
+"""A ``Decoder`` on the C++ CPU kernels: ``Packed`` weights, and one call for all layers.
 
 Everything is computed in float32 from the weights exactly as the file holds them; a token's hidden state does not
 depend on what else is in the batch or on how its prompt was cut into chunks, to the bit.
@@ -7,52 +7,27 @@ depend on what else is in the batch or on how its prompt was cut into chunks, to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..formats.ggml_blocks import QuantizedTensor
 from ..hardware.cache import cache_folder
-from ..ops.cpu.library import GROUP_ROWS, Library, PackedWeight, StackLayer, empty_cache
-from ..ops.cpu.packing import pack, read_packed, write_packed
+from ..ops.cpu.library import GROUP_ROWS, Library, StackLayer, empty_cache
+from ..ops.cpu.packing import read_packed, write_packed
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
+from .weights.int4_serving import PANEL
+from .weights.packed import Packed, PackedEmbedding
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
-
-
-class PackedLinear(nn.Module):
-    """Replaces ``Linear``: the same call, float32 out."""
-
-    def __init__(self, library: Library, packed: PackedWeight) -> None:
-        super().__init__()
-        self.library, self.packed = library, packed
-
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return self.library.linear(x_TI, self.packed)
-
-    def extra_repr(self) -> str:
-        return f"{self.packed.k} -> {self.packed.n}, {self.packed.kind.name}"
-
-
-class PackedEmbedding(nn.Module):
-    """Replaces ``Embedding``: rows decoded to float32."""
-
-    def __init__(self, library: Library, packed: PackedWeight) -> None:
-        super().__init__()
-        self.library, self.packed = library, packed
-
-    def forward(self, index_T: Tensor) -> Tensor:
-        return self.library.rows(self.packed, index_T)
-
-    def extra_repr(self) -> str:
-        return f"{self.packed.n} rows of {self.packed.k}, {self.packed.kind.name}"
 
 
 class NativeStack:
@@ -65,7 +40,7 @@ class NativeStack:
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._kv_dtype, self._block_size = kv_dtype, block_size
         self._stack = library.stack(
-            [_stack_layer(layer, config.layer_window(i)) for i, layer in enumerate(model.layers)],
+            [_stack_layer(layer, config.layer_window(i), library) for i, layer in enumerate(model.layers)],
             dim=config.dim,
             heads=config.n_heads,
             kv_heads=config.n_kv_heads,
@@ -114,8 +89,11 @@ class NativeStack:
         return self._rotation
 
 
-def unsuitable(config: ModelConfig, block_size: int) -> str | None:
+def refusal(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
+    odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
+    if quantization == "int4" and odd:
+        return f"the C++ kernels take rows in 4 bits whose length is a multiple of {PANEL}, and this model has {odd[0]}"
     if config.head_dim % GROUP_ROWS:
         return (
             f"the C++ kernels need a head size that is a multiple of {GROUP_ROWS}, and this model has {config.head_dim}"
@@ -125,52 +103,75 @@ def unsuitable(config: ModelConfig, block_size: int) -> str | None:
     return None
 
 
-def build_native(
+def native_model(
     config: ModelConfig,
-    weights: Iterable[tuple[str, Tensor | QuantizedTensor]],
     library: Library,
-    *,
     kv_dtype: torch.dtype,
     block_size: int = 16,
-    packed_file: Path | None = None,
+    *,
+    half: bool,
+    int4: bool = False,
 ) -> Decoder:
-    """A model whose matrices are packed for ``library``.
+    """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``.
 
     Args:
-        weights: every weight by canonical name (see ``shapes.py``); quantized ones stay quantized.
         kv_dtype: bfloat16 or float32, of the KV cache that the model will run on.
-        packed_file: where the packed matrices are kept; read if it is there, else written. A file that cannot be
-            written is no error: the model is then packed again at the next start.
+        half: dense matrices are kept in bfloat16.
+        int4: the layers' matrices are kept in 4 bits, whatever they come in.
 
     Raises:
-        ValueError: ``unsuitable`` says why.
+        ValueError: ``refusal`` says why.
     """
-    reason = unsuitable(config, block_size)
+    reason = refusal(config, block_size, "int4" if int4 else None)
     if reason is not None:
         raise ValueError(reason)
-    model = Decoder(config, device="meta", dtype=torch.float32)
-    loaded = dict(weights)
-    matrices = {name: w for name, w in loaded.items() if len(w.shape) == 2 and not name.startswith("position_embed")}
-    packed = read_packed(packed_file, matrices) if packed_file is not None else None
-    if packed is None:
-        packed = {name: pack(library, weight) for name, weight in matrices.items()}
-        if packed_file is not None:
-            _keep(packed_file, packed)
-    vectors = {name: _float32(loaded[name]) for name in loaded.keys() - matrices.keys()}
-    for name, weight in packed.items():
-        prefix = name.removesuffix(".weight")
-        if prefix == "embed":
-            model.embed = PackedEmbedding(library, weight)  # type: ignore[assignment]
-            if config.tied_embeddings:
-                model.head = PackedLinear(library, weight)  # type: ignore[assignment]
-        else:
-            weight = PackedWeight(weight.kind, weight.n, weight.k, weight.data, vectors.pop(f"{prefix}.bias", None))
-            parent, _, child = prefix.rpartition(".")
-            setattr(model.get_submodule(parent), child, PackedLinear(library, weight))
-    model.load_state_dict(vectors, assign=True)
-    model.requires_grad_(False)
+    packed = partial(Packed, library=library, half=half)
+    in_layers = partial(packed, int4=int4)
+    model = Decoder(config, "meta", torch.float32, kinds=lambda name: packed if name == "head" else in_layers)
+    table = packed(config.vocab_size, config.dim)
+    model.embed = PackedEmbedding(table)  # type: ignore[assignment]
+    if config.tied_embeddings:
+        model.head, model.head_tied = table, True
+    if half and model.position_embed is not None:
+        model.position_embed.to(torch.bfloat16)
+    return model.to_empty(device="cpu").requires_grad_(False)
+
+
+def run_natively(model: Decoder, library: Library, kv_dtype: torch.dtype, block_size: int = 16) -> Decoder:
+    """All layers of a filled model in one C++ call, for a KV cache of this dtype in blocks of this size."""
     model.stack = NativeStack(model, library, kv_dtype, block_size)
     return model
+
+
+def packed_matrices(model: Decoder) -> dict[str, Packed]:
+    """The packed matrices of a model by the canonical names of the weights that they hold, each once."""
+    found = {"embed": model.embed.table} if isinstance(model.embed, PackedEmbedding) else {}
+    for name, weight in model.weights():
+        if isinstance(weight, Packed) and not (name == "head" and model.head_tied):
+            found[name] = weight
+    return {f"{name}.weight": weight for name, weight in found.items()}
+
+
+def take_packed(model: Decoder, path: Path) -> bool:
+    """The matrices of a file that ``keep_packed`` wrote, mapped into a model; False if there is no such file."""
+    own = packed_matrices(model)
+    packed = read_packed(path, own)
+    if packed is None:
+        return False
+    for name, weight in own.items():
+        weight.take(packed[name])
+    return True
+
+
+def keep_packed(model: Decoder, path: Path | None) -> None:
+    """Write a model's packed matrices, so that the next start maps them. A file that cannot be written is no error: the
+    model is then packed again at the next start."""
+    if path is None:
+        return
+    try:
+        write_packed(path, {name: weight.matrix for name, weight in packed_matrices(model).items()})
+    except OSError:
+        return
 
 
 def packed_path(source: Path, dtype: str) -> Path:
@@ -180,26 +181,10 @@ def packed_path(source: Path, dtype: str) -> Path:
     return cache_folder() / "packed" / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pack"
 
 
-def _keep(path: Path, packed: dict[str, PackedWeight]) -> None:
-    try:
-        write_packed(path, packed)
-    except OSError:
-        return
-
-
-def _float32(weight: Tensor | QuantizedTensor) -> Tensor:
-    if isinstance(weight, QuantizedTensor):
-        return torch.from_numpy(weight.dequantize()).reshape(weight.shape).contiguous()
-    return weight.to(torch.float32).contiguous()
-
-
-def _stack_layer(layer: nn.Module, window: int | None) -> StackLayer:
+def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> StackLayer:
     assert isinstance(layer, Layer)
     attention, mlp = layer.attention, layer.mlp
-
-    def packed(module: nn.Module | None) -> PackedWeight:
-        assert isinstance(module, PackedLinear)
-        return module.packed
+    products = {"o": attention.o, "down": mlp.down, **attention.qkv.parts, **mlp.gate_up.parts}
 
     def scale(norm: RMSNorm | LayerNorm | None) -> Tensor | None:
         return None if norm is None else norm.weight.data
@@ -214,12 +199,6 @@ def _stack_layer(layer: nn.Module, window: int | None) -> StackLayer:
         mlp_norm_bias=shift(layer.mlp_norm),
         q_norm=scale(attention.q_norm),
         k_norm=scale(attention.k_norm),
-        q=packed(attention.q),
-        k=packed(attention.k),
-        v=packed(attention.v),
-        o=packed(attention.o),
-        gate=None if mlp.gate is None else packed(mlp.gate),
-        up=packed(mlp.up),
-        down=packed(mlp.down),
+        **cast(dict[str, Any], {"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),
         window=window or 0,
     )

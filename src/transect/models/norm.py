@@ -1,4 +1,4 @@
-"""The normalisation layers of a decoder, as modules over ``ops/rms_norm.py`` and ``ops/layer_norm.py``."""
+"""The normalisation layers of a decoder, as modules over ``ops/norm/rms_norm.py`` and ``ops/norm/layer_norm.py``."""
 
 from __future__ import annotations
 

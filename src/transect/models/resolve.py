@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from ..formats.gguf_file import GGUFFile
 from .config import ModelConfig
+from .config_gguf import from_gguf
+from .config_hf import from_hf_directory
 from .presets import PRESETS
 from .pull import BUILTIN_MODELS, Progress, pull_builtin, pulled
 
@@ -129,7 +131,7 @@ def _shape(path: Path, name: str) -> ModelSource:
     """A model to be filled with random weights."""
     if (path / "config.json").is_file():
         path = path.resolve()
-        return ModelSource("shape", path, ModelConfig.from_hf_directory(path), name)
+        return ModelSource("shape", path, from_hf_directory(path), name)
     if name in PRESETS:
         return ModelSource("shape", Path(name), PRESETS[name], name)
     raise ValueError(
@@ -159,7 +161,7 @@ def _from_directory(path: Path, name: str) -> ModelSource:
         files = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; give one of its GGUF files: {', '.join(files[:5])}" if files else ""
         raise ValueError(f"the directory {path} has no config.json, so it is no model in Hugging Face layout{hint}")
-    return ModelSource("hf", path, ModelConfig.from_hf_directory(path), name)
+    return ModelSource("hf", path, from_hf_directory(path), name)
 
 
 def _from_file(path: Path, name: str) -> ModelSource:
@@ -168,7 +170,7 @@ def _from_file(path: Path, name: str) -> ModelSource:
         raise ValueError(f"{path} is no .gguf file; give {_choices()}")
     file = GGUFFile.open(path)
     try:
-        config = ModelConfig.from_gguf(file.metadata, file.tensors)
+        config = from_gguf(file.metadata, file.tensors)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     source = ModelSource("gguf", path, config, name)

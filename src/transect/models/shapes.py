@@ -26,6 +26,24 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, int], bool]
     return shapes
 
 
+PROJECTIONS = {
+    "qkv": ("attention.q", "attention.k", "attention.v"),
+    "o": ("attention.o",),
+    "gate_up": ("mlp.gate", "mlp.up"),
+    "down": ("mlp.down",),
+}
+"""The matrices of a layer that share an input."""
+
+
+def projection_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
+    """The projections of one layer: the matrices of each, by name inside the layer, and their (outputs, inputs)."""
+    shapes = linear_shapes(config)
+    return {
+        projection: {name: shapes[name][0] for name in names if name in shapes}
+        for projection, names in PROJECTIONS.items()
+    }
+
+
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every weight of the model by canonical name; with tied embeddings there is no ``head.weight`` of its own."""
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, config.dim)}

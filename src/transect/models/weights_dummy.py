@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .config import ModelConfig
 from .shapes import weight_shapes
+from .stored import Stored, StoredWeights
 
 STD = 0.02
 
@@ -20,17 +21,19 @@ def dummy_weights(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-) -> Iterator[tuple[str, Tensor]]:
+) -> StoredWeights:
     """Every weight of ``shapes.weight_shapes`` by name: matrices normal with deviation 0.02, norms 1, biases 0.
 
-    Each matrix is drawn from a stream of its own, made of ``seed`` and its name, so the order does not matter. A GPU
-    draws other numbers than the CPU does.
+    Each matrix is drawn, whole, when it is read, from a stream of its own, made of ``seed`` and its name, so the order
+    does not matter. A GPU draws other numbers than the CPU does.
     """
-    for name, shape in weight_shapes(config).items():
+
+    def drawn(name: str, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
         weight = torch.empty(shape, dtype=dtype, device=device)
-        if len(shape) == 2:
-            generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            weight.normal_(0.0, STD, generator=generator)
-        else:
-            weight.fill_(0.0 if name.endswith(".bias") else 1.0)
-        yield name, weight
+        if len(shape) == 1:
+            return weight.fill_(0.0 if name.endswith(".bias") else 1.0)[rows]
+        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        return weight.normal_(0.0, STD, generator=generator)[rows, columns]
+
+    for name, shape in weight_shapes(config).items():
+        yield name, Stored(shape, partial(drawn, name, shape))

@@ -8,8 +8,8 @@ Mistral) keep the rows of q and k in the order that rotates neighbouring pairs: 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from .config import ModelConfig
 from .shapes import weight_shapes
+from .stored import ALL, Stored, StoredWeights, Values, is_whole, within
 
 _OUTER = {
     "embed": "token_embd",
@@ -53,18 +54,19 @@ class _Place:
     rows: slice | np.ndarray | None
 
 
-def load_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
     """Every weight of ``weight_shapes(config)`` once.
 
-    Packed matrices come as ``QuantizedTensor`` (views of the file, or copies where rows were reordered), all else as
-    torch tensors of the file's dtype.
+    Packed matrices are read as ``QuantizedTensor`` (views of the file, or copies where rows were reordered), all else
+    as torch tensors of the file's dtype.
 
     Raises:
         ValueError: a tensor is missing, superfluous, of the wrong shape, or holds numbers that are not finite; the
             message names the file and the tensor. All but the last are found before the first weight is handed out.
     """
     places = _places(file, config)
-    return ((name, _read(file, place)) for name, place in places.items())
+    shapes = weight_shapes(config)
+    return ((name, Stored(shapes[name], partial(_read, file, place))) for name, place in places.items())
 
 
 def _places(file: GGUFFile, config: ModelConfig) -> dict[str, _Place]:
@@ -127,17 +129,41 @@ def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _read(file: GGUFFile, place: _Place) -> Tensor | QuantizedTensor:
+def _read(file: GGUFFile, place: _Place, rows: slice, columns: slice) -> Values:
     tensor = file.tensors[place.tensor]
+    if isinstance(place.rows, np.ndarray):
+        taken: slice | np.ndarray = place.rows[rows]
+    else:  # of the rows that the place is, some
+        first, last = within(tensor.shape[0], ALL if place.rows is None else place.rows).indices(tensor.shape[0])[:2]
+        part = within(last - first, rows)
+        taken = slice(first + part.start, first + part.stop)
+    if len(tensor.shape) == 2:
+        tensor = _columns(file, place, tensor, columns)
+        whole = isinstance(taken, slice) and is_whole(tensor.shape[0], taken)
+        tensor = tensor if whole else tensor.rows(taken)
+        taken = ALL
     if tensor.has_nonfinite_scale():
         raise ValueError(
             f"{file.path}: the tensor {place.tensor!r} holds infinite or NaN numbers; the file is damaged, fetch it "
             "again"
         )
-    if tensor.is_packed and len(tensor.shape) == 2:
-        return tensor if place.rows is None else tensor.rows(place.rows)
-    dense = _dense(tensor)
-    return dense if place.rows is None else dense[place.rows]
+    return tensor if tensor.is_packed and len(tensor.shape) == 2 else _dense(tensor)[taken]
+
+
+def _columns(file: GGUFFile, place: _Place, tensor: QuantizedTensor, columns: slice) -> QuantizedTensor:
+    """Some columns of a matrix, whole blocks."""
+    if is_whole(tensor.shape[1], columns):
+        return tensor
+    part = within(tensor.shape[1], columns)
+    block = tensor.block_type
+    if part.start % block.block or part.stop % block.block:
+        raise ValueError(
+            f"{file.path}: the tensor {place.tensor!r} packs {block.block} numbers of a row together, and a cut at "
+            f"columns {part.start} and {part.stop} would part them; take fewer parts or a file of another type"
+        )
+    width = (tensor.shape[0], part.stop - part.start)
+    blocks = tensor.blocks[:, block.row_bytes(part.start) if part.start else 0 : block.row_bytes(part.stop)]
+    return QuantizedTensor(tensor.type_name, width, blocks)
 
 
 def _dense(tensor: QuantizedTensor) -> Tensor:
@@ -145,7 +171,7 @@ def _dense(tensor: QuantizedTensor) -> Tensor:
     if tensor.is_packed:
         return torch.from_numpy(tensor.dequantize())
     stored, dtype = _DENSE[tensor.type_name]
-    return torch.from_numpy(tensor.blocks.view(stored).reshape(tensor.shape).copy()).view(dtype)
+    return torch.from_numpy(np.ascontiguousarray(tensor.blocks).view(stored).reshape(tensor.shape).copy()).view(dtype)
 
 
 def _few(names: list[str]) -> str:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import ModelConfig
+from .config_hf import to_hf
 from .shapes import weight_shapes
+from .stored import Stored, StoredWeights, is_whole, within
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SINGLE = "model.safetensors"
@@ -97,7 +100,7 @@ def places(config: ModelConfig) -> dict[str, _Place]:
 # ---- in
 
 
-def load_hf(directory: str | os.PathLike[str], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredWeights:
     """Every weight of ``weight_shapes(config)`` once, in the dtype of the file.
 
     Raises:
@@ -124,17 +127,31 @@ def load_hf(directory: str | os.PathLike[str], config: ModelConfig) -> Iterator[
     return _weights(found, plan, stack)
 
 
-def _weights(found: dict[str, _Stored], plan: dict[str, _Place], stack: ExitStack) -> Iterator[tuple[str, Tensor]]:
+def _weights(found: dict[str, _Stored], plan: dict[str, _Place], stack: ExitStack) -> StoredWeights:
     with stack:
         for name, place in plan.items():
             where = found[place.tensor]
-            try:
-                tensor = where.file.get_tensor(where.name)
-            except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-                raise _damaged(where.path, error) from None
-            if place.transposed:
-                tensor = tensor.t()
-            yield name, tensor if place.part is None else tensor.chunk(3)[place.part]
+            shape = place.stored[::-1] if place.transposed else place.stored
+            if place.part is not None:
+                shape = (shape[0] // 3, *shape[1:])
+            yield name, Stored(shape, partial(_read, where, place, shape))
+
+
+def _read(where: _Stored, place: _Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+    parts = [within(size, part) for size, part in zip(shape, (rows, columns), strict=False)]
+    if place.part is not None:
+        offset = place.part * shape[0]
+        parts[0] = slice(offset + parts[0].start, offset + parts[0].stop)
+    if place.transposed:
+        parts.reverse()
+    try:
+        if all(is_whole(size, part) for size, part in zip(place.stored, parts, strict=True)):
+            tensor = where.file.get_tensor(where.name)
+        else:
+            tensor = where.file.get_slice(where.name)[tuple(parts)]
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise _damaged(where.path, error) from None
+    return tensor.t() if place.transposed else tensor
 
 
 @dataclass(frozen=True)
@@ -250,7 +267,7 @@ def save_hf(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write config.json and safetensors that transformers, vLLM and ``load_hf`` read.
+    """Write config.json and safetensors that transformers, vLLM and ``stored_hf`` read.
 
     Args:
         model_state: ``Decoder.state_dict()``: every weight of ``weight_shapes(config)``, in any float dtypes; with tied
@@ -263,7 +280,7 @@ def save_hf(
         ValueError: a weight is missing, superfluous or of the wrong shape; an architecture that config.json cannot
             express; a directory that cannot be written.
     """
-    values = config.to_hf()
+    values = to_hf(config)
     tensors = _to_hf_names(model_state, config)
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1:

@@ -14,24 +14,14 @@ from typing import Any
 
 import torch
 
-from . import (  # noqa: F401  (each import enters the operator into the registry)
-    add_layer_norm,
-    add_rms_norm,
-    attention,
-    embed_tokens,
-    gate_up,
-    gelu,
-    kv_cache_write,
-    layer_norm,
-    linear,
-    paged_attention,
-    rms_norm,
-    rotary,
-    rotary_kv_write,
-    swiglu,
-)
+from .activation import gelu, swiglu  # noqa: F401
+from .attention.packed import attention  # noqa: F401
+from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
+from .linear import gate_up, linear  # noqa: F401
+from .linear.stream_products import StreamProducts
+from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
+from .position import embed_tokens, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
-from .stream_products import StreamProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +31,6 @@ class OpSet:
     rms_norm: Callable[..., Any]
     layer_norm: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
-    add_layer_norm: Callable[..., Any]
     rotary: Callable[..., Any]
     swiglu: Callable[..., Any]
     gate_up: Callable[..., Any]
@@ -113,17 +102,19 @@ def resolve_ops(
     return OpSet(**picked, stream_products=None, chosen=tuple(chosen), passed_over=tuple(passed_over))
 
 
-def dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
+def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
     """The same operators, those that can be launched while the kernel before them still runs told to be, or not to be
     (Hopper). Everything on their stream must be kernels that wait for what they read, or launched without."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
-    told: dict[str, Any] = {name: partial(call, pdl=on) for name, call in callables.items() if _takes_pdl(call)}
+    told: dict[str, Any] = {
+        name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes_dependent_launch(call)
+    }
     return replace(ops, **told)
 
 
-def _takes_pdl(call: Callable[..., Any]) -> bool:
+def _takes_dependent_launch(call: Callable[..., Any]) -> bool:
     try:
-        return "pdl" in signature(call).parameters
+        return "dependent_launch" in signature(call).parameters
     except ValueError:  # torch's own functions show no signature
         return False
 

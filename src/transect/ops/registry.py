@@ -57,8 +57,8 @@ class Implementation:
     """Loads the ``torch.library`` operator over this implementation: same arguments, gradients, ``torch.compile``."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """What it computes in, by name."""
-    refuses: Callable[..., str] | None = None
-    """Takes the operator's arguments; a sentence saying why this implementation does not take them, or ``""``."""
+    refusal: Callable[..., str | None] | None = None
+    """Takes the operator's arguments; a sentence saying why this implementation does not take them, or None."""
     source: str = ""
     """Of a ``cuda`` implementation: its ``.cu`` file in this folder."""
 
@@ -197,6 +197,9 @@ class Op:
     """Why ``error_ratio`` is not 2, where it is not."""
 
 
+FAMILIES = ("first", "norm", "activation", "position", "linear", "attention", "sampling", "loss", "optim", "comm")
+"""Folders that operators live in."""
+
 _OPS: dict[str, Op] = {}
 
 
@@ -216,9 +219,9 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """Every entry, by name; imports each file of this folder."""
-    folder = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules(import_module(folder).__path__):
-        if not module.ispkg:
-            import_module(f"{folder}.{module.name}")
+    """Every entry, by name; imports each file of the families."""
+    for family in FAMILIES:
+        package = import_module(f".{family}", __package__)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
     return [_OPS[name] for name in sorted(_OPS)]

@@ -1,7 +1,8 @@
-"""Which activations are kept for the backward pass, and which are computed a second time (Chen et al. 2016,
-arXiv:1604.06174).
+"""Activation checkpointing: which activations are kept for the backward pass, and which are computed a second time.
 
-A plan is a ``Decoder.stack``: it runs the same layers in the same order, so losses are the same to the bit.
+Source: Chen et al. 2016, arXiv:1604.06174.
+
+Each is a ``Decoder.stack``, which runs the same layers in the same order, so losses are the same to the bit.
 
 * ``none``: everything that a gradient needs is kept.
 * ``selective``: the inside of each MLP, the widest part of a layer, is computed again from the MLP's input.
@@ -19,19 +20,19 @@ from torch.utils.checkpoint import checkpoint
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder, Layer, Stack
 
-Kept = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "full"]
 
 
-def stack_with(model: Decoder, plan: Kept) -> Stack:
-    """The layers of ``model`` under a plan, to be set as its ``stack``.
+def stack_with(model: Decoder, checkpointing: Checkpointing) -> Stack:
+    """The layers of ``model`` with this checkpointing, to be set as its ``stack``.
 
     Raises:
-        ValueError: an unknown plan.
+        ValueError: an unknown name.
     """
-    if plan == "none":
+    if checkpointing == "none":
         return model.run_layers
-    if plan not in ("selective", "full"):
-        raise ValueError(f"checkpointing must be none, selective or full, not {plan!r}")
+    if checkpointing not in ("selective", "full"):
+        raise ValueError(f"checkpointing must be none, selective or full, not {checkpointing!r}")
 
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
 
@@ -40,7 +41,7 @@ def stack_with(model: Decoder, plan: Kept) -> Stack:
         for layer in layers:
             if not torch.is_grad_enabled():
                 x_TD = layer(x_TD, rotation, context)
-            elif plan == "full":
+            elif checkpointing == "full":
                 x_TD = checkpoint(layer, x_TD, rotation, context, use_reentrant=False)
             else:
                 x_TD = x_TD + layer.attention(layer.attention_norm(x_TD), rotation, context)

@@ -1,7 +1,7 @@
 """Micro-batches: documents packed side by side, each seeing only itself.
 
-A plan of an epoch is a pure function of the data, the seed and the epoch's number, so a run that goes on at (epoch,
-index) sees exactly what it would have seen. Two plans:
+A plan of an epoch is a pure function of the data, the seed and the epoch's number. So a run that resumes at (epoch,
+index) sees exactly what it would have seen. There are two plans:
 
 * ``WindowPlan``, for text: the stream is cut into windows of ``seq_len`` tokens, which are shuffled. A document that
   crosses a window's border is cut there; documents that share a window do not see each other.
@@ -26,7 +26,7 @@ from .tokens import TokenStream
 IGNORE = -100
 """A label that takes no part in the loss."""
 GROUP = 512
-"""Documents that are packed together: enough to fill every gap, few enough that a batch keeps a random mixture."""
+"""How many documents are packed together: enough to fill every gap, few enough that a batch stays a random mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Batch:
     cu_seqlens: Tensor
     num_labels: int
     longest: int
-    """Tokens of the longest document, on the host."""
+    """Length of the longest document in tokens, on the host."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +55,7 @@ class Batch:
         return [int(size) for size in self.cu_seqlens.diff()]
 
     def to(self, device: torch.device) -> Batch:
-        """On another device; pinned and asynchronous where that is a GPU."""
+        """A copy on another device; pinned and asynchronous if that is a GPU."""
         if device.type == "cpu":
             return self
         tokens, labels, positions, bounds = (
@@ -68,7 +68,7 @@ class Batch:
 def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:
     """One document for each (first token, token after the last, whether the stream goes on in the same document).
 
-    Where a document goes on after its span, its last token has a label too: the one after the span.
+    Where a document continues after its span, its last token has a label too: the token after the span.
     """
     tokens = np.concatenate([np.asarray(stream.tokens[a:b], dtype=np.int64) for a, b, _ in spans])
     labels = np.full(len(tokens), IGNORE, dtype=np.int64)
@@ -94,7 +94,7 @@ def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:
     )
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """The micro-batches of one epoch."""
 
     def __len__(self) -> int: ...
@@ -144,7 +144,7 @@ class WindowPlan:
             yield pack(self.stream, [span for first in starts[at : at + self.per_batch] for span in self._spans(first)])
 
     def _spans(self, first: int) -> list[tuple[int, int, bool]]:
-        """The documents, or parts of them, in one window."""
+        """The documents, or their parts, in one window."""
         last = min(first + self.seq_len, len(self.stream.tokens))
         ends = self.stream.ends
         document = int(np.searchsorted(ends, first, side="right"))

@@ -1,4 +1,4 @@
-"""Checkpoints: directories that are whole or not there, written while training goes on.
+"""Checkpoints: directories that are whole or not there, written while training continues.
 
 ``RUN/step-00000100/`` holds the model in Hugging Face layout (config.json, safetensors, tokenizer), which ``transect
 serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state; and
@@ -6,7 +6,7 @@ serve`` and transformers load as it is; ``train_state.safetensors`` with the opt
 a link to the newest.
 
 A checkpoint is written to ``.partial-...``, each file is flushed to the disk, ``train_state.json`` last, and only then
-the directory gets its name. So whatever has the name ``step-...`` is whole, at whatever moment the process was killed.
+the directory gets its name. So a directory called ``step-...`` is whole, whenever the process was killed.
 Nothing is pickled or unpickled: tensors are safetensors, the rest is JSON.
 """
 
@@ -37,10 +37,10 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A moment of a run, in memory of its own.
+    """The state of a run at one moment, in its own memory.
 
-    ``write_model(directory)`` writes the model's files; ``tensors`` is what else must come back to the last bit, on the
-    CPU; ``state`` is plain JSON.
+    ``write_model(directory)`` writes the model's files. ``tensors`` has everything else that must come back to the last
+    bit, on the CPU. ``state`` is plain JSON.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that has been checked and is whole."""
 
     path: Path
     step: int
@@ -90,7 +90,7 @@ class Writer:
             self._thread.join()
 
     def save(self, snapshot: Snapshot) -> None:
-        """Begin to write; first wait for the snapshot before.
+        """Begin to write; first wait for the previous snapshot.
 
         Raises:
             ValueError: that one could not be written (a full disk, say). Older checkpoints are untouched.
@@ -100,7 +100,7 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises as ``save`` does."""
+        """Wait until nothing is being written; raises as ``save`` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -39,7 +39,7 @@ Checkpointing = Literal["auto", "none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is trained on.
+    """The training data.
 
     Attributes:
         train, validation: files. ``.jsonl`` with ``messages`` are chats, trained on the assistant's tokens only;
@@ -65,14 +65,14 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """How weights follow gradients.
+    """How gradients change weights.
 
     Attributes:
         name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``muon`` (matrices of the layers by Muon, the
             rest by AdamW).
         weight_decay: decoupled, on matrices only; norms and biases have none.
         clip: largest global norm of the gradient; 0 for none.
-        muon_learning_rate: of the matrices under ``muon``; ``learning_rate`` is AdamW's.
+        muon_learning_rate: for the matrices under ``muon``; ``learning_rate`` is AdamW's.
     """
 
     name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
@@ -161,7 +161,7 @@ class GRPOConfig:
         reward: ``module:function`` that is called as ``function(answer_text, record)`` and returns a number; ``record``
             is the prompt's line of the data. ``exact`` is 1 where the answer, stripped, equals the line's ``answer``.
         prompts, group: prompts of a step, and answers to each.
-        max_tokens, temperature: of an answer.
+        max_tokens, temperature: for each answer.
         clip: how far the ratio to the model that drew the answer may leave 1 before it counts no more.
     """
 
@@ -195,17 +195,17 @@ class TrainConfig:
         accumulate: micro-batches to a step.
         precision: ``float32``; ``bfloat16`` for weights and optimizer alike; ``mixed``: bfloat16 weights to compute
             with and float32 master copies in the optimizer.
-        checkpointing: what of the activations is kept for the backward pass: ``none`` recomputes nothing,
+        checkpointing: which activations the backward pass keeps: ``none`` recomputes nothing,
             ``selective`` recomputes the MLP's inner activations, ``full`` whole layers; ``auto`` takes the first of
             these that fits.
-        memory: of the device, that the run stays within, such as ``24GB``; empty: what is free.
+        memory: how much of the device's memory the run may use, such as ``24GB``; empty: what is free.
         merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
             model is of that kind; false: operator by operator.
-        seed: of initial weights, the order of the data and adapters.
+        seed: decides initial weights, the order of the data, and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
         eval_every: steps between measurements of the validation loss (0: at the end only).
         device: ``auto``, ``cpu`` or ``cuda``.
-        threads: of the CPU; None: all cores of this process.
+        threads: CPU threads; None: all cores of this process.
     """
 
     model: str

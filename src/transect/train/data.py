@@ -1,4 +1,4 @@
-"""From the files of a run to micro-batches, and the position in them that a checkpoint keeps."""
+"""Turns the files of a run into micro-batches, with a position that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
-from .batches import Batch, DocumentPlan, Plan, WindowPlan
+from .batches import Batch, DocumentPlan, EpochPlan, WindowPlan
 from .config import DataConfig
 from .tokens import SUFFIX, TokenStream, join, open_tokens, token_dtype
 
@@ -104,10 +104,10 @@ def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def chat_tokens(messages: Any, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
-    """A chat as the model will meet it when it serves, and which tokens the assistant said.
+    """A chat as the model will see it when it serves, and a mask of the tokens that the assistant said.
 
-    Each answer is tokenized on its own after the text that opens it, as it is when a server renders the prompt and the
-    model goes on. Trained on is the answer up to and with the token that ends it.
+    Each answer is tokenized on its own after the text that opens it, as when a server renders the prompt and the model
+    continues. The loss covers the answer, including the token that ends it.
 
     Raises:
         ValueError: malformed messages, none of the assistant's, or a template that does not render a conversation as a
@@ -207,7 +207,7 @@ class Loader:
         self.config = config
         self.seed = seed
         self.position = Position()
-        self._plan_of: tuple[int, Plan] | None = None
+        self._plan_of: tuple[int, EpochPlan] | None = None
         plan = self._plan(0)
         left_out = getattr(plan, "left_out", 0)
         if left_out:
@@ -245,7 +245,7 @@ class Loader:
             return plan.in_order()
         return (plan.batch(index) for index in range(len(plan)))
 
-    def _plan(self, epoch: int) -> Plan:
+    def _plan(self, epoch: int) -> EpochPlan:
         if self._plan_of is None or self._plan_of[0] != epoch:
             kind = WindowPlan if self.stream.trained is None else DocumentPlan
             config = self.config

@@ -1,5 +1,6 @@
-"""Useful FLOPs of training, for MFU: what the mathematics needs, recomputation not counted (Chowdhery et al. 2022,
-arXiv:2204.02311)."""
+"""Useful FLOPs of training, for MFU: those that the mathematics needs, without recomputation.
+
+Source: Chowdhery et al. 2022, arXiv:2204.02311."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), on the engine.
 
-The harness asks a model three things, and the engine answers all requests of a kind together, by continuous batching:
+The harness asks a model three things. The engine answers all requests of a kind together, by continuous batching:
 
 * ``loglikelihood``: the log-probability of a continuation of a context, and whether greedy decoding would give it: from
   prompt log-probabilities and ranks.
@@ -35,7 +35,7 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = 256
-"""Of an answer, where the task does not say."""
+"""The longest answer in tokens, where the task does not say."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is: BOS, or the end of the text before."""
+        """The token for an empty context: BOS, or the end-of-text token."""
         begin = self._tokens.bos_token_id
         return self.eot_token_id if begin is None else begin
 
@@ -152,7 +152,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:
-    """The harness's generation arguments in the engine's words; greedy unless ``do_sample`` or a temperature says not.
+    """The harness's generation arguments as ``SamplingParams``; greedy unless ``do_sample`` or a temperature says not.
 
     Raises:
         ValueError: an argument that the engine does not have.

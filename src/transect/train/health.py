@@ -20,11 +20,11 @@ SPREADS = 12
 
 
 class TrainingStopped(RuntimeError):
-    """A run cannot sensibly go on. The last checkpoint is from before; the message says what was seen."""
+    """Raised when a run cannot sensibly continue. The last checkpoint is older; the message says what was seen."""
 
 
 class LossWatch:
-    """Remembers the last losses and notices one that leaves them far behind."""
+    """Remembers the last losses and notices one that is far above them."""
 
     def __init__(self, losses: list[float] | None = None) -> None:
         self.losses: deque[float] = deque(losses or [], maxlen=WINDOW)

@@ -35,11 +35,11 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Te
 def batch_logprobs(model: Decoder, batch: Batch) -> Tensor:
     """``token_logprobs`` of a batch of packed documents under the model, ``[T]``."""
     hidden_TD = model(batch.tokens_T, batch.positions_T, VarlenContext(batch.cu_seqlens, model.ops))
-    return token_logprobs(hidden_TD, model.head.weight, batch.labels_T)
+    return token_logprobs(hidden_TD, model.head.dense(), batch.labels_T)
 
 
 def document_sums(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sum over each document, ``[documents]``."""
+    """The sum of the log-probabilities of each document, ``[documents]``."""
     lengths = cu_seqlens.diff().long()
     document_T = torch.arange(len(lengths), device=values_T.device).repeat_interleave(lengths)
     return torch.zeros(len(lengths), dtype=values_T.dtype, device=values_T.device).index_add(0, document_T, values_T)

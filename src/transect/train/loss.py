@@ -1,4 +1,4 @@
-"""The training loss: mean cross entropy of the next token, without the logits of all tokens ever existing."""
+"""The training loss: mean cross entropy of the next token, without ever holding the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..models.context import VarlenContext
 from ..models.decoder import Decoder
-from ..ops.linear_cross_entropy_cpu import LinearCrossEntropy
-from ..ops.linear_cross_entropy_torch import linear_cross_entropy
+from ..ops.loss.linear_cross_entropy_cpu import LinearCrossEntropy
+from ..ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from ..ops.registry import Unavailable, get
 from .batches import IGNORE, Batch
 
@@ -29,7 +29,7 @@ def token_loss(device: torch.device) -> TokenLoss:
         except Unavailable as reason:
             log.warning("the loss runs in torch: %s", reason)
             return linear_cross_entropy
-    from ..ops import linear_cross_entropy as module  # noqa: F401  (enters the operator)
+    from ..ops.loss import linear_cross_entropy as module  # noqa: F401  (enters the operator)
 
     fused = get("linear_cross_entropy").implementations["triton"].autograd
     assert fused is not None
@@ -41,7 +41,7 @@ def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss) -> Tensor:
     """Mean loss over the batch's labels, a scalar. The batch is on the model's device."""
     context = VarlenContext(batch.cu_seqlens, model.ops)
     hidden_TD = model(batch.tokens_T, batch.positions_T, context)
-    return loss(hidden_TD, model.head.weight, batch.labels_T, IGNORE)
+    return loss(hidden_TD, model.head.dense(), batch.labels_T, IGNORE)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Before a run takes memory: which checkpointing fits in what is free, or why the run cannot start."""
+"""Chooses the checkpointing that fits in the free memory before a run takes any, or says why the run cannot start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training import TrainingPlan, training
 from .config import TrainConfig
-from .merged_layers import cannot_merge
+from .merged_layers import refusal as refusal_to_merge
 from .rollout import BLOCK_SIZE, MOST_RUNNING
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Fitted:
     estimate: Estimate
     why: str
     whole: int = 0
-    """Layers, the last ones, that keep everything all the same."""
+    """How many layers, counted from the last, keep everything all the same."""
 
 
 def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> TrainingPlan:
@@ -53,7 +53,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         group=config.lora.group,
         rollouts=rollouts,
         backend="cpu" if device.type == "cpu" else "gpu",
-        merged=config.merged and device.type == "cuda" and not cannot_merge(model),
+        merged=config.merged and device.type == "cuda" and not refusal_to_merge(model),
     )
 
 

@@ -1,24 +1,24 @@
 r"""The layers of a decoder for training on a GPU: one autograd node a layer, with a backward pass written by hand.
 
-With x the residual stream, d what the layer before has still to add to it, and all products merged that share an input:
+x is the residual stream, d what the previous layer has still to add to it. Products that share an input are merged:
 
     s = x + d        n = norm(s)        q, k, v = n Wqkv^T        o = attention(rope(q), rope(k), v)
     t = s + o Wo^T   m = norm(t)        g, u = m Wgu^T            next layer: x = t, d = (silu(g) u) Wdown^T
 
-Backward, from the gradients of t and d, with the same names for gradients and a dash for what is computed again:
+Backward, from the gradients of t and d. Gradients have the same names; a dash marks what is computed again:
 
     (g, u), h' from d Wdown and g, u      Wdown = d^T h'       m = (g, u) Wgu       Wgu = (g, u)^T m'
     t = t + norm'(m)                      o = t Wo             Wo = t^T o           q, k, v = attention'(o)
     n = (q, k, v) Wqkv                    Wqkv = (q, k, v)^T n'                     x = d = t + norm'(n)
 
-What that spares against a node for each operator: additions (they are part of the norms' kernels, and of the merged
-products), the norms' and SwiGLU's results, which are cheap to compute again, and the host's time for a few hundred
-nodes. Kept for the backward pass, by plan:
+Compared with a node for each operator this saves additions (they are part of the norms' kernels and of the merged
+products), the results of the norms and of SwiGLU, which are cheap to compute again, and the host's time for a few
+hundred nodes. Kept for the backward pass, by plan:
 
     none: s, n, q, k, v, o, t, m, g, u    selective: s, q, k, v, o, t (one product more)    full: s alone
 
-The products and their gradients are ``merged_products.py``. The merged weights are one matrix in memory, of which the
-model's parameters are views: state, optimizer and checkpoints see what they always saw.
+The products and their gradients are ``merged_products.py``. The merged weights are one matrix in memory, and the
+model's parameters are views of it: state, optimizer and checkpoints see what they always saw.
 
 Shapes: T tokens, D model dim, F ffn dim.
 """
@@ -37,8 +37,12 @@ from torch.autograd.function import once_differentiable
 from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer, Stack
-from ..ops import add_rms_norm, flash_attention, flash_attention_backward, rms_norm, rotary, swiglu
-from .activations import Kept as Plan
+from ..ops.activation import swiglu
+from ..ops.attention.packed import backward as flash_attention_backward
+from ..ops.attention.packed import flash_attention
+from ..ops.norm import add_rms_norm, rms_norm
+from ..ops.position import rotary
+from .activations import Checkpointing as Plan
 from .activations import stack_with
 from .merged_products import Product, Scratch, product
 
@@ -104,13 +108,12 @@ class MergedLayer:
 
     def __init__(self, layer: Layer, plan: Plan, scratch: Scratch) -> None:
         attention, mlp = layer.attention, layer.mlp
-        assert mlp.gate is not None
         self.plan = plan
         self.head_dim, self.scale, self.window = attention.head_dim, attention.scale, attention.window
-        self.qkv = product([attention.q, attention.k, attention.v], scratch)
-        self.o = product([attention.o], scratch)
-        self.gate_up = product([mlp.gate, mlp.up], scratch)
-        self.down = product([mlp.down], scratch)
+        self.qkv = product(attention.qkv, scratch)
+        self.o = product(attention.o, scratch)
+        self.gate_up = product(mlp.gate_up, scratch)
+        self.down = product(mlp.down, scratch)
         self.first, self.second = layer.attention_norm, layer.mlp_norm
         self.products = (self.qkv, self.o, self.gate_up, self.down)
         self.parameters = [
@@ -255,22 +258,22 @@ class _Node(torch.autograd.Function):
         return None, None, dx, dx if need_d else None, *gradients
 
 
-def cannot_merge(config: ModelConfig) -> str:
-    """Why the layers of such a model cannot be merged, in a sentence; empty if they can."""
+def refusal(config: ModelConfig) -> str | None:
+    """Why the layers of such a model cannot be merged, in a sentence; None if they can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
     if config.qk_norm:
         return "its queries and keys are normalised"
     if config.qkv_bias or config.o_bias or config.mlp_bias:
         return "its matrices have biases"
-    return ""
+    return None
 
 
 class MergedLayers:
     """A ``Decoder.stack`` over ``MergedLayer``, for packed documents; other contexts go through the model's own layers.
 
     Args:
-        model: on its device; ``cannot_merge(model.config)`` must be empty.
+        model: on its device; ``refusal(model.config)`` must be None.
         plan: which activations are kept.
         whole: so many layers, the last ones, keep everything whatever the plan.
     """
@@ -299,7 +302,7 @@ def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
     """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged. ``whole``
     as in ``MergedLayers``."""
     if merged and model.norm.weight.is_cuda:
-        reason = cannot_merge(model.config)
+        reason = refusal(model.config)
         if not reason:
             return MergedLayers(model, plan, whole)
         log.info("the layers run operator by operator: %s", reason)

@@ -8,15 +8,16 @@ With adapters (``lora.py``), W frozen, A the A's over each other and B the B's b
 
     z = s x A^T       y = [x z] [W B]^T          dz = s g B       dx = [g dz] [W; A]       dA = dz^T x       dB = g^T z
 
-Written so, the adapters are a few more columns of one matrix
+In this form the adapters are a few more columns of one matrix
 
     E = [ W  B ]   [N + R, K + R]     R: the ranks of all adapters together, rounded up
         [ A  0 ]
 
-and the large products, forward and backward, do the adapters' additions on the way: y and dx are not read and written
-again for them. For that x and g lie in matrices with R columns to spare, where z and dz are put beside them.
+and the large products, forward and backward, also do the additions of the adapters: y and dx are not read and written
+again for them. For this, x and g lie in matrices with R spare columns, which hold z and dz.
 
-A frozen base in 4 bits (``qlora.py``) has no W to keep: E is made anew for each product, in memory that all share.
+A frozen base that is packed, as in 4 bits (``qlora.py``), has no W to keep: E is made anew for each product, in memory
+that all share. What a kind of weight brings to a product it says itself (``Weight.training_part``).
 
 Shapes: T tokens, I inputs, O outputs of all matrices, R spare columns (0 without adapters).
 """
@@ -25,27 +26,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..models.linear import Linear
-from ..ops import matmul
-from ..ops.int4_dequantize import triton_dequantize
-from ..ops.jit import multiprocessors
-from .lora import LoRALinear
-from .qlora import Int4Linear
+from ..models.weights.weight import TrainingPart, Weight
+from ..ops.lang.jit import multiprocessors
+from ..ops.linear.many_rows import matmul
 
 ROUND = 16
-"""Spare columns are a multiple of this, which keeps rows at addresses that bulk copies can take."""
-
-Matrix = Linear | Int4Linear | LoRALinear
+"""The number of spare columns is a multiple of this, so that rows begin at addresses that bulk copies can take."""
 
 
 class Scratch:
-    """Memory for the matrices of 4-bit products, one at a time: grows to the largest."""
+    """Memory for the matrices of 4-bit products, one at a time. It grows to the largest."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -58,26 +53,27 @@ class Scratch:
         return self._memory[: rows * columns].view(rows, columns)
 
 
-def product(matrices: Sequence[Any], scratch: Scratch) -> Product:
-    """The product for these matrices."""
-    if any(isinstance(m, LoRALinear | Int4Linear) for m in matrices):
-        return AdaptedProduct(matrices, scratch)
-    return Product(matrices)
+def product(weight: Weight, scratch: Scratch) -> Product:
+    """The product of a projection."""
+    parts = [matrix.training_part() for matrix in weight.matrices]
+    whole = weight.join() if all(part.parameter is not None for part in parts) else None
+    if whole is None:
+        weight.unjoin()
+        return AdaptedProduct(parts, scratch)
+    return Product(parts, whole.dense().detach())
 
 
 class Product:
-    """Plain matrices; their parameters become views of one."""
+    """Plain matrices, in one storage: their parameters are views of it."""
 
     spare = 0
 
-    def __init__(self, matrices: Sequence[Linear]) -> None:
-        self.parameters: list[nn.Parameter] = [matrix.weight for matrix in matrices]
-        self.sizes = [matrix.out_features for matrix in matrices]
-        self.inputs, self.outputs = matrices[0].in_features, sum(self.sizes)
-        self.weight = torch.cat([weight.detach() for weight in self.parameters])
-        for weight, part in zip(self.parameters, self.weight.split(self.sizes), strict=True):
-            weight.data = part
-        self.trained = any(weight.requires_grad for weight in self.parameters)
+    def __init__(self, parts: Sequence[TrainingPart], joined: Tensor) -> None:
+        self.parameters: list[nn.Parameter] = [part.parameter for part in parts if part.parameter is not None]
+        self.sizes = [part.outputs for part in parts]
+        self.inputs, self.outputs = parts[0].inputs, sum(self.sizes)
+        self.weight = joined
+        self.trained = any(parameter.requires_grad for parameter in self.parameters)
 
     def refresh(self) -> None:
         """Take note of adapters that have changed; before a forward pass."""
@@ -98,7 +94,7 @@ class Product:
         return matmul.matmul(g, self.weight.T)
 
     def gradients(self, g: Tensor, x: Tensor, z: Tensor | None) -> list[Tensor | None]:
-        """Of the parameters, from g ``[T, O + R]``, x ``[T, I]`` and what ``forward`` gave to keep."""
+        """Gradients of the parameters, from g ``[T, O + R]``, x ``[T, I]`` and what ``forward`` gave to keep."""
         if not self.trained:
             return [None] * len(self.parameters)
         return list(weight_gradient(g, x).split(self.sizes))
@@ -117,51 +113,57 @@ def weight_gradient(g: Tensor, x: Tensor) -> Tensor:
 
 
 class AdaptedProduct(Product):
-    """Frozen matrices, in 16 or 4 bits, some or all with adapters of one scale."""
+    """Frozen matrices of any kind, some or all with adapters of one scale."""
 
-    def __init__(self, matrices: Sequence[Matrix], scratch: Scratch) -> None:
-        self.bases: list[Any] = [m.base if isinstance(m, LoRALinear) else m for m in matrices]
-        self.sizes = [base.out_features for base in self.bases]
-        self.inputs, self.outputs = self.bases[0].in_features, sum(self.sizes)
+    def __init__(self, parts: Sequence[TrainingPart], scratch: Scratch) -> None:
+        self.parts = parts
+        self.sizes = [part.outputs for part in parts]
+        self.inputs, self.outputs = parts[0].inputs, sum(self.sizes)
         self.trained = False
         self.scratch = scratch
-        self.scale = next((m.scale for m in matrices if isinstance(m, LoRALinear)), 1.0)
+        if any(part.parameter is not None and part.parameter.requires_grad for part in parts):
+            raise ValueError(
+                "a matrix that is trained shares its input with others that are not of its kind, and merged layers "
+                "have no gradient for that: train with merged = false"
+            )
+        given = [part.adapter for part in parts if part.adapter is not None]
+        self.scale = given[0].scale if given else 1.0
         self.adapters: list[tuple[slice, slice]] = []  # rows of y, and spare columns, of each
         self.parameters = []
         at = 0
-        for matrix, size, start in zip(matrices, self.sizes, itertools.accumulate([0, *self.sizes[:-1]]), strict=True):
-            if isinstance(matrix, LoRALinear):
-                rank = matrix.a.shape[0]
-                self.adapters.append((slice(start, start + size), slice(at, at + rank)))
-                self.parameters += [matrix.a, matrix.b]
+        for part, start in zip(parts, itertools.accumulate([0, *self.sizes[:-1]]), strict=True):
+            if part.adapter is not None:
+                rank = part.adapter.a.shape[0]
+                self.adapters.append((slice(start, start + part.outputs), slice(at, at + rank)))
+                self.parameters += [part.adapter.a, part.adapter.b]
                 at += rank
         self.ranks, self.spare = at, -(-at // ROUND) * ROUND
         self.low: Tensor | None = None  # all A's; the parameters become views
-        self.example = next(t for t in itertools.chain(self.bases[0].buffers(), self.bases[0].parameters())
-                            if t.is_floating_point())  # fmt: skip
+        self.example = parts[0].like
         if self.adapters:
             self.low = self.example.new_zeros((self.spare, self.inputs))
             for a, (_, columns) in zip(self.parameters[::2], self.adapters, strict=True):
                 self.low[columns].copy_(a.detach())
                 a.data = self.low[columns]
         self.whole: Tensor | None = None
-        if all(isinstance(base, Linear) for base in self.bases):
+        if all(part.settle is not None for part in parts):
             self.whole = self._allocate()
             self._fill(self.whole)
-            parts = self.whole[: self.outputs, : self.inputs].split(self.sizes)
-            for base, part in zip(self.bases, parts, strict=True):
-                base.weight.data = part
+            for part, place in self._places(self.whole):
+                assert part.settle is not None
+                part.settle(place)
 
     def _allocate(self) -> Tensor:
         return self.example.new_empty((self.outputs + self.spare, self.inputs + self.spare))
 
+    def _places(self, whole: Tensor) -> Iterator[tuple[TrainingPart, Tensor]]:
+        """Each part, and where it is in E."""
+        return zip(self.parts, whole[: self.outputs, : self.inputs].split(self.sizes), strict=True)
+
     def _fill(self, whole: Tensor) -> None:
         """W into its place in E."""
-        for base, part in zip(self.bases, whole[: self.outputs, : self.inputs].split(self.sizes), strict=True):
-            if isinstance(base, Int4Linear):
-                triton_dequantize(base.codes, base.scale, base.zero, out=part)
-            else:
-                part.copy_(base.weight.detach())
+        for part, place in self._places(whole):
+            part.fill(place)
         whole[:, self.inputs :].zero_()
 
     def _adapt(self, whole: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The model of a run: built or loaded for training, with what is to be trained named."""
+"""The model of a run, built or loaded for training, and the names of the parameters to train."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..formats.ggml_blocks import QuantizedTensor
 from ..models.decoder import Decoder
-from ..models.load import load_weights
+from ..models.load import fill, stored_weights
 from ..models.resolve import ModelSource, resolve
 from ..models.weights_hf import save_hf
 from ..ops.opset import OpSet, resolve_ops
@@ -19,7 +18,7 @@ from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
 from .config import TrainConfig
-from .lora import attach, merged_state
+from .lora import attach, plain_state
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.bfloat16}
 
@@ -41,9 +40,7 @@ class Trainable:
 
     def snapshot(self) -> dict[str, Tensor]:
         """The weights of the plain model by canonical name, copied to the CPU."""
-        if self.adapted:
-            return merged_state(self.model)
-        return {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
+        return plain_state(self.model)
 
     def write(self, state: Mapping[str, Tensor], directory: Path) -> None:
         """Write a snapshot as a model directory: config.json, safetensors, tokenizer."""
@@ -90,12 +87,11 @@ def build(config: TrainConfig) -> Trainable:
     device = device_of(config.device)
     source = source_of(config)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
+    model = model.to_empty(device=device)
     if from_scratch(config):
-        model = model.to_empty(device=device)
-        model.tie_weights()
         model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))
     else:
-        fill(model, source, device)
+        fill(model, stored_weights(source))
     model.requires_grad_(True)
     adapted = config.task in ("lora", "qlora")
     if config.task == "qlora":
@@ -114,16 +110,3 @@ def build(config: TrainConfig) -> Trainable:
         parameters,
         adapted,
     )
-
-
-def fill(model: Decoder, source: ModelSource, device: torch.device) -> None:
-    """Give a model on ``meta`` the weights of ``source``, in the model's dtype; quantized ones are dequantized."""
-    dtype = model.norm.weight.dtype
-    state = {}
-    for name, weight in load_weights(source):
-        dense = torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedTensor) else weight
-        state[name] = dense.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
-    if source.config.tied_embeddings:
-        state["head.weight"] = state["embed.weight"]
-    model.load_state_dict(state, assign=True)
-    model.tie_weights()

@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON for each step, TensorBoard if it is installed, progress in the terminal."""
+"""The logs of a run: a line of JSON for each step, TensorBoard if it is installed, progress in the terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MatrixRate:
 class RunLog:
     """``RUN/log.jsonl``: one object a line, ``{"kind": "step" | "evaluation", "step": ..., ...}``.
 
-    A run that goes on from step n drops the lines of later steps first, so a curve has every step once.
+    A run that resumes at step n drops the lines of later steps first, so a curve has every step once.
 
     Args:
         resumed_at: the step of the checkpoint; 0 begins a new file.

@@ -1,5 +1,6 @@
-"""Answers of the model in training, drawn by the engine that serves: same scheduler, paged cache and sampler, in this
-process, over the very weights that the optimizer changes."""
+"""Answers of the model in training, drawn by the serving engine.
+
+The same scheduler, paged cache and sampler run in this process, over the very weights that the optimizer changes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..models.decoder import Decoder
 
 BLOCK_SIZE = 16
 MOST_RUNNING = 64
-"""Answers that are drawn at the same time."""
+"""How many answers are drawn at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def roll_out(
 ) -> list[Answer]:
     """``params.n`` answers to each prompt, in order. A function of the weights, the prompts, ``params`` and ``seed``.
 
-    The paged cache lives for the length of the call: keys and values of the weights before are of no use.
+    The paged cache lives as long as the call: keys and values of earlier weights are of no use.
 
     Raises:
         RuntimeError: the engine could not compute an answer (logits that are not finite).

@@ -11,7 +11,7 @@ from .config import ScheduleConfig
 
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """What ``learning_rate`` is multiplied by at ``step`` (from 0) of a run of ``steps``.
+    """The factor for ``learning_rate`` at ``step`` (from 0) of a run of ``steps``.
 
     The first of w warm-up steps runs at 1 / w, so that no step is spent at 0.
     """

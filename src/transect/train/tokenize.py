@@ -1,4 +1,4 @@
-"""``transect data tokenize``: text and chats to a token file, by all cores, and from where it stopped.
+"""``transect data tokenize``: turns text and chats into a token file, on all cores, and resumes where it stopped.
 
 The input is cut into chunks: a whole text file, or some megabytes of lines of a JSONL file. Workers tokenize a chunk
 each and put the result into ``NAME.tokens/parts/``; a part is renamed into place when it is whole. When all are there
@@ -118,7 +118,7 @@ def cut(path: Path, chunk_bytes: int) -> Iterator[Chunk]:
 
 
 def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str) -> None:
-    """Keep the parts that are there if they are of this very plan, else begin anew."""
+    """Keep the existing parts if they belong to this very plan, else begin anew."""
     stamps = {chunk.path: os.stat(chunk.path) for chunk in chunks}
     files = {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
     plan = {"tokenizer": tokenizer, "files": files, "chunks": [asdict(chunk) for chunk in chunks]}
@@ -132,7 +132,7 @@ def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str) -> 
 
 @cache
 def _reader(model: str) -> tuple[Tokenizer, ChatTemplate | None, int]:
-    """Of this worker: loaded once."""
+    """The tokenizer and template of this worker, loaded once."""
     source = resolve(model, load_format="dummy" if Path(model).is_dir() else "auto")
     tokenizer = Tokenizer.from_source(source)
     assert isinstance(tokenizer, Tokenizer)

@@ -27,9 +27,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..models.load import load_weights
+from ..models.load import fill, stored_weights
 from ..models.resolve import resolve
-from .adapted_product import calling_thread_alone
+from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
 from .checkpoint import Checkpoint, Snapshot, Writer
 from .config import TrainConfig
@@ -47,7 +47,7 @@ from .schedule import factor
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did. ``loss`` in nats per label, before the update; ``seconds`` of wall time."""
+    """The result of one step. ``loss`` in nats per label, before the update; ``seconds`` of wall time."""
 
     step: int
     loss: float
@@ -61,7 +61,7 @@ class StepRecord:
     flops: float = 0.0
     """Useful FLOPs of the step (``flops.py``); 0 where nobody counted."""
     extra: Mapping[str, float] = field(default_factory=dict)
-    """What else the objective has to tell: margins, rewards."""
+    """Further numbers of the objective, such as margins and rewards."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,7 +79,7 @@ class EvalRecord:
 
 
 class Listener(Protocol):
-    """Is told what a run does."""
+    """Receives the events of a run."""
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -87,7 +87,7 @@ class Listener(Protocol):
 
 
 class _Reading:
-    """Numbers of the device on their way to the host, which need not wait for what is launched after them."""
+    """Numbers on their way from the device to the host. Reading them does not wait for later launches."""
 
     def __init__(self, values: Tensor) -> None:
         self._event = torch.cuda.Event() if values.is_cuda else None
@@ -108,7 +108,7 @@ class Trainer:
 
     Args:
         config: the run.
-        checkpoint: where to go on from; None to start.
+        checkpoint: where to resume; None to start.
 
     Raises:
         ValueError: the model, the data or a setting is at fault, the run does not fit in memory, or the checkpoint is
@@ -220,7 +220,7 @@ class Trainer:
         return Path(config.run_dir) / f"step-{self.steps_done:08}"
 
     def snapshot(self) -> Snapshot:
-        """This moment of the run, copied to the CPU."""
+        """The state of the run now, copied to the CPU."""
         weights = self.trainable.snapshot()
         tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
         if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told
@@ -248,10 +248,7 @@ class Trainer:
                         raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                     parameter.copy_(checkpoint.tensors[f"weight/{name}"])
             else:
-                own = self.model.state_dict()
-                for name, weight in load_weights(resolve(str(checkpoint.path))):
-                    assert isinstance(weight, torch.Tensor)
-                    own[name].copy_(weight)
+                fill(self.model, stored_weights(resolve(str(checkpoint.path))))
         moments = {
             name.removeprefix("optimizer/"): t
             for name, t in checkpoint.tensors.items()

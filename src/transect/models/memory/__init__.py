@@ -2,7 +2,7 @@
 
 * ``terms.py``: named terms, phases, an ``Estimate`` of both
 * ``kept.py``: what the gradients of a layer's operators keep of the forward pass
-* ``merged.py``: the same where a layer is one node (``train/merged_layers.py``)
+* ``merged.py``: the same where a layer is one node in training
 * ``training.py``: a training step: weights, gradients, optimizer, activations, loss, temporaries, by phase
 * ``fit.py``: whether it fits, and the smallest change with which it does
 * ``serving.py``: an engine: weights, KV cache, the largest step, graphs

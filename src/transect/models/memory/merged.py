@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config import ModelConfig
+from ..shapes import PROJECTIONS, projection_shapes
 from .kept import Kept
 
 ROUND = 16
 """Columns for adapters are a multiple of this (``train/merged_products``)."""
-GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""Matrices that share an input."""
+GROUPS = {name: tuple(part.split(".")[1] for part in parts) for name, parts in PROJECTIONS.items()}
+"""Matrices that share an input, by the names that ``targets`` has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,8 @@ def merged_kept(config: ModelConfig, targets: tuple[str, ...], rank: int, elemen
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of each merged product."""
     return {
-        "qkv": (config.q_dim + 2 * config.kv_dim, config.dim),
-        "o": (config.dim, config.q_dim),
-        "gate_up": (2 * config.ffn_dim, config.dim),
-        "down": (config.dim, config.ffn_dim),
+        name: (sum(shape[0] for shape in parts.values()), next(iter(parts.values()))[1])
+        for name, parts in projection_shapes(config).items()
     }
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 
 from ..config import ModelConfig
 from ..shapes import linear_shapes, weight_shapes
+from ..storage import int4_format
 from .kept import Backend, Kept, LayerKept, Reads, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .terms import Estimate, Phase, Term, gib
@@ -215,7 +216,7 @@ class _Account:
         held = {}
         if plan.task == "qlora":
             numbers, rest = _count(linear), _count(shapes) - _count(linear)
-            packed = int(numbers * (0.5 + 2 * e / plan.group)) + e * rest
+            packed = int(int4_format(plan.group, 8 * e).bytes(numbers)) + e * rest
             why = f"frozen, {numbers} numbers in 4 bits with scale and zero for each {plan.group}, {rest} of {e} bytes"
         else:
             packed, why = e * _count(shapes), f"{frozen}{_count(shapes)} numbers of {e} bytes"

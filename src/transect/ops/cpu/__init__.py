@@ -12,6 +12,7 @@ Read in this order:
 * ``native.cpp``   the C interface
 * ``build.py``     finds a compiler, builds, caches
 * ``library.py``   the same interface as Python functions on tensors
+* ``ceilings.py``  the rate of multiply-adds that registers allow
 * ``packing.py``   weights into the layout of ``linear.h``
 * ``training.py``  the kernels of training as Python functions, ``gradients.py`` as differentiable operators
 """

@@ -1,4 +1,4 @@
-// Causal attention over packed documents, forward and backward, in float32: see ops/attention.py for the math.
+// Causal attention over packed documents, forward and backward, in float32: see ops/attention/packed/attention.py for the math.
 //
 // A work item is one query head of one document. Queries go in blocks of QUERY_ROWS against all keys that any of them
 // sees, so the scores of a block, [QUERY_ROWS][keys], are the most that exists at a time; nothing is computed past the

@@ -145,6 +145,10 @@ class Library:
             function = getattr(c, "transect_" + name)
             function.restype, function.argtypes = result, arguments
 
+    def panel(self, kind: Kind) -> int:
+        """Columns of a weight of this kind that lie together and are never parted."""
+        return next(k for k in (1, 2, 4, 8, 16, 32) if self._c.transect_packed_bytes(kind, GROUP_ROWS, k))
+
     def pack_affine(self, kind: Kind, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8."""
         n, k = codes.shape

@@ -32,7 +32,11 @@ def pack(library: Library, weight: Tensor | QuantizedTensor) -> PackedWeight:
         return PackedWeight(kind, weight.shape[0], weight.shape[1], data)
     if not weight.is_packed:
         return pack(library, torch.from_numpy(weight.dequantize()))
-    groups = weight.affine()
+    return pack_groups(library, weight.affine())
+
+
+def pack_groups(library: Library, groups: AffineGroups) -> PackedWeight:
+    """A matrix of integer codes in groups, packed without loss."""
     kind = _kind(groups)
     codes, scale, zero = (torch.from_numpy(np.ascontiguousarray(a)) for a in (groups.codes, groups.scale, groups.zero))
     return PackedWeight(kind, *groups.shape, library.pack_affine(kind, codes, scale, zero))

@@ -151,7 +151,7 @@ class Kernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """(result ``[T, H, d]``, log of each query's softmax sum ``[H, T]``), as in ``ops/attention.py``.
+        """(result ``[T, H, d]``, log of each query's softmax sum ``[H, T]``), as ``ops/attention`` has them.
 
         Raises:
             ValueError: documents that do not end where the tokens do, or a window below 1.

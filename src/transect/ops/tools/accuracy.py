@@ -72,7 +72,7 @@ def check(
         forms.append(("operator ", implementation.autograd(), True))
     for index, example in enumerate(op.examples() if examples is None else examples):
         for layout in layouts if index < 2 else layouts[:1]:
-            if implementation.refuses and implementation.refuses(**_first(op, example, dtype, device, layout)):
+            if implementation.refusal and implementation.refusal(**_first(op, example, dtype, device, layout)):
                 continue
             for prefix, call, with_gradient in forms:
                 if prefix and layout == "padded":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...hardware.ceilings import Ceilings
-from ..jit import triton
+from ..lang.jit import triton
 from ..registry import Case, Cost, OnHost, Op, Unavailable
 from . import accuracy, timing
 
@@ -97,7 +97,7 @@ def contenders(op: Op, case: Case, inputs: Mapping[str, Any], device: torch.devi
     for name, made in op.implementations.items():
         if made.backend not in backends or (case.only and name not in case.only):
             continue
-        reason = made.refuses(**inputs) if made.refuses else ""
+        reason = (made.refusal(**inputs) if made.refusal else None) or ""
         if not reason and not _takes(made.dtypes, op, inputs):
             reason = f"computes in {', '.join(made.dtypes)}"
             if not case.only:

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..cuda_build import SOURCES, compile_source, ptx_of
-from ..jit import INTERPRETED, triton
+from ..lang.cuda_build import compile_source, ptx_of, source
+from ..lang.jit import INTERPRETED, triton
 from ..registry import Kernel, Unavailable
 from . import machine_code
 
@@ -100,14 +100,14 @@ def compile_kernel(kernel: Kernel, target: str, *, sass: bool = True) -> Compile
     return Compiled(kernel.name, target, stages, made.metadata.shared, registers, spilled, added or warps)
 
 
-def compile_cuda(source: str, target: str) -> list[Compiled]:
-    """Compile ``ops/SOURCE`` (a ``.cu`` file) with nvcc; one entry for each kernel in it.
+def compile_cuda(name: str, target: str) -> list[Compiled]:
+    """Compile the source called ``name`` (a ``.cu`` file) with nvcc; one entry for each kernel in it.
 
     Raises:
         Unavailable: there is no nvcc.
         RuntimeError: the source does not compile.
     """
-    path = SOURCES / source
+    path = source(name)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "out.cubin"
         report = compile_source(path, target, cubin)

@@ -54,7 +54,7 @@ def entry(op: Op) -> str:
     """One operator: math, shapes, what bounds it, implementations, accuracy."""
     module = sys.modules[op.reference.__module__]
     docstring = module.__doc__ or ""
-    parts = [f"## {op.name}", f"`ops/{module.__name__.rpartition('.')[2]}.py`"]
+    parts = [f"## {op.name}", f"`{module.__name__.removeprefix('transect.').replace('.', '/')}.py`"]
     parts += [markdown(block) for block in math(docstring)]
     parts += [text for text in (lines_of(docstring, word) for word in ("Shapes", "Bound", "Source")) if text]
     if op.implementations:

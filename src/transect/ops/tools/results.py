@@ -1,9 +1,9 @@
 """Benchmark results as a file that grows operator by operator, and as a table.
 
 The file holds ``runs`` (where and with what rows were measured: machine, versions, commit, ceilings, command) and
-``rows`` (one ``Timing`` each, with the number of its run and the digest of its operator's files). Measuring an operator
-again replaces its rows, and runs that no row belongs to any more are left out; so a file may be put together from
-several runs and still say of each row where it comes from.
+``rows`` (one ``Timing`` each, with the number of its run). Measuring an operator again replaces its rows, and runs that
+no row belongs to any more are left out. So a file may be put together from several runs and still tell the commit of
+each row. A source that changes afterwards makes a row older, never wrong.
 """
 
 from __future__ import annotations
@@ -39,22 +39,34 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def merge(path: Path, run: Mapping[str, Any], rows: Sequence[Timing], digests: Mapping[str, str] | None = None) -> None:
-    """Put the rows of one run into a file: they replace all rows of the same operator and case.
-
-    ``digests``: of each operator's files, as ``sources.py`` makes them; kept with the rows.
-    """
+def merge(path: Path, run: Mapping[str, Any], rows: Sequence[Timing]) -> None:
+    """Put the rows of one run into a file: they replace all rows of the same operator and case."""
     known = read(path) if path.is_file() else {"runs": {}, "rows": []}
     measured = {(row.op, row.case) for row in rows}
     number = next((n for n, made in known["runs"].items() if made == dict(run)), "")
     number = number or str(1 + max((int(n) for n in known["runs"]), default=0))
     kept = [row for row in known["rows"] if (row["op"], row["case"]) not in measured]
-    source = digests or {}
-    fresh = [{**asdict(row), "of_floor": row.of_floor, "run": number, "source": source.get(row.op, "")} for row in rows]
+    fresh = [{**asdict(row), "of_floor": row.of_floor, "run": number} for row in rows]
     everything = sorted([*kept, *fresh], key=lambda row: row["op"])  # stable: cases stay in their order
     used = {row["run"] for row in everything}
     runs = {n: made for n, made in {**known["runs"], number: dict(run)}.items() if n in used}
     _write(path, runs, everything)
+
+
+def measured(kept: Mapping[str, Any], run: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """(operator, case) pairs that a file holds from the same commit, device and versions as ``run``.
+
+    Args:
+        kept: a result file, as ``read`` gives it.
+        run: machine, versions and commit of a new run, as they will be recorded.
+    """
+
+    def place(made: Mapping[str, Any]) -> tuple[Any, ...]:
+        return made["device"]["name"], made["environment"]["packages"], made["environment"]["commit"]
+
+    same = {number for number, made in kept["runs"].items() if place(made) == place(run)}
+    older = {(row["op"], row["case"]) for row in kept["rows"] if row["run"] not in same}
+    return frozenset((row["op"], row["case"]) for row in kept["rows"]) - older
 
 
 def forget(path: Path, known: Collection[tuple[str, str]]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..jit import INTERPRETED, triton
+from ..lang.jit import INTERPRETED, triton
 from ..registry import Op, Trace, Unavailable
 
 Program = tuple[int, int, int]

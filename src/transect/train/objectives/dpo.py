@@ -4,8 +4,8 @@ For a prompt with a chosen answer c and a rejected one r, under the model p and 
 
     loss = -log sigmoid(beta ((log p(c) - log p0(c)) - (log p(r) - log p0(r))))
 
-p0 is needed only for its log-probabilities of the answers, so these are taken once, before the first step, and no
-second model is kept. Data: JSONL with ``prompt`` (messages, or a string for one user message), ``chosen`` and
+p0 is needed only for its log-probabilities of the answers. They are computed once, before the first step, so no second
+model is kept. Data: JSONL with ``prompt`` (messages, or a string for one user message), ``chosen`` and
 ``rejected`` (strings). A pair's two documents lie side by side in one micro-batch; a label of the step is a pair.
 """
 
@@ -49,7 +49,7 @@ class PairBatch(Batch):
 
 
 class DPO:
-    """See ``Objective``. The reference is computed when it is made: the model must then be as it began."""
+    """See ``Objective``. Making it computes the reference, so the model must still have its first weights then."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
         if trainable.tokenizer is None or trainable.template is None:

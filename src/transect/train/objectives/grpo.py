@@ -125,7 +125,7 @@ class GRPO:
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def _choose(self, count: int) -> list[int]:
-        """The next prompts, in the shuffled order of their epoch."""
+        """Take the next prompts, in the shuffled order of their epoch."""
         chosen: list[int] = []
         while len(chosen) < count:
             generator = np.random.Generator(np.random.Philox(key=[self._config.seed, self.position.epoch]))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...ops.adamw import FusedAdamW, Step
+from ...ops.optim.adamw import FusedAdamW, Step
 from .base import Optimizer
 
 
@@ -24,7 +24,7 @@ class AdamW(Optimizer):
     """State: ``m`` and ``v`` like the parameter. On a GPU a step is one launch over all parameters."""
 
     WIDE = 2**22
-    """Elements of a 16-bit parameter that a step on the CPU holds in float32 at a time."""
+    """How many elements of a 16-bit parameter a step on the CPU holds in float32 at a time."""
     _fused: tuple[tuple[str, ...], FusedAdamW] | None = None
 
     @property
@@ -43,7 +43,7 @@ class AdamW(Optimizer):
         return self._tables(given).norm([p.grad for p in given.values() if p.grad is not None])
 
     def _tables(self, parameters: Mapping[str, nn.Parameter]) -> FusedAdamW:
-        """Those for these parameters, which are the same ones in every step."""
+        """The address tables of these parameters, which are the same in every step."""
         names = tuple(parameters)
         if self._fused is None or self._fused[0] != names:
             weights, states = list(parameters.values()), [self.state[name] for name in names]

@@ -4,8 +4,8 @@ A block of 256 numbers shares one float32 scale, its largest magnitude a. A code
 
     m:  sign(q) a (|q| / 127)^2        v:  a (q / 255)^4
 
-Powers in place of the paper's table: small numbers keep a relative precision over four orders of magnitude for m and
-nine for v, and code and number turn into each other by square roots alone. A v that would round to 0 is kept at the
+Powers replace the paper's table: small numbers keep a relative precision over four orders of magnitude for m and nine
+for v, and square roots alone convert between code and number. A v that would round to 0 is kept at the
 smallest code, since the update divides by its root. Parameters of fewer than 4096 numbers (norms, biases) keep float32
 moments: they weigh nothing, and errors there hurt most.
 """
@@ -22,7 +22,7 @@ from .base import Optimizer
 BLOCK = 256
 SMALL = 4096
 CHUNK = 2**14
-"""Blocks of a parameter that are in float32 at the same time."""
+"""How many blocks of a parameter are in float32 at the same time."""
 
 
 class AdamW8bit(Optimizer):

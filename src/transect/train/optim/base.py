@@ -1,4 +1,4 @@
-"""What every optimizer is: named parameters, their state by name, and one step over them."""
+"""The base of every optimizer: named parameters, their state by name, and one step over them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Optimizer:
             self.state[name] = state
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What is kept for one parameter at the start."""
+        """The state of one parameter at the start."""
         raise NotImplementedError
 
     def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
@@ -52,7 +52,7 @@ class Optimizer:
         """One step for every parameter that has a gradient.
 
         Args:
-            factor: of the learning rate.
+            factor: scales the learning rate.
             scale: a float32 scalar that every gradient is multiplied by, from ``clip_scale``.
         """
         self.steps += 1
@@ -86,7 +86,7 @@ class Optimizer:
 
     @staticmethod
     def clip_scale(norm: Tensor, most: float) -> Tensor:
-        """What gradients of this global norm are scaled by, so that it is at most ``most``; no synchronisation."""
+        """The factor that limits gradients of this global norm to ``most``; no synchronisation."""
         return (most / (norm + 1e-6)).clamp(max=1.0)
 
     def decay(self, weight: Tensor) -> float:

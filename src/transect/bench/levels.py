@@ -1,0 +1,139 @@
+"""A load test: the levels of load, run one after the other, and their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from .arrivals import random_arrivals
+from .energy import EnergyMeter
+from .lengths import Lengths
+from .load import Record, closed_loop, open_loop
+from .objectives import Objectives
+from .summary import summarize
+from .target import Target
+from .workload import Work, at_times, random_work, read_conversations, read_trace
+
+WARM_UP_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSource:
+    """Where prompts and lengths come from. Each name given to ``draw`` has prompts of its own, the same in every run.
+
+    Attributes:
+        prompt: lengths of random prompts.
+        output: lengths of answers; None: those of the answers in the conversation file.
+        conversations: a file of them, instead of random token ids.
+        highest_id: random token ids are 0 to this.
+        seed: decides every draw.
+    """
+
+    prompt: Lengths
+    output: Lengths | None
+    conversations: Path | None = None
+    highest_id: int = 10000
+    seed: int = 0
+
+    def draw(self, count: int, name: str) -> list[Work]:
+        """``count`` requests without arrival times."""
+        seed = f"{self.seed} {name}"
+        if self.conversations is not None:
+            return read_conversations(self.conversations, count, output=self.output, seed=seed) if count else []
+        if self.output is None:
+            raise ValueError("random prompts need output lengths")
+        return random_work(count, self.prompt, self.output, vocab=(0, self.highest_id), seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of load: ``value`` requests per second, requests at a time, or times the speed of a trace."""
+
+    unit: Literal["requests/s", "at a time", "x trace"]
+    value: float
+    work: list[Work]
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit}"
+
+
+def rate_levels(source: WorkSource, count: int, rates: Sequence[float], burstiness: float = 1.0) -> list[Level]:
+    """``count`` requests at each rate. Every level has its own prompts, so that no prefix cache holds them."""
+    levels = []
+    for rate in sorted(rates):
+        name = f"rate {rate:g}"
+        arrivals = random_arrivals(count, rate, burstiness=burstiness, seed=f"{source.seed} {name}")
+        levels.append(Level("requests/s", rate, at_times(source.draw(count, name), arrivals)))
+    return levels
+
+
+def concurrency_levels(source: WorkSource, count: int, sizes: Sequence[int]) -> list[Level]:
+    """``count`` requests at each concurrency, but at least one for each place."""
+    return [Level("at a time", size, source.draw(max(count, size), f"concurrency {size}")) for size in sorted(sizes)]
+
+
+def trace_level(source: WorkSource, path: Path, speed: float = 1.0, limit: int | None = None) -> Level:
+    """The requests of a trace at their recorded times, or ``speed`` times as fast.
+
+    Raises:
+        ValueError: the file is no trace, or ``speed`` is not above 0.
+    """
+    if not speed > 0:
+        raise ValueError(f"the speed of a trace must be above 0, got {speed:g}")
+    work = read_trace(path, vocab=(0, source.highest_id), seed=source.seed, limit=limit)
+    return Level("x trace", speed, [replace(each, at=each.at / speed) for each in work])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A level's summary (JSON), and its requests."""
+
+    level: Level
+    summary: dict[str, Any]
+    records: list[Record]
+
+
+async def run_levels(
+    target: Target,
+    levels: Sequence[Level],
+    *,
+    warm_up: Sequence[Work] = (),
+    objectives: Objectives | None = None,
+    meter: EnergyMeter | None = None,
+) -> list[Result]:
+    """Run one level after the other. ``warm_up`` runs before the first, to its end, and is not counted."""
+    if warm_up:
+        await closed_loop(target, warm_up, WARM_UP_AT_ONCE)
+    results = []
+    for level in levels:
+        measuring: AbstractContextManager[Any] = nullcontext() if meter is None else meter
+        with measuring:
+            if level.unit == "at a time":
+                run = await closed_loop(target, level.work, int(level.value))
+            else:
+                run = await open_loop(target, level.work)
+        summary = summarize(run, objectives, None if meter is None else meter.result)
+        summary = {"load": level.value if level.value != math.inf else "inf", "load_unit": level.unit, **summary}
+        results.append(Result(level, summary, run.records))
+    return results
+
+
+def records_table(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
+    """One row for each request of each level: the data behind the summaries."""
+    for result in results:
+        for record in result.records:
+            yield {
+                "load": result.level.value,
+                "due": record.due,
+                "sent": record.sent,
+                "ended": record.ended,
+                "ttft": record.ttft if record.moments else None,
+                "tpot": record.tpot if record.moments else None,
+                "input_tokens": record.input_tokens,
+                "output_tokens": record.output_tokens,
+                "error": record.error,
+            }

@@ -1,0 +1,37 @@
+"""The runner of a GPU engine, with its KV cache and the CUDA graphs that are captured at the start."""
+
+from __future__ import annotations
+
+from ...models.decoder import Decoder
+from ..kv_size import KVSize
+from .runner import GPURunner
+from .setup import Setup
+from .startup_times import StartupTimes
+from .step_sizes import row_buckets
+
+WARM_WIDTHS = 2
+"""Widths of block tables whose graphs are captured at the start (contexts up to 1024 and 2048 tokens)."""
+
+
+def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) -> tuple[GPURunner, int]:
+    """The runner, and the bytes of its KV cache, which has one block more than ``cache`` says, for padding."""
+    config = setup.config
+    keys, values = caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.dtype)
+    for each in caches:
+        each[:, -1].zero_()
+    limits = setup.limits | {"max_model_len": cache.max_model_len}
+    runner = GPURunner(
+        model,
+        keys,
+        values,
+        **limits,
+        graphs=config.cuda_graphs != "off",
+        sample_on_device=config.gpu.device_sampling,
+        **setup.tricks,
+    )
+    times.done("KV cache")
+    if config.cuda_graphs == "on":
+        rows = row_buckets(limits["max_num_seqs"], setup.tricks["fine_rows"])
+        runner.warm(rows, WARM_WIDTHS, setup.captured_fill)
+        times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
+    return runner, sum(each.nbytes for each in caches)

@@ -1,0 +1,87 @@
+"""A model on its GPU, and the kernels that it runs, which other processes compile meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ...models.decoder import Decoder
+from ...models.fused_stack import Fusions
+from ...models.load import load_on_device
+from ...models.resolve import ModelSource
+from ...models.weights.int4_serving import kinds_for
+from . import warm_kernels
+from .compilers import Compilers
+from .setup import Setup
+from .startup_times import StartupTimes
+
+log = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """A model on its GPU, and the bytes that torch had allocated when it was there."""
+
+    model: Decoder
+    allocated: int
+
+
+def check_triton_cache() -> None:
+    """Before minutes are spent on weights: Triton compiles nothing that it cannot keep.
+
+    Raises:
+        ValueError: its folder cannot be made.
+    """
+    import triton
+
+    folder = Path(triton.knobs.cache.dir)
+    advice = "set TRITON_CACHE_DIR to a folder that can be written to"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"Triton has no place for compiled kernels ({error}): {advice}") from error
+    if not os.access(folder, os.W_OK):
+        log.warning("Triton cannot write to %s, and will fail for kernels that it does not hold: %s", folder, advice)
+
+
+def load(setup: Setup, source: ModelSource, compilers: Compilers | None, times: StartupTimes) -> Loaded:
+    """Have the kernels compiled, load the weights meanwhile, wait for the kernels.
+
+    Raises:
+        ValueError: a file of the model is at fault.
+    """
+    config, tricks = setup.config, setup.tricks
+    work = warm_kernels.Work(
+        config=setup.model,
+        dtype=setup.dtype,
+        block_size=config.block_size,
+        deterministic=config.deterministic,
+        dependent_launch=config.gpu.dependent_launch,
+        fused_operators=config.gpu.fused_operators,
+        whole_prompts=tricks["whole_prompts"],
+        fine_rows=tricks["fine_rows"],
+        copy_kernels=tricks["copy_kernels"],
+        quantization=config.quantization,
+        **setup.limits,
+    )
+    warming = warm_kernels.start(work, setup.ops, setup.device, compilers, setup.asked)
+    if warming.collected:
+        times.done(f"{warming.collected} kernels found")
+    model = load_on_device(
+        source,
+        device=setup.device,
+        dtype=setup.dtype,
+        ops=setup.ops,
+        max_positions=setup.limits["max_model_len"],
+        seed=config.seed or 0,
+        fusions=Fusions.all(config.gpu.fused_operators),
+        kinds=kinds_for(config.quantization, setup.device, dependent_launch=config.gpu.dependent_launch),
+    )
+    times.done("weights")
+    allocated = torch.cuda.memory_allocated(setup.device)
+    compiled = warming.wait()
+    times.done(f"{compiled} kernels compiled" if warming.collected else "kernels from the cache")
+    return Loaded(model, allocated)

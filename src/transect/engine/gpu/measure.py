@@ -1,0 +1,62 @@
+"""What the largest step takes of a GPU's memory, measured by running it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...models.decoder import Decoder
+from ..batch import Draw, ScheduledBatch, ScheduledRow
+from ..sampling_params import SamplingParams
+from .runner import GPURunner
+from .setup import Setup
+
+
+class Measured(NamedTuple):
+    """Bytes."""
+
+    tables: int
+    """Of a runner: the inputs of its steps."""
+    largest_step: int
+    """Activations and logits."""
+
+
+def measure(setup: Setup, model: Decoder) -> Measured:
+    """Run the largest steps once, on a cache of two blocks."""
+    held = torch.cuda.memory_allocated(setup.device)
+    runner = trial_runner(model, setup.config.block_size, setup.dtype, **setup.tricks, **setup.limits)
+    tables = torch.cuda.memory_allocated(setup.device) - held
+    torch.cuda.reset_peak_memory_stats(setup.device)
+    run_largest_steps(runner, **setup.limits)
+    peak = torch.cuda.max_memory_allocated(setup.device) - held - tables
+    del runner
+    torch.cuda.empty_cache()
+    return Measured(tables, peak)
+
+
+def trial_runner(
+    model: Decoder, block_size: int, dtype: torch.dtype, *, sample_on_device: bool = True, **settings: Any
+) -> GPURunner:
+    """A runner without graphs on a cache of two blocks, to try steps with; ``settings`` as for ``GPURunner``."""
+    caches = model.new_kv_cache(2, block_size, dtype)
+    for cache in caches:
+        cache.zero_()
+    return GPURunner(model, *caches, graphs=False, sample_on_device=sample_on_device, **settings)
+
+
+def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    """As much prefill as a step may hold, then as many decodes, all with logprobs."""
+    # Every row writes to block 0, one over the other: what is measured does not depend on it.
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    length = min(max_num_batched_tokens // rows, max_model_len)
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=5)
+    blocks = [0] * max_model_len
+    prompt = (0,) * length
+    for decode in (False, True):
+        start = length - 1 if decode else 0
+        made = []
+        for seq_id in range(rows):
+            draw = Draw(seq_id, 0, seq_id, params, prompt, [])
+            made.append(ScheduledRow(seq_id, start, length - start, prompt, [], blocks, (draw,)))
+        runner.submit(ScheduledBatch(int(decode), tuple(made))).result()

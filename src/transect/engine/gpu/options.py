@@ -1,0 +1,44 @@
+"""Switches of what makes the GPU engine fast, to see what each is worth (``benchmarks/engine_ablation.py``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPUOptions:
+    """What a GPU engine does besides the obvious; outputs do not depend on it, up to rounding.
+
+    Attributes:
+        prefill_graphs: also capture steps with prefill chunks, of few enough tokens that launching their kernels one by
+            one would take longer than computing them.
+        fused_operators: several operators in one kernel.
+        dependent_launch: kernels start while the one before ends (Hopper).
+        device_sampling: tokens are drawn on the GPU.
+        prompt_attention: prompts that a step holds from their first token on attend to keys that are not in the cache's
+            pages (not where ``EngineConfig.deterministic``).
+        prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
+        copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
+            after it.
+
+    Raises:
+        ValueError: a switch is neither True nor False.
+    """
+
+    prefill_graphs: bool = True
+    fused_operators: bool = True
+    dependent_launch: bool = True
+    device_sampling: bool = True
+    prompt_attention: bool = True
+    prune_last_layer: bool = True
+    copy_kernels: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not isinstance(value := getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} must be True or False, not {value!r}")
+
+    def __str__(self) -> str:
+        """The switches that are off."""
+        return ", ".join(f"{field.name}=False" for field in dataclasses.fields(self) if not getattr(self, field.name))

@@ -1,0 +1,385 @@
+"""``GPURunner``: the executor for a device that works beside the host. It takes the same batches as ``Runner``.
+
+A step is prepared in one piece of pinned memory, copied to the device once, computed and sampled there, and its tokens
+come back by a copy that only ``result`` waits for (``step_ring.py``). So with ``EngineCore(lag=1)`` the host prepares
+step n + 1 while the device computes step n: the input tokens of step n + 1 that step n is about to draw are read on the
+device, from where step n leaves them.
+
+Steps that only decode are padded to one of a few sizes (``row_bucket``, ``width_bucket``) and replayed as CUDA graphs;
+the rows added belong to no sequence and have no length. Of the steps with prefill chunks the small ones are too, when
+their size comes again (rows added there write to a block of the cache that no sequence has); large ones are launched
+kernel by kernel, under the arithmetic of which the launches are hidden.
+
+Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
+step's graph is then another one. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.
+
+All of it runs on CPU tensors too, without graphs and at once: that is how it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...models.context import PagedContext, Wanted, WholePrompts
+from ...models.decoder import Decoder
+from ...ops.attention.paged.batch import PagedBatch
+from ..batch import Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from ..penalties import Pick
+from ..runner import Done
+from ..sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
+from .adjust_state import AdjustState
+from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
+from .graphs import GraphCache
+from .step_inputs import Fields, StepLayout
+from .step_plan import StepPlan, StepPlanner, Variant
+from .step_ring import StepRing, whole_lines
+from .step_sizes import FEWEST_ROWS, SMALLEST_WIDTH, filled_rows, row_bucket, token_bucket, width_bucket
+
+LOGPROB_ROWS = 32
+"""Rows of logits held at a time for prompt logprobs."""
+
+Sampled = LogprobTensors | Tensor | None
+"""What ``_compute`` returns beside the hidden states."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A submitted step. ``result`` waits for its tokens."""
+
+    ready: torch.cuda.Event | None
+    output: np.ndarray
+    """uint8, the step's part of the ring."""
+    seq_ids: list[int]
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    max_draws: int
+    adjusted: bool
+    """Logits were adjusted before the draws."""
+    logprobs: LogprobTensors | None = None
+    """On the host once ``ready``."""
+    alternatives: Sequence[int] = ()
+    """For each draw, how many; -1 for none."""
+    _result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """What the step drew; blocks until the device is done with it."""
+        if self._result is None:
+            if self.ready is not None:
+                self.ready.synchronize()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        drawn = Drawn.numpy(self.output, self.max_draws)
+        count = len(self.seq_ids)
+        ids = drawn.token[:count].tolist()
+        result = StepResult(dict(zip(self.seq_ids, ids, strict=True)), prompt_logprobs=self.prompt_logprobs)
+        finite = drawn.finite[:count]
+        if not finite.all():
+            for index in np.flatnonzero(finite == 0).tolist():
+                seq_id = self.seq_ids[index]
+                del result.tokens[seq_id]
+                nothing_left = self.adjusted and drawn.raw_finite[index]
+                result.errors[seq_id] = NOTHING_LEFT if nothing_left else NOT_FINITE
+        if self.logprobs is not None:
+            wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and finite[i]]
+            entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
+            result.logprobs.update(zip((self.seq_ids[i] for i in wanted), entries, strict=True))
+        return result
+
+
+class GPURunner:
+    """Runs batches on the device of the caches, each within ``submit`` as far as the host is concerned.
+
+    Args:
+        model: computes hidden states and logits.
+        k_cache, v_cache: ``[layers, blocks + 1, kv_heads, block_size, head_dim]``; the last block is for padding.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
+        graphs: capture steps that only decode (on CUDA); False launches every kernel of every step.
+        sample_on_device: False draws on the host from the step's logits, within ``submit``: there to compare with.
+        whole_prompts: (tokens in all, tokens a row) from which prompts that a step holds from their first token on
+            attend to their keys where the projection left them, not through the cache: another kernel, of other
+            rounding. None: never.
+        graph_tokens: steps with prefill chunks of up to so many tokens are captured too, when one of their size comes
+            for the second time; their prompts go through the cache.
+        fine_rows: see ``step_sizes.row_bucket``.
+        prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
+            from (keys and values for all).
+        copy_kernels: the copies of inputs and results are kernels of the step, not copies before and after it; None: on
+            a GPU.
+        pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
+            kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        graphs: bool = True,
+        sample_on_device: bool = True,
+        whole_prompts: tuple[int, int] | None = None,
+        prune_last_layer: bool = False,
+        graph_tokens: int = 0,
+        fine_rows: bool = False,
+        copy_kernels: bool | None = None,
+        pad_tokens: int | None = None,
+    ) -> None:
+        self._model = model
+        self._k_cache, self._v_cache = k_cache, v_cache
+        self._device = k_cache.device
+        self._block_size = k_cache.shape[3]
+        self._padding_block = k_cache.shape[1] - 1
+        self._max_blocks = -(-max_model_len // self._block_size)
+        self._max_draws = row_bucket(max_num_seqs)
+        self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
+        self._sampler = device_sampler(self._device)
+        self._host_sampler = None if sample_on_device else Sampler()
+        self._host_tokens: dict[int, int] = {}
+        self._whole_prompts = whole_prompts
+        self._prune_last_layer = prune_last_layer
+        pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
+        # A step with prefill chunks is filled up in two places (see StepPlanner).
+        rows = max(FEWEST_ROWS, self._max_draws)
+        self._full_step = token_bucket(max_num_batched_tokens) if graph_tokens >= max_num_batched_tokens else 0
+        """Tokens of the largest step, if it is captured."""
+        most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
+        most = max(most, token_bucket(min(graph_tokens, max_num_batched_tokens)))
+        largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
+        self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
+        nbytes = self._inputs_at + whole_lines(largest.nbytes)
+        self._arena = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        """What steps draw, then what they read."""
+        self._drawn = Drawn.tensors(self._arena, self._max_draws)
+        cuda = self._device.type == "cuda"
+        kernels = cuda if copy_kernels is None else copy_kernels
+        self._ring = StepRing(self._arena, self._inputs_at, kernels=kernels)
+        self._stream = torch.cuda.Stream(self._device) if cuda else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what has been filled so far
+        self.graphs = GraphCache(self._stream) if graphs and self._stream is not None else None
+        self._planner = StepPlanner(
+            self._adjust,
+            block_size=self._block_size,
+            max_blocks=self._max_blocks,
+            padding_block=self._padding_block,
+            max_num_seqs=max_num_seqs,
+            max_draws=self._max_draws,
+            inputs_at=self._inputs_at,
+            whole_prompts=whole_prompts,
+            prune_last_layer=prune_last_layer,
+            graph_tokens=graph_tokens,
+            fine_rows=fine_rows,
+            pad_tokens=pad_tokens,
+        )
+
+    @torch.inference_mode()
+    def submit(self, batch: ScheduledBatch) -> Handle:
+        """Start a step: copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""
+        with self._on_stream():
+            memory = self._ring.memory()
+            self._copy_blocks(batch.block_copies)
+            plan = self._planner.plan(batch, memory)
+            turn, hidden, sampled = self._run(plan)
+            prompt_logprobs = {
+                row.seq_id: self._prompt_logprobs(row, hidden[start : start + row.num_tokens])
+                for row, start in zip(plan.rows, plan.starts, strict=True)
+                if row.prompt_logprobs is not None and row.next_prompt_token_ids
+            }
+            logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
+            output, ready = self._ring.results(turn, self._stream)
+            if self._host_sampler is not None:
+                return Done(self._draw_on_host(self._host_sampler, batch, plan, sampled, prompt_logprobs))
+        more = plan.variant.adjust, logprobs, plan.alternatives
+        return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, *more)
+
+    @torch.inference_mode()
+    def warm(self, rows: Sequence[int], widths: int, filled: int | None = None) -> None:
+        """Run decode steps of these numbers of rows once, on padding alone, for the ``widths`` narrowest block tables:
+        kernels are compiled, and graphs captured. Where steps full of prompt tokens are captured, those too; and those
+        that are filled up to ``filled`` tokens."""
+        for number in range(widths):
+            width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
+            for count in rows:
+                self._run_padding(StepLayout(count, count, count, width))
+                each = self._full_step // count
+                if count >= FEWEST_ROWS and count == row_bucket(count) and 0 < each <= width * self._block_size:
+                    layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
+                    for _ in range(2):
+                        self._run_padding(layout, decode=False, graph=True, prune=self._prune_last_layer)
+            if filled is not None:
+                for count in filled_rows(filled):
+                    for _ in range(2):
+                        self._run_chunks(filled, count, width, graph=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @torch.inference_mode()
+    def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
+        """Run one kind of step on padding alone, eagerly, so that its kernels are compiled; with ``tokens_each`` 1 a
+        step that only decodes, at both widths of ``warm``."""
+        narrow = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
+        wide = width_bucket(narrow + 1, self._block_size, self._max_blocks)
+        for width in {narrow, wide} if tokens_each == 1 else {narrow}:
+            layout = StepLayout(rows * tokens_each, rows, draws, width)
+            self._run_padding(layout, decode=tokens_each == 1, variant=variant or Variant(), eager=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @torch.inference_mode()
+    def compile_chunks(self, tokens: int, rows: int) -> None:
+        """As ``compile``, for a step of ``tokens`` with prompts beside sequences that decode."""
+        width = width_bucket(1, self._block_size, self._max_blocks)
+        self._run_chunks(tokens, rows, width, eager=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _run_chunks(self, tokens: int, rows: int, width: int, **how: bool) -> None:
+        """A step of padding with a prompt in the first of the rows for them, and all others decoding."""
+        decodes = min(rows - FEWEST_ROWS, tokens - 2)
+        chunk = min(tokens - decodes, width * self._block_size)
+        ends = chunk + np.minimum(np.arange(rows + 1 - FEWEST_ROWS), decodes)
+        starts = [0, *[chunk] * (FEWEST_ROWS - 1), *ends.tolist()]
+        layout = StepLayout(tokens, rows, min(rows, tokens, self._max_draws), width)
+        prune = self._prune_last_layer
+        self._run_padding(layout, starts, decode=False, prune=prune, chunk_rows=FEWEST_ROWS, **how)
+
+    @torch.inference_mode()
+    def compile_whole(self, rows: int, prompts: int, tokens_each: int) -> None:
+        """As ``compile``, for a step in which whole prompts stand behind ``rows`` that decode, or alone."""
+        width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
+        layout = StepLayout(rows + prompts * tokens_each, rows + prompts, 0, width)
+        starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
+        self._run_padding(layout, starts, decode=False, whole=WholePrompts(rows, rows), eager=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _fields(self, layout: StepLayout) -> Fields:
+        """The inputs of a step on the device."""
+        return layout.tensors(self._arena[self._inputs_at : self._inputs_at + layout.nbytes])
+
+    def _run_padding(
+        self, layout: StepLayout, starts: Sequence[int] | None = None, *, eager: bool = False, **changes: Any
+    ) -> None:
+        """A step of padding rows alone, that begin at ``starts`` or are of one length; ``changes`` of its plan."""
+        with self._on_stream():
+            memory = self._ring.memory()
+            memory.holds = None
+            memory.memory[: layout.nbytes] = 0
+            fields = layout.numpy(memory.memory)
+            fields.start[:] = np.arange(layout.rows + 1) * (layout.tokens // layout.rows) if starts is None else starts
+            fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws)
+            fields.table[:], fields.state[:] = self._padding_block, -1
+            fields.source[:] = self._planner.token_source(layout)
+            plan = StepPlan(layout, True, [], (), Variant(), (), [])
+            turn, _, _ = self._run(plan._replace(**changes), eager)
+            self._ring.results(turn, self._stream)
+
+    # ---- on the device
+
+    def _run(self, plan: StepPlan, eager: bool = False) -> tuple[int, Tensor, Sampled]:
+        """Launch a step whose numbers are in the ring's memory; its turn there, and what ``_compute`` returns."""
+        work: Callable[[], tuple[Tensor, Sampled]] = partial(self._step, plan)
+        generation = self._adjust.generation if plan.variant.adjust else 0
+        key = plan.layout, plan.variant, generation
+        try:
+            self._ring.send(plan.layout.nbytes)
+            if self.graphs is None or eager or not (plan.decode or plan.graph):
+                hidden, sampled = work()
+            elif plan.decode:
+                hidden, sampled = self.graphs.run(key, work)
+            else:
+                hidden, sampled = self.graphs.run_rare((*key, plan.prune, plan.chunk_rows), work)
+            return self._ring.ended(), hidden, sampled
+        except BaseException:  # no memory for a graph, say: the step itself has run then
+            self._ring.failed()
+            raise
+
+    def _step(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
+        """All that is on the device of a step."""
+        self._ring.take(plan.layout.nbytes)
+        found = self._compute(plan)
+        self._ring.give()
+        return found
+
+    def _compute(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
+        """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
+        arena, and logprobs returned (or, where the host draws, the logits)."""
+        fields = self._fields(plan.layout)
+        context = PagedContext(
+            self._k_cache,
+            self._v_cache,
+            fields.table,
+            fields.start,
+            fields.length,
+            self._model.ops,
+            max_query_len=1 if plan.decode else plan.layout.tokens,
+            whole=plan.whole,
+            chunk_rows=plan.chunk_rows,
+            wanted=self._wanted(fields) if plan.prune else None,
+        )
+        hidden_TD = self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
+        if not plan.layout.draws:
+            return hidden_TD, None
+        hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
+        logits_RV = self._model.head(hidden_RD)
+        if self._host_sampler is not None:
+            return hidden_TD, logits_RV
+        return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, *plan.variant)
+
+    def _wanted(self, fields: Fields) -> Wanted:
+        """What the draws need: the last token of each draw's sequence, which then is ``draw_position`` long."""
+        starts = torch.arange(len(fields.last) + 1, dtype=torch.int32, device=self._device)
+        tables = fields.table.index_select(0, fields.draw_row)
+        rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1, fresh=True)
+        return Wanted(fields.last, rows)
+
+    def _draw_on_host(
+        self,
+        sampler: Sampler,
+        batch: ScheduledBatch,
+        plan: StepPlan,
+        logits_RV: Sampled,
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
+    ) -> StepResult:
+        """Draws as ``Runner`` makes them; the tokens go back to the device for the next step."""
+        ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
+        picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
+        if not picks:
+            return StepResult({}, prompt_logprobs=prompt_logprobs)
+        assert isinstance(logits_RV, Tensor)
+        samples = sampler.sample(logits_RV.float(), picks, self._host_tokens)
+        self._host_tokens = samples.tokens
+        drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
+        self._drawn.token[: len(drawn)].copy_(drawn)
+        return StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            pairs = torch.tensor(copies).to(self._device)
+            for cache in (self._k_cache, self._v_cache):
+                cache[:, pairs[:, 1]] = cache[:, pairs[:, 0]]
+
+    def _prompt_logprobs(self, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
+        """One entry for each prompt token that the row's tokens predict."""
+        following = row.next_prompt_token_ids
+        entries: list[TokenLogprobs] = []
+        for first in range(0, len(following), LOGPROB_ROWS):
+            part = following[first : first + LOGPROB_ROWS]
+            logits_RV = self._model.logits(hidden_TD[first : first + len(part)])
+            entries.extend(token_logprobs(logits_RV, part, [row.prompt_logprobs or 0] * len(part)))
+        return tuple(entries)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,0 +1,184 @@
+"""What an engine on a GPU will do, decided before anything is loaded: its operators, limits, the ways of its runner."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...models.config import ModelConfig
+from ...models.cost import kv_bytes_per_token, weight_bytes
+from ...models.load import kv_dtype
+from ...models.storage import Storage, storage_for
+from ...ops.lang.jit import has_dependent_launch
+from ...ops.linear.stream_products import StreamProducts
+from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
+from ...ops.registry import get
+from ..config import EngineConfig
+from .memory import GIB
+from .step_sizes import row_bucket
+
+log = logging.getLogger(__name__)
+
+WHOLE_PROMPTS = (1536, 96)
+"""Tokens, in all and a row, from which whole prompts have an attention kernel of their own: where the Hopper kernel
+pays (``ops/attention/packed/hopper.py``) with 16 heads and more."""
+
+
+LAUNCHES = 9
+"""Kernels of a layer."""
+LAUNCH_SECONDS, MULTIPLIES = 70e-6, 600e12
+"""Seconds in which the host launches a kernel, FLOPs of a product in a second: an H200 and its host."""
+
+
+FILL_BYTES, FILL_TOKENS = 8 << 30, 256
+"""Steps are filled up for models of so many bytes of weights, to so many tokens or max_num_seqs. On an H200 a step of
+an 8B model takes, without attention, 5.0 ms for 128 tokens and 7.3 for 256; 128 tokens of a long prompt take 2.8.
+Weights that take less time to read than attention over a few more queries does have nothing to gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that the parts of the start-up are told."""
+
+    config: EngineConfig
+    """With CUDA graphs off where they cannot be."""
+    asked: str
+    """The configuration as it was given, as the compilers know it."""
+    model: ModelConfig
+    dtype: torch.dtype
+    storage: Storage
+    device: torch.device
+    ops: OpSet
+    limits: dict[str, Any]
+    """max_num_seqs, max_num_batched_tokens and max_model_len, by the names of ``GPURunner``'s arguments."""
+    tricks: dict[str, Any]
+    """What ``GPURunner`` is to do besides, by the names of its arguments."""
+    fill_tokens: int | None
+    """Up to how many tokens steps are filled (``filling.py``), if they are."""
+    others: int
+    """Bytes of the GPU that were taken before."""
+    total: int
+    """Bytes of the GPU."""
+
+    @property
+    def kv_per_token(self) -> float:
+        """Bytes of the cache that a token takes."""
+        return kv_bytes_per_token(self.model, self.storage)
+
+    @property
+    def captured_fill(self) -> int | None:
+        """Up to how many tokens filled steps have graphs from the start; None: they have none then."""
+        filled = self.fill_tokens
+        return filled if filled is not None and filled <= self.tricks["graph_tokens"] else None
+
+
+def set_up(config: EngineConfig, model: ModelConfig, device: torch.device) -> Setup:
+    """Decide what an engine of ``config`` on ``device`` does.
+
+    Raises:
+        ValueError: the weights do not fit, or a setting is at fault; the message says what to change.
+    """
+    torch.cuda.init()
+    dtype = kv_dtype(config.dtype)
+    max_seqs, max_tokens = config.limits("cuda")
+    free, total = torch.cuda.mem_get_info(device)
+    _check_quantization(config)
+    storage = storage_for(dtype.itemsize, config.quantization)
+    _check_weights(config, weight_bytes(model, storage), free, total)
+    longest = config.max_model_len or model.max_position
+    ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
+    asked, config = repr(config), without_graphs(config, ops)
+    return Setup(
+        config=config,
+        asked=asked,
+        model=model,
+        dtype=dtype,
+        storage=storage,
+        device=device,
+        ops=ops,
+        limits={"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest},
+        tricks=runner_tricks(config, model, dtype, device, ops),
+        fill_tokens=fill_tokens(config, model, storage),
+        others=total - free,
+        total=total,
+    )
+
+
+def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
+    """The operators of an engine on a GPU; ``dependent_launch``: launched so where the GPU can (Hopper)."""
+    ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
+    dependent_launch = dependent_launch and has_dependent_launch(device)
+    if dependent_launch and not deterministic:
+        ops = replace(ops, stream_products=StreamProducts(device))
+    return with_dependent_launch(ops, dependent_launch)
+
+
+def by_torch(ops: OpSet) -> bool:
+    """Whether paged attention is torch's: on a GPU that the kernels here are not made for."""
+    return get("paged_attention").implementations[dict(ops.chosen)["paged_attention"]].backend == "torch"
+
+
+def without_graphs(config: EngineConfig, ops: OpSet) -> EngineConfig:
+    """The configuration, with CUDA graphs off where torch's paged attention runs: it reads lengths on the host."""
+    if not by_torch(ops):
+        return config
+    reasons = "; ".join(f"{label} {reason}" for name, label, reason in ops.passed_over if name == "paged_attention")
+    log.warning("torch's operators run, without CUDA graphs, which is slower (paged attention: %s)", reasons)
+    return replace(config, cuda_graphs="off")
+
+
+def runner_tricks(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, ops: OpSet
+) -> dict[str, Any]:
+    """What ``GPURunner`` is to do on this device, by the names of its arguments."""
+    switches = config.gpu
+    return {
+        "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
+        "prune_last_layer": switches.prune_last_layer,
+        # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
+        # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
+        "copy_kernels": switches.copy_kernels and not by_torch(ops),
+        # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
+        "fine_rows": dtype == torch.bfloat16
+        and not config.deterministic
+        and not torch.version.hip
+        and torch.cuda.get_device_capability(device) == (9, 0),
+        "graph_tokens": graph_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
+        # torch's operators take no tokens that belong to no row.
+        "pad_tokens": 1 if by_torch(ops) else None,
+    }
+
+
+def graph_tokens(config: ModelConfig) -> int:
+    """Prompt tokens up to which a step is launched slower, kernel by kernel, than it is computed."""
+    weights = config.n_layers * (config.dim * (2 * config.q_dim + 2 * config.kv_dim) + 3 * config.dim * config.ffn_dim)
+    return int(config.n_layers * LAUNCHES * LAUNCH_SECONDS * MULTIPLIES / (2 * weights))
+
+
+def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> int | None:
+    """Up to how many tokens ``fill_steps`` fills steps; None where it is not asked for or does not pay."""
+    seqs, most = config.limits("cuda")
+    tokens = row_bucket(max(seqs, FILL_TOKENS))
+    asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
+    return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    if config.quantization is not None and config.deterministic:
+        raise ValueError(
+            "products in 4 bits on a GPU add up in another order for other numbers of rows: leave out either "
+            "quantization or deterministic"
+        )
+
+
+def _check_weights(config: EngineConfig, needed: float, free: int, total: int) -> None:
+    usable = min(free, int(total * config.gpu_memory_utilization))
+    if needed > usable:
+        advice = "take a smaller model" + ("" if config.dtype != "float32" else " or dtype='bfloat16'")
+        raise ValueError(
+            f"the weights take {needed / GIB:.1f} GiB and {usable / GIB:.1f} GiB of the GPU can be used "
+            f"({free / GIB:.1f} GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}): {advice}"
+        )

@@ -1,0 +1,56 @@
+"""How large the KV cache of a GPU engine is: what the weights, the largest step and CUDA graphs leave of its memory."""
+
+from __future__ import annotations
+
+from ...models.memory.serving import kept_for_graphs
+from ..kv_size import KVSize, kv_size
+from .load import Loaded
+from .measure import Measured
+from .memory import MemoryAccount, refusal
+from .setup import Setup
+from .step_sizes import filled_rows, row_buckets
+
+
+def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccount, KVSize]:
+    """The account of the GPU's memory, and the KV cache that it leaves room for.
+
+    Raises:
+        ValueError: what is left, or was asked for, holds not even one sequence; the message says what to change.
+    """
+    account = MemoryAccount(
+        total=setup.total,
+        usable=int(setup.total * setup.config.gpu_memory_utilization),
+        others=setup.others,
+        weights=loaded.model.nbytes,
+        tables=loaded.allocated - loaded.model.nbytes + measured.tables,
+        largest_step=measured.largest_step,
+        graphs=_graph_bytes(setup, loaded, measured),
+    )
+    return account, _cache_size(setup, account)
+
+
+def _graph_bytes(setup: Setup, loaded: Loaded, measured: Measured) -> int:
+    """Kept free for CUDA graphs, and for requests with penalties or biases."""
+    seqs, captured_fill = setup.limits["max_num_seqs"], setup.captured_fill
+    captured = 0 if setup.config.cuda_graphs == "off" else len(row_buckets(seqs, setup.tricks["fine_rows"]))
+    captured += 0 if captured_fill is None else len(filled_rows(captured_fill))
+    rebuilt = max(weight.workspace for _, weight in loaded.model.projections()) if captured else 0
+    share = min(1.0, setup.tricks["graph_tokens"] / setup.limits["max_num_batched_tokens"])
+    return kept_for_graphs(setup.model.vocab_size, seqs, captured) + rebuilt + int(measured.largest_step * share)
+
+
+def _cache_size(setup: Setup, account: MemoryAccount) -> KVSize:
+    config, per_token = setup.config, setup.kv_per_token
+    padding = int(per_token * config.block_size)  # of the block that padding rows write to
+    left = account.for_cache - padding
+    needed = int(per_token * (config.max_model_len or 1))
+    if left < max(needed, padding):
+        raise ValueError(refusal(account, max(needed, padding) + padding, config.max_model_len or 1, per_token))
+    return kv_size(
+        config,
+        max_num_seqs=setup.limits["max_num_seqs"],
+        model_positions=setup.model.max_position,
+        bytes_per_token=per_token,
+        free_bytes=left,
+        default_bytes=left,
+    )

@@ -1,0 +1,27 @@
+"""How long each part of an engine's start takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(slots=True)
+class StartupTimes:
+    """Seconds by part, in order."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def done(self, part: str) -> None:
+        """The part that ends now; the device has finished it."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.parts[part] = now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.parts.items())

@@ -1,0 +1,57 @@
+"""``Stored``: a weight of a model as a file holds it, under its canonical name; read when asked, whole or in part.
+
+What makes one: ``weights_hf.py``, ``weights_gguf.py``, ``weights_dummy.py``. Who reads: ``load.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..formats.ggml_blocks import QuantizedTensor
+
+Values = Tensor | QuantizedTensor
+ALL = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A matrix ``[rows, columns]`` or a vector.
+
+    ``reader(rows, columns)`` takes two slices without a step; a vector has rows alone.
+    """
+
+    shape: tuple[int, ...]
+    reader: Callable[[slice, slice], Values]
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Values:
+        """The values, of the whole or of some neighbouring rows and columns: nothing else is read of the file. They may
+        be a view of the mapped file.
+
+        Raises:
+            ValueError: the file is damaged, or packs numbers together that ``columns`` would cut apart.
+        """
+        return self.reader(rows, columns)
+
+
+StoredWeights = Iterator[tuple[str, Stored]]
+"""Every weight of a model once, by canonical name. One may be read until the iterator is closed."""
+
+
+def read_all(weights: StoredWeights) -> Iterator[tuple[str, Values]]:
+    """Every weight's values, one at a time."""
+    return ((name, stored.read()) for name, stored in weights)
+
+
+def within(size: int, part: slice) -> slice:
+    """A slice with its bounds filled in."""
+    start, stop, step = part.indices(size)
+    assert step == 1
+    return slice(start, stop)
+
+
+def is_whole(size: int, part: slice) -> bool:
+    """Whether a slice takes all of ``size``."""
+    return within(size, part) == slice(0, size)

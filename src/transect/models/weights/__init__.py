@@ -1,0 +1,9 @@
+"""Kinds of weight: one matrix in some number format, and all that is asked of it.
+
+* ``weight.py``: ``Weight``, the seam between matrices and everything that computes with them, and its abilities
+* ``projection.py``: ``Projection``, named weights that share an input
+* ``dense.py``: numbers of a float type, trained or not
+* ``int4.py``: 4-bit codes in groups, rebuilt for each product (training); ``int4_serving.py``: multiplied as they are
+* ``packed.py``: the formats of GGUF files on the C++ CPU kernels
+* ``adapted.py``: a low-rank adapter beside any of them; ``adapted_product.py``: both as one operator on a CPU
+"""

@@ -1,0 +1,229 @@
+r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is, for inference
+(``ops/linear/packed/int4_matmul.py``).
+
+It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a
+zero in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and
+inputs with zeros.
+
+The same rounding on other ways to compute: ``rounded`` gives the values that the codes stand for, and ``affine_groups``
+the codes for the C++ CPU kernels, which have a scale for each 32 numbers, here four times the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...formats.affine import AffineGroups
+from ...ops.activation import swiglu
+from ...ops.lang.jit import has_dependent_launch, runs_triton
+from ...ops.linear import gate_up
+from ...ops.linear.packed import int4_matmul
+from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
+from ...ops.opset import OpSet
+from ..staging import Staging, dense_values
+from ..storage import SERVING_GROUP, WeightFormat, int4_format
+from .dense import Dense
+from .int4 import codes_of
+from .weight import Dimension, Kinds, Product, TrainingPart, Values, Weight, WeightKind, part_of, shard_bias
+
+SCALES = torch.bfloat16
+PANEL = 32
+"""Numbers that share a scale in the C++ CPU kernels."""
+BLOCK = 16
+"""Rows that lie together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Products:
+    """How a model's products in 4 bits are computed: resolved once for a device."""
+
+    product: Callable[..., Tensor]
+    """``(x, arranged weight, outputs, bias)``, as ``int4_matmul.reference``."""
+    gated: Callable[[Tensor, Tensor, int], Tensor]
+    """``(x, arranged weight, outputs)`` -> ``silu(gate) * up [T, O / 2]``; blocks of rows are gate and up in turn."""
+
+    @classmethod
+    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
+        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
+        if not runs_triton(torch.empty(0, device=device)):
+            return cls(int4_matmul.reference, _gated_by_torch)
+        dependent = dependent and has_dependent_launch(torch.device(device))
+        product = partial(int4_matmul.best_launcher(), dependent_launch=dependent)
+        at_once = int4_matmul.gated_launcher()
+
+        def gated(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+            y = at_once(x, weight, outputs, dependent_launch=dependent)
+            if y is not None:
+                return y
+            return gate_up.gate_halves(product(x, weight, outputs), turns=BLOCK, dependent_launch=dependent)
+
+        return cls(product, gated)
+
+
+def _gated_by_torch(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    both = int4_matmul.reference(x, weight, outputs).unflatten(-1, (-1, 2, BLOCK))
+    return swiglu.by_exp(both[:, :, 0].flatten(1), both[:, :, 1].flatten(1))
+
+
+class ServingInt4(Weight):
+    """Buffer ``arranged``: int32 ``[I / 128, O / 16, 256 + 16]`` as ``int4_packing.arrange`` gives it; joined with
+    others, a view along its second dimension."""
+
+    arranged: Tensor
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        *,
+        products: Int4Products,
+        ops: OpSet | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(out_features, in_features)
+        self._products, self._dtype = products, dtype or torch.get_default_dtype()
+        self.in_turns = False
+        shape = (-(-in_features // CHUNK), -(-out_features // BLOCK), 256 + BLOCK * CHUNK // SERVING_GROUP)
+        self.register_buffer("arranged", torch.empty(shape, dtype=torch.int32, device=device))
+        self.add_bias(bias, device, dtype)
+
+    def load(self, values: Values, staging: Staging) -> None:
+        codes, scale, zero = served_codes(staging.bring(dense_values(values)))
+        self.arranged.copy_(arrange_codes(codes, scale, zero))
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self.product()(x_TI)
+
+    def dense(self) -> Tensor:
+        rows = int4_matmul.dense(self.arranged, self.out_features, self._dtype)[:, : self.in_features]
+        return rows.unflatten(0, (-1, 2, BLOCK)).transpose(0, 1).flatten(0, 2) if self.in_turns else rows
+
+    @property
+    def workspace(self) -> int:
+        """With many rows the matrix is rebuilt."""
+        return self._dtype.itemsize * self.out_features * self.arranged.shape[0] * CHUNK
+
+    @property
+    def format(self) -> WeightFormat:
+        return int4_format()
+
+    def product(self) -> Product:
+        run, weight, outputs, bias = self._products.product, self.arranged.contiguous(), self.out_features, self.bias
+        if self.in_turns:
+            return lambda x: (
+                run(self._filled(x), weight, outputs).unflatten(-1, (-1, 2, BLOCK)).transpose(1, 2).flatten(1)
+            )
+        if self._spare:
+            return lambda x: run(self._filled(x), weight, outputs, bias)
+        return lambda x: run(x, weight, outputs, bias)
+
+    def gated_product(self) -> Product | None:
+        if not self.in_turns:
+            return None
+        run, weight, outputs = self._products.gated, self.arranged, self.out_features
+        return lambda x: run(self._filled(x), weight, outputs)
+
+    @property
+    def _spare(self) -> int:
+        """Columns that fill the last group up."""
+        return -self.in_features % CHUNK
+
+    def _filled(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, self._spare)) if self._spare else x
+
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> ServingInt4 | None:
+        parts = [self, *(other for other in others if isinstance(other, ServingInt4))]
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
+            return None
+        if any(part.out_features % BLOCK for part in parts[:-1]):
+            return None
+        in_turns = gated and not biases and len({part.shape for part in parts}) == 1
+        in_turns = in_turns and parts[-1].out_features % BLOCK == 0
+        if in_turns:
+            whole = torch.stack([part.arranged for part in parts], 2).flatten(1, 2)
+            views: Sequence[Tensor] = [whole[:, turn :: len(parts)] for turn in range(len(parts))]
+        else:
+            whole = torch.cat([part.arranged for part in parts], 1)
+            views = whole.split([part.arranged.shape[1] for part in parts], 1)
+        for part, view in zip(parts, views, strict=True):
+            part.arranged = view
+        outputs = sum(part.out_features for part in parts)
+        joined = ServingInt4(outputs, self.in_features, products=self._products, device="meta", dtype=self._dtype)
+        joined.arranged, joined.in_turns = whole, in_turns
+        bias = torch.cat(biases) if biases else None
+        if bias is not None:
+            for part, view in zip(parts, bias.split([part.out_features for part in parts]), strict=True):
+                assert part.bias is not None
+                part.bias.data = view
+        joined.add_bias(bias)
+        return joined
+
+    def shard(self, dim: Dimension, rank: int, n: int) -> ServingInt4:
+        if dim == "out":
+            part = part_of(self.out_features, rank, n, BLOCK, "blocks of rows")
+            arranged = self.arranged[:, part.start // BLOCK : part.stop // BLOCK]
+        else:
+            part = part_of(self.in_features, rank, n, CHUNK, "spans of columns")
+            arranged = self.arranged[part.start // CHUNK : part.stop // CHUNK]
+        size = part.stop - part.start
+        shape = (size, self.in_features) if dim == "out" else (self.out_features, size)
+        cut = ServingInt4(*shape, products=self._products, device="meta", dtype=self._dtype)
+        cut.arranged = arranged.clone(memory_format=torch.contiguous_format)
+        cut.add_bias(shard_bias(self.bias, dim, part, rank))
+        return cut
+
+    def training_part(self) -> TrainingPart:
+        def fill(out: Tensor) -> None:
+            out.copy_(self.dense())
+
+        like = torch.empty(0, dtype=self._dtype, device=self.arranged.device)
+        return TrainingPart(self.out_features, self.in_features, like, fill)
+
+
+def kinds_for(quantization: str | None, device: torch.device | str, *, dependent_launch: bool = False) -> Kinds | None:
+    """The kinds of weight of a model that is served on a GPU, as ``EngineConfig`` names them; None: all are dense. With
+    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``dependent_launch`` as ``dependent`` in
+    ``Int4Products.on``."""
+    if quantization is None:
+        return None
+    products = Int4Products.on(device, dependent=dependent_launch)
+    int4: WeightKind = partial(ServingInt4, products=products)
+    return lambda name: Dense if name == "head" else int4
+
+
+def served_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its device;
+    K' is K rounded up to whole groups."""
+    spare = -weight.shape[1] % SERVING_GROUP
+    whole = torch.cat((weight, weight[:, -1:].expand(-1, spare)), 1) if spare else weight
+    return codes_of(whole, SERVING_GROUP, SCALES)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """The values that a dense matrix has when it is served in 4 bits, ``[N, K]`` float32."""
+    codes, scale, zero = served_codes(weight)
+    groups = codes.view(*scale.shape, -1).float()
+    return torch.addcmul(zero.float()[..., None], scale.float()[..., None], groups).flatten(1)[:, : weight.shape[1]]
+
+
+def affine_groups(weight: Tensor) -> AffineGroups:
+    """The same for the C++ CPU kernels.
+
+    Raises:
+        ValueError: K is no multiple of 32.
+    """
+    k = weight.shape[1]
+    if k % PANEL:
+        raise ValueError(f"the C++ kernels take rows in 4 bits whose length is a multiple of {PANEL}, not {k}")
+    codes, *numbers = served_codes(weight)
+    scale, zero = (t.float().repeat_interleave(SERVING_GROUP // PANEL, 1)[:, : k // PANEL].numpy() for t in numbers)
+    return AffineGroups(codes[:, :k].contiguous().numpy(), scale, zero, PANEL, 4, half_exact=True)

@@ -1,0 +1,131 @@
+"""``Packed``: a matrix in the layout of the C++ CPU kernels, as a file packs it (``ops/cpu/linear.h``).
+
+Numbers stay in the file's format: a Q4_1 matrix stays in 4 bits. The product is computed in float32 from exactly the
+values that dequantizing would give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...formats.ggml_blocks import QuantizedTensor
+from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
+from ...ops.cpu.packing import pack, pack_groups
+from ...ops.opset import OpSet
+from ..staging import Staging, dense_values
+from ..storage import WeightFormat
+from .int4_serving import affine_groups
+from .weight import Dimension, TrainingPart, Values, Weight, part_of, shard_bias
+
+EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+class Packed(Weight):
+    """Without values until it is loaded or ``take`` is called. ``half``: dense matrices are kept in bfloat16, not as
+    they come; ``int4``: all are kept in 4 bits (``int4_serving.py``)."""
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        *,
+        library: Library,
+        half: bool = False,
+        int4: bool = False,
+        ops: OpSet | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(out_features, in_features)
+        self._library, self._half, self._int4 = library, half, int4
+        self._matrix: PackedWeight | None = None
+        self.add_bias(bias, "cpu", torch.float32)
+
+    def take(self, matrix: PackedWeight) -> None:
+        """This packed matrix, which may be mapped from a file."""
+        assert (matrix.n, matrix.k) == self.shape
+        self._matrix = replace(matrix, bias=None if self.bias is None else self.bias.detach())
+
+    def load(self, values: Values, staging: Staging) -> None:
+        if self._int4:
+            self.take(pack_groups(self._library, affine_groups(dense_values(values))))
+            return
+        if self._half and isinstance(values, Tensor):
+            values = values.to(torch.bfloat16)
+        self.take(pack(self._library, values))
+
+    @property
+    def matrix(self) -> PackedWeight:
+        """As packed, with the bias."""
+        if self._matrix is None:
+            raise ValueError("this matrix has no values yet")
+        return self._matrix
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self._library.linear(x_TI, self.matrix)
+
+    def dense(self) -> Tensor:
+        return self._library.rows(self.matrix, torch.arange(self.out_features))
+
+    def rows(self, index_T: Tensor) -> Tensor:
+        return self._library.rows(self.matrix, index_T)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._matrix is None else self._matrix.data.numel()
+
+    @property
+    def format(self) -> WeightFormat:
+        bits = 8 * self.nbytes / (self.out_features * self.in_features)
+        return WeightFormat("packed" if self._matrix is None else self._matrix.kind.name, bits)
+
+    def shard(self, dim: Dimension, rank: int, n: int) -> Packed:
+        groups = -(-self.out_features // GROUP_ROWS)
+        data = self.matrix.data.view(groups, -1)
+        if dim == "out":
+            part = part_of(self.out_features, rank, n, GROUP_ROWS, "groups of rows")
+            data = data[part.start // GROUP_ROWS : part.stop // GROUP_ROWS]
+        else:
+            panel = self._library.panel(self.matrix.kind)
+            part = part_of(self.in_features, rank, n, panel, "panels of columns")
+            each = data.shape[1] * panel // self.in_features
+            data = data[:, part.start // panel * each : part.stop // panel * each]
+        size = part.stop - part.start
+        outputs, inputs = (size, self.in_features) if dim == "out" else (self.out_features, size)
+        cut = Packed(outputs, inputs, library=self._library, half=self._half)
+        cut.add_bias(shard_bias(self.bias, dim, part, rank))
+        cut.take(PackedWeight(self.matrix.kind, outputs, inputs, data.reshape(-1).clone()))
+        return cut
+
+    def packed(self, library: Library) -> PackedWeight:
+        return self.matrix
+
+    def training_part(self) -> TrainingPart:
+        def fill(out: Tensor) -> None:
+            out.copy_(self.dense())
+
+        return TrainingPart(self.out_features, self.in_features, torch.empty(0), fill)
+
+
+class PackedEmbedding(torch.nn.Module):
+    """A packed table that rows are gathered from, decoded to float32."""
+
+    def __init__(self, table: Packed) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, index_T: Tensor) -> Tensor:
+        return self.table.rows(index_T)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and numbers of one."""
+        return self.table.shape
+
+    def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
+        """Take the values of a file, of this shape."""
+        self.table.load(values, staging)

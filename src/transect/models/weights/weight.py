@@ -1,0 +1,292 @@
+"""``Weight``: one matrix of a model in some number format. Everything that is done with a matrix is asked of it here.
+
+A kind of weight must know two things: its product (``forward``) and the values it stands for (``dense``). The rest has
+a default that works for every kind, or says in a sentence that this kind cannot. What makes a stack fast is an
+*ability*: a method that returns what a stack calls, or None, which is the default. A stack asks once, when it is built,
+and keeps plain callables; it never looks at a kind's type nor at its tensors.
+
+=====================  ===================================================================  ==================
+ability                what it returns                                                      who asks
+=====================  ===================================================================  ==================
+``product``            the product without a gradient, as a plain callable                  fused stack
+``gated_product``      the same with ``silu(gate) * up`` after it                           fused stack
+``stream_product``     products that begin and end at the residual stream                   fused stack
+``join_with``          itself and others, one below the other, in one storage               ``Projection``
+``packed``             the matrix in the layout of the C++ kernels                          CPU stack
+``training_part``      what it brings to a merged training product                          merged layers
+``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
+``tie``                whether it can share an embedding's table                            ``Decoder``
+=====================  ===================================================================  ==================
+
+Shapes: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...formats.ggml_blocks import QuantizedTensor
+from ...ops.opset import OpSet
+from ...ops.registry import Cost
+from ..cost import product_cost
+from ..staging import Staging
+from ..storage import WeightFormat
+
+if TYPE_CHECKING:
+    from ...ops.cpu.library import Library, PackedWeight
+    from ...ops.linear.stream_products import Stream, StreamProducts
+
+Values = Tensor | QuantizedTensor
+"""What a file holds for a matrix."""
+Product = Callable[[Tensor], Tensor]
+Dimension = Literal["out", "in"]
+
+
+class StreamProduct(Protocol):
+    """A weight's products on a residual stream, see ``ops/linear/stream_products.py``."""
+
+    @property
+    def biased(self) -> bool: ...
+
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream: ...
+
+    def linear(self, stream: Stream) -> Tensor: ...
+
+    def plain(self, x: Tensor) -> Tensor: ...
+
+    def gated(self, stream: Stream) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank factors beside a matrix: ``scale * B A`` with a ``[rank, I]`` and b ``[O, rank]``."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPart:
+    """What a weight brings to a merged training product (``train/merged_products.py``)."""
+
+    outputs: int
+    inputs: int
+    like: Tensor
+    """Any tensor of the dtype and on the device in which the product is computed."""
+    fill: Callable[[Tensor], object]
+    """Writes the matrix into ``[O, I]``, whose rows may lie apart."""
+    settle: Callable[[Tensor], object] | None = None
+    """Told that the matrix lives in this place from now on; None: it is written anew for each product."""
+    parameter: nn.Parameter | None = None
+    """The matrix as a parameter, trained or frozen, where it is one."""
+    adapter: Adapter | None = None
+
+
+class Weight(nn.Module):
+    """A matrix ``[O, I]``, and the bias of its product: ``x [T, I] -> x W^T + bias [T, O]``.
+
+    Subclasses call ``add_bias`` and define ``forward`` and ``dense``; the head of this file lists what else they may.
+    """
+
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+
+    def add_bias(
+        self, bias: bool | Tensor | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """For ``__init__``, when the kind's own tensors are there: a bias that is not filled, this one, or none."""
+        if isinstance(bias, bool):
+            bias = torch.empty(self.out_features, device=device, dtype=dtype) if bias else None
+            self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        else:
+            self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    # ---- what every kind must know -----------------------------------------------------------------------------------
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """The product, with its gradient where it has one."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """The values that it stands for, ``[O, I]``; with a gradient where the kind is trained as such."""
+        raise NotImplementedError
+
+    # ---- what every kind knows, or says why not ----------------------------------------------------------------------
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """The weights that it is made of, in the order of their rows: itself."""
+        return (self,)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the matrix; the bias is not counted."""
+        tensors = [*self.parameters(), *self.buffers()]
+        return sum(t.nbytes for t in tensors if t is not self.bias)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that its product takes beside input and output while it runs, at the most."""
+        return 0
+
+    @property
+    def format(self) -> WeightFormat:
+        """Its number format, and the bits that a number takes in it."""
+        return WeightFormat(type(self).__name__, 8 * self.nbytes / (self.out_features * self.in_features))
+
+    def cost(self, tokens: int, *, activation: float = 16) -> Cost:
+        """The product of ``tokens`` rows, their numbers of ``activation`` bits: matrix, input and output once each."""
+        bias = 0 if self.bias is None else 8 * self.bias.element_size()
+        return product_cost(
+            tokens, [self.out_features], self.in_features, bits=self.format.bits, activation=activation, bias=bias
+        )
+
+    def shard(self, dim: Dimension, rank: int, n: int) -> Weight:
+        """The part of rank ``rank`` of ``n``: of its outputs or its inputs, in memory of its own. With parts of the
+        inputs the products of all ranks add up, so only rank 0 keeps the bias.
+
+        Raises:
+            ValueError: it cannot be cut there; the message says why.
+        """
+        raise ValueError(f"{type(self).__name__} [{self.out_features}, {self.in_features}] cannot be cut into shards")
+
+    def load(self, values: Values, staging: Staging) -> None:
+        """Take the values of a file, of this shape.
+
+        Raises:
+            ValueError: this kind is not filled from files.
+        """
+        raise ValueError(f"{type(self).__name__} is not filled from files")
+
+    def draw(self, std: float, generator: torch.Generator | None = None) -> None:
+        """Random values, normal with deviation ``std``."""
+        like = self.training_part().like
+        values = torch.empty(self.out_features, self.in_features, device=like.device, dtype=like.dtype)
+        self.load(values.normal_(0.0, std, generator=generator), Staging(like.device))
+
+    def rows(self, index_T: Tensor) -> Tensor:
+        """Rows of the matrix, ``[T, I]``: an embedding look-up."""
+        return self.dense()[index_T]
+
+    # ---- abilities ---------------------------------------------------------------------------------------------------
+
+    def product(self) -> Product:
+        """The product of inference, resolved once: what it is called with may change, weights and bias may not."""
+        return self.forward
+
+    def gated_product(self) -> Product | None:
+        """``x [T, I] -> silu(first half of outputs) * second half [T, O / 2]``, of inference, resolved once."""
+        return None
+
+    def stream_product(self, products: StreamProducts) -> StreamProduct | None:
+        """Its products on the residual stream by ``products``."""
+        return None
+
+    def join(self) -> Weight | None:
+        """Itself as one matrix in one storage, None if that cannot be; for what has several parts."""
+        return self
+
+    def unjoin(self) -> None:
+        """Forget a joined storage: what it is made of is about to live elsewhere."""
+
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Weight | None:
+        """One weight of its own rows and then those of ``others``, all of them views of it from now on.
+
+        ``gated``: it will be asked for its ``gated_product`` above all, and may lie in memory as suits that."""
+        return None
+
+    def packed(self, library: Library) -> PackedWeight:
+        """The matrix and the bias as the C++ kernels take them. By default a copy of the dense values."""
+        from dataclasses import replace
+
+        from ...ops.cpu.packing import pack
+
+        bias = None if self.bias is None else self.bias.detach().float().contiguous()
+        return replace(pack(library, self.dense().detach().float()), bias=bias)
+
+    def training_part(self) -> TrainingPart:
+        """What it brings to a merged training product. By default its dense values, written anew each time.
+
+        Raises:
+            ValueError: it has parameters that are to be trained and that such a product does not know.
+        """
+        own = [name for name, p in self.named_parameters() if p.requires_grad]
+        if own:
+            raise ValueError(
+                f"{type(self).__name__} brings no gradient of {', '.join(own)} to merged layers: "
+                "train with merged = false"
+            )
+
+        def fill(out: Tensor) -> None:
+            out.copy_(self.dense().detach())
+
+        floating = (t for t in [*self.parameters(), *self.buffers()] if t.is_floating_point())
+        like: Any = next(floating, None)
+        return TrainingPart(self.out_features, self.in_features, self.dense() if like is None else like, fill)
+
+    def held(self) -> Tensor | None:
+        """The matrix in memory, ``[O, I]`` dense, where it is held so."""
+        return None
+
+    def tie(self, table: nn.Parameter) -> bool:
+        """Take an embedding's table ``[O, I]`` as the matrix, if this kind can; else it holds a copy of its own."""
+        return False
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.format.name}"
+
+
+class WeightKind(Protocol):
+    """Makes a weight without values: a subclass of ``Weight``, or one with some arguments given."""
+
+    def __call__(
+        self,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        *,
+        ops: OpSet,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Weight: ...
+
+
+Kinds = Callable[[str], WeightKind]
+"""The kind of each matrix by its name in the model, without the layer: ``attention.q``, ``mlp.down``, ``head``."""
+
+
+def part_of(size: int, rank: int, n: int, step: int = 1, why: str = "") -> slice:
+    """The ``rank``-th of ``n`` equal parts of ``size``, each a multiple of ``step``.
+
+    Raises:
+        ValueError: there are none; ``why`` says what ``step`` is.
+    """
+    if not 0 <= rank < n:
+        raise ValueError(f"there is no rank {rank} of {n}")
+    if size % (n * step):
+        raise ValueError(f"{size} cannot be cut into {n} equal parts" + (f" of whole {why} of {step}" if why else ""))
+    each = size // n
+    return slice(rank * each, (rank + 1) * each)
+
+
+def shard_bias(bias: nn.Parameter | None, dim: Dimension, part: slice, rank: int) -> Tensor | None:
+    """The bias that goes with a shard."""
+    if bias is None or (dim == "in" and rank):
+        return None
+    return bias.detach()[part].clone() if dim == "out" else bias.detach().clone()

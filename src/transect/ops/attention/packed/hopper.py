@@ -1,0 +1,618 @@
+"""Flash attention forward for Hopper GPUs: warps that only load, warps that only compute, products beside the softmax.
+
+The math, the arguments and the kernel for every other GPU (and for the interpreter) are in ``flash_attention.py``; this
+file computes the same o and L, in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of
+Triton in which layouts, shared memory, barriers and the roles of warps are spelled out.
+
+A tile is 128 queries of one head. The warps of a program have two kinds of roles (``forward_kernel``):
+
+* one warp *fetches*: it chooses the tile, and has the bulk copy engine (TMA) bring its queries, and then blocks of 128
+  keys and values into a ring in shared memory, as far ahead as the ring has room. It needs 24 registers a thread, so
+  that
+* two *warpgroups* of 4 warps *attend*, each for 64 of the queries, with 240 registers a thread: 64 for the output, 64
+  for the scores of a block, 32 for its probabilities. (For full attention with heads of 64 there are three, and 192
+  queries: half the output to hold, and more exponentials for each product to be hidden.)
+
+They meet at barriers in shared memory (mbarriers): ``full[slot]`` when a copy has arrived, ``empty[slot]`` when every
+warpgroup has read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... (blocks from the last key to
+the first, so that the one which needs a mask comes first).
+
+In a warpgroup the tensor cores and the exponentials take turns unless told otherwise. So a step issues two products
+without waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block
+starts when its scores are there, and runs while p v still does (``_walk``). Between the warpgroups nothing is arranged:
+while one waits for its scores the other computes exponentials. Handing the tensor cores back and forth explicitly, as
+FlashAttention-3 does, was measured slower here (0.97 to 1.0 of this).
+
+There is a program for each multiprocessor. It takes tiles from a counter that all share, the ones with most keys first,
+and loads the queries of the next tile while this one is finished. Which program computes a tile changes from run to
+run; its result does not, to the bit: nothing is ever added up across programs.
+
+Bound by: the tensor cores, and for heads of 64 the exponential units as much. For each block of heads of 128 a
+multiprocessor spends 2048 cycles on products, and its exponential units, 16 a cycle, 1024 on the softmax beside them.
+On an H200 (``results/h200/profile_flash_attention.json``) the tensor pipe is active 74% of the cycles at 4 x 4096
+causal and 75% in full, the exponential units 38 and 39%; with heads of 64 it is 47 and 49%. Little overlaps at the
+beginning and the end of a tile (the first block's scores and softmax, the last product, storing), so short documents
+pay: 8 x 1024 runs at 0.70 of the rate of 8192. Long runs meet the power limit: the clock gives way. Times beside cuDNN:
+``results/h200/attention_forward.json``.
+
+Source: Shah et al. 2024, arXiv:2407.08608 (roles, overlap); Milakov & Gimelshein 2018, arXiv:1805.02867 (softmax).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import INTERPRETED, multiprocessors, triton
+from ...registry import Kernel, Unavailable
+from .tiling import LOG2E, check, fits_descriptor
+
+gluon: Any
+gl: Any
+mbarrier: Any
+tma: Any
+fence_async_shared: Any
+warpgroup_mma: Any
+warpgroup_mma_wait: Any
+try:
+    from triton.experimental import gluon  # type: ignore[no-redef]
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+except ImportError:
+    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
+
+ROWS = 64
+"""Queries of a warpgroup."""
+COLUMNS = 128
+"""Keys of a block."""
+AHEAD = 4
+"""Blocks before the end of a tile at which its successor is asked for."""
+MAX_REGISTERS = {2: 168, 3: 128}
+"""Registers of a thread at the start, by warpgroups that compute; then they are dealt out anew by role."""
+HEAD_DIMS = (64, 96, 128)
+
+
+def _kernel(function: Any, sizes: Sequence[str] = ()) -> Any:
+    """``gluon.jit`` where Gluon is installed, else the function unchanged.
+
+    ``sizes``: integers that are compiled for any value; of others Triton compiles one kernel for 1, one for multiples
+    of 16 and one for the rest, seconds each.
+    """
+    return function if gluon is None else gluon.jit(function, do_not_specialize=sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@_kernel
+def _exp2(x):  # type: ignore[no-untyped-def]
+    """2^x by the hardware's instruction; results under 2^-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@_kernel
+def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of ``count`` runs of tokens a tile belongs to; they are numbered as in ``attention_tiles.find_tile``."""
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(starts + middle) // SIZE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@_kernel
+def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first query, begin and end of its document, head) of piece ``index`` of the work.
+
+    Heads are taken SHARE at a time, so that their keys and values stay in the L2 cache; of a document the last tile
+    comes first, because with a causal mask it takes longest.
+    """
+    part = index // (tiles * SHARE)
+    rest = index % (tiles * SHARE)
+    tile = tiles - 1 - rest // SHARE
+    head = part * SHARE + rest % SHARE
+    document = _run_of(tile, cu, documents, ROWS)
+    begin = gl.load(cu + document)
+    end = gl.load(cu + document + 1)
+    return begin + (tile - begin // ROWS - document) * ROWS, begin, end, head
+
+
+@_kernel
+def _reach(  # type: ignore[no-untyped-def]
+    first_i, begin, end, window, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Blocks of keys of the document: [low, high) are seen by some query of the tile, [low_full, high_full) by all."""
+    i = first_i - begin
+    n = end - begin
+    low = 0
+    low_full = 0
+    high = n
+    high_full = n // COLUMNS
+    if CAUSAL:
+        high = gl.minimum(n, i + ROWS)
+        high_full = gl.minimum(n, i + 1) // COLUMNS
+    if WINDOW:
+        low = gl.maximum(i - window + 1, 0) // COLUMNS
+        low_full = (gl.maximum(i + ROWS - window, 0) + COLUMNS - 1) // COLUMNS
+        if not CAUSAL:
+            high = gl.minimum(n, i + ROWS + window - 1)
+            high_full = gl.minimum(n, i + window) // COLUMNS
+    high = (high + COLUMNS - 1) // COLUMNS
+    high_full = gl.maximum(high_full, low)
+    return low, gl.minimum(low_full, high_full), high_full, high
+
+
+@_kernel
+def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores with -inf where query i must not see the key; the block begins at key ``start``."""
+    j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    last = gl.zeros([s.shape[0]], gl.int32, gl.SliceLayout(1, s.type.layout)) + end - 1
+    if CAUSAL:
+        last = gl.minimum(i, last)
+    seen = j[None, :] <= last[:, None]
+    if WINDOW:
+        seen = seen & (i[:, None] - j[None, :] < window) & (j[None, :] - i[:, None] < window)
+    return gl.where(seen, s, -float("inf"))
+
+
+@_kernel
+def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of the online softmax: (probabilities, m, l, what the output so far is to be multiplied by)."""
+    top = gl.maximum(m, gl.max(s, 1) * scale2)
+    shift = top
+    if MASK:
+        shift = gl.where(top == -float("inf"), 0.0, top)  # nothing seen yet: exp2(-inf) is 0, not NaN
+    p = _exp2(s * scale2 - shift[:, None])
+    fade = _exp2(m - shift)
+    return p, top, l * fade + gl.sum(p, 1), fade
+
+
+@_kernel
+def _walk(  # type: ignore[no-untyped-def]
+    acc, p, m, l, queue, queue_end, first, last, q, ring, full, empty, i, begin, end, window, scale2,
+    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
+    P: gl.constexpr,
+):  # fmt: skip
+    """The blocks from ``last`` - 1 down to ``first``, each one step ahead: p holds the block before.
+
+    ``queue`` is the place of this step's keys in the queue; the values of the block before come right after them. The
+    keys have arrived when a step begins: the wait for them stands between the softmax and the end of p v, where it also
+    keeps the compiler from ending p v earlier.
+    """
+    ROWS: gl.constexpr = q.shape[0]
+    COLUMNS: gl.constexpr = ring.shape[1]
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, S)
+    for step in range(last - first):
+        k_slot = queue % SLOTS
+        v_slot = (queue + 1) % SLOTS
+        s = warpgroup_mma(q, _matrix(ring.index(k_slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(full.index(v_slot), (queue + 1) // SLOTS & 1)
+        acc = warpgroup_mma(p, _matrix(ring.index(v_slot)), acc, is_async=True)
+        s = warpgroup_mma_wait(1, (s,))
+        mbarrier.arrive(empty.index(k_slot))
+        if MASK:
+            s = _mask(s, i, begin + (last - 1 - step) * COLUMNS, end, window, CAUSAL, WINDOW)
+        soft, m, l, fade = _softmax(s, m, l, scale2, MASK)
+        queue += 2
+        mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(empty.index(v_slot))
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+        p = gl.convert_layout(soft.to(q.dtype), P)
+    return acc, p, m, l, queue
+
+
+@_kernel
+def _matrix(tile):  # type: ignore[no-untyped-def]
+    """``[tokens, 1, d]`` in shared memory as ``[tokens, d]``."""
+    return tile.reshape((tile.shape[0], tile.shape[2]))
+
+
+@_kernel
+def _attend(  # type: ignore[no-untyped-def]
+    part: gl.constexpr, PARTS: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens,
+    scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """What a warpgroup does: 64 queries of every tile."""
+    ROWS: gl.constexpr = q_tiles.shape[1]
+    COLUMNS: gl.constexpr = ring.shape[1]
+    DP: gl.constexpr = q_tiles.shape[3]
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, S)
+    queue = 0
+    done = 0
+    first_i, begin, end, head = _planned(plan, q_full, done)
+    while head >= 0:
+        q = _matrix(q_tiles.index(done % 2 * PARTS + part))
+        low, low_full, high_full, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
+        i = first_i + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+        acc = gl.zeros([ROWS, DP], gl.float32, O)
+        m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        queue_end = queue + 2 * (high - low)
+        # The last block: always masked, and mostly the only one that needs it.
+        slot = queue % SLOTS
+        mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+        s = warpgroup_mma(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, (s,))
+        mbarrier.arrive(empty.index(slot))
+        s = _mask(s, i, begin + (high - 1) * COLUMNS, end, window, CAUSAL, WINDOW)
+        soft, m, l, _ = _softmax(s, m, l, scale2, True)
+        p = gl.convert_layout(soft.to(q.dtype), P)
+        queue += 1
+        mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
+        if WINDOW or (CAUSAL and PARTS * ROWS > COLUMNS):
+            acc, p, m, l, queue = _walk(
+                acc, p, m, l, queue, queue_end, high_full, high - 1, q, ring, full, empty, i, begin, end, window,
+                scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
+            )  # fmt: skip
+        acc, p, m, l, queue = _walk(
+            acc, p, m, l, queue, queue_end, low_full, gl.minimum(high_full, high - 1), q, ring, full, empty, i, begin,
+            end, window, scale2, SLOTS, CAUSAL, WINDOW, False, S, P,
+        )  # fmt: skip
+        if WINDOW:
+            acc, p, m, l, queue = _walk(
+                acc, p, m, l, queue, queue_end, low, gl.minimum(low_full, high - 1), q, ring, full, empty, i, begin,
+                end, window, scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
+            )  # fmt: skip
+        mbarrier.arrive(q_empty.index(done % 2))
+        slot = queue % SLOTS
+        mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+        acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
+        gl.store(lse + head.to(gl.int64) * tokens + i, m + gl.log2(l), i < end)
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(empty.index(slot))
+        queue += 1
+        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+        token = first_i + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+        d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
+        at = out + token[:, None].to(gl.int64) * (H * D) + head * D + d[None, :]
+        inside = (token < end)[:, None] & (d < D)[None, :]
+        gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), inside)
+        done += 1
+        first_i, begin, end, head = _planned(plan, q_full, done)
+
+
+@_kernel
+def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
+    """Wait for the next tile: (first query, begin and end of its document, head), head -1 when there is none."""
+    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    buffer = done % 2
+    mbarrier.wait(q_full.index(buffer), done // 2 & 1)
+    first_i = gl.max(plan.index(4 * buffer).load(ALL), 0)
+    begin = gl.max(plan.index(4 * buffer + 1).load(ALL), 0)
+    end = gl.max(plan.index(4 * buffer + 2).load(ALL), 0)
+    head = gl.max(plan.index(4 * buffer + 3).load(ALL), 0)
+    return first_i, begin, end, head
+
+
+@_kernel
+def _note(plan, place, value):  # type: ignore[no-untyped-def]
+    plan.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+
+
+@_kernel
+def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Have the next block of ``source`` brought to place ``queue`` of the ring, when that is free."""
+    slot = queue % SLOTS
+    mbarrier.wait(empty.index(slot), (queue // SLOTS & 1) ^ 1)
+    mbarrier.expect(full.index(slot), source.block_type.nbytes)
+    tma.async_copy_global_to_shared(source, [token, head, 0], full.index(slot), ring.index(slot))
+
+
+@_kernel
+def _seek(  # type: ignore[no-untyped-def]
+    index, counter, cu, documents, tiles, work, SHARE: gl.constexpr, ROWS: gl.constexpr, SHARED_OUT: gl.constexpr
+):
+    """From piece ``index`` of the work on, the first that this program gets with queries in it."""
+    first_i = 0
+    begin = 0
+    end = 0
+    head = 0
+    while (index < work) & (first_i >= end):
+        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, ROWS)
+        if first_i >= end:
+            index = _following(counter, work, SHARED_OUT)
+    return index, first_i, begin, end, head
+
+
+@_kernel
+def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The next piece of work that no program has begun."""
+    index = work
+    if SHARED_OUT:
+        index = gl.num_programs(0) + gl.atomic_add(counter, 1)
+    return index
+
+
+@_kernel
+def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """``count`` times the keys before token ``start`` and the values from it on."""
+    COLUMNS: gl.constexpr = ring.shape[1]
+    for _ in range(count):
+        _copy(k, start - COLUMNS, head, ring, full, empty, queue, SLOTS)
+        _copy(v, start, head, ring, full, empty, queue + 1, SLOTS)
+        start -= COLUMNS
+        queue += 2
+    return start, queue
+
+
+@_kernel
+def _fetch(  # type: ignore[no-untyped-def]
+    q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles, work, window,
+    PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """What the copying warp does: chooses tiles, tells the others, and keeps the ring full.
+
+    It asks for the next tile AHEAD blocks before the end of this one: late, so that whoever is free first gets it, and
+    yet early enough to have its queries there in time.
+    """
+    ROWS: gl.constexpr = q_tiles.shape[1]
+    COLUMNS: gl.constexpr = ring.shape[1]
+    queue = 0
+    told = 0
+    index, first_i, begin, end, head = _seek(
+        gl.program_id(0), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
+    )
+    while index < work:
+        buffer = told % 2
+        mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
+        _note(plan, 4 * buffer, first_i)
+        _note(plan, 4 * buffer + 1, begin)
+        _note(plan, 4 * buffer + 2, end)
+        _note(plan, 4 * buffer + 3, head)
+        mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(
+                q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part)
+            )
+        low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
+        kv_head = head // GROUP
+        start = begin + (high - 1) * COLUMNS
+        _copy(k, start, kv_head, ring, full, empty, queue, SLOTS)
+        pairs = high - low - 1
+        early = gl.maximum(pairs - AHEAD, 0)
+        start, queue = _copy_pairs(k, v, start, kv_head, early, ring, full, empty, queue + 1, SLOTS)
+        index, first_i, begin, end, head = _seek(
+            _following(counter, work, SHARED_OUT), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
+        )
+        start, queue = _copy_pairs(k, v, start, kv_head, pairs - early, ring, full, empty, queue, SLOTS)
+        _copy(v, start, kv_head, ring, full, empty, queue, SLOTS)
+        queue += 1
+        told += 1
+    buffer = told % 2
+    mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
+    _note(plan, 4 * buffer + 3, -1)
+    mbarrier.arrive(q_full.index(buffer))
+
+
+@partial(_kernel, sizes=("documents", "tokens", "tiles", "work", "window"))
+def forward_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, counter, cu, documents, tokens, tiles, work, scale2, window, PARTS: gl.constexpr,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Tiles of 64 PARTS queries; q, k and v are descriptors of [T, H, d].
+
+    Program n begins with piece n of ``work`` = tiles * H, and if SHARED_OUT takes its next ones from ``counter``, which
+    starts at 0.
+    """
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2 * PARTS, q.block_shape[0], 1, q.block_shape[2]], q.layout)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, k.block_shape[0], 1, k.block_shape[2]], k.layout)
+    plan = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(q_full.index(buffer), count=1)
+        mbarrier.init(q_empty.index(buffer), count=PARTS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=PARTS)
+    fence_async_shared()
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (0, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_attend, (1, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT, AHEAD)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (0, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_attend, (1, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_attend, (2, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT, AHEAD)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launcher
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this kernel runs on these inputs as they are: 16 bits on an sm_90, heads of 64, 96 (computed as 128) or
+    128, rows that the bulk copy engine can address."""
+    return not _input_refusal(q, k, v) and all(fits_descriptor(t) and min(t.stride()) > 0 for t in (q, k, v))
+
+
+def pays(q: Tensor, documents: int) -> bool:
+    """Whether it is faster than the portable kernel, whose tiles have half as many queries: measured on an H200, where
+    every multiprocessor gets a tile, of documents of 96 tokens and more on average."""
+    tokens, heads = q.shape[:2]
+    return tokens >= 96 * documents and tokens * heads >= 2 * ROWS * multiprocessors(q.device)
+
+
+def refusal(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
+) -> str | None:
+    """Why this kernel does not take heads of this size, or None."""
+    return None if q.shape[2] in HEAD_DIMS else f"the Hopper kernel takes heads of {HEAD_DIMS}, not of {q.shape[2]}"
+
+
+def _input_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    reason = device_refusal() or refusal(q, k, v, q, 1.0)
+    if not reason and not (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)):
+        reason = f"the Hopper kernel runs on an sm_90, and the inputs are on {q.device}"
+    if not reason and not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)):
+        reason = f"the Hopper kernel takes bfloat16 or float16, not {q.dtype}, {k.dtype} and {v.dtype}"
+    return reason
+
+
+def _columns(d: int) -> int:
+    return 64 if d <= 64 else 128
+
+
+def _layout() -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+def _descriptor(t: Tensor, rows: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(t, [rows, 1, _columns(t.shape[2])], _layout())
+
+
+def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
+    """How many heads are worked on at a time: as many as have keys and values of 16 MB together, which leaves most of
+    the L2 cache free; at least those that share a key head."""
+    key_heads = max(1, 2**24 // (4 * d * max(1, tokens // documents)))
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(group, key_heads * group))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
+    *, parts: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As ``flash_attention.forward``, by this kernel; copies what the bulk copy engine cannot address.
+
+    ``parts``: warpgroups that compute, 2, or 3 for heads of 64.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or inputs that it does not take.
+    """
+    q, k, v = check(q, k, v, cu_seqlens)
+    tokens, heads, d = q.shape
+    parts = parts or (3 if d <= 64 and not causal and window is None else 2)
+    reason = _input_refusal(q, k, v) or (parts == 3 and d > 64 and "3 parts are for heads of 64") or None
+    if reason:
+        raise ValueError(f"{reason}; use flash_attention.forward")
+    q, k, v = (t if fits_descriptor(t) and min(t.stride()) > 0 else t.clone(memory_format=torch.contiguous_format)
+               for t in (q, k, v))  # fmt: skip
+    out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    documents = len(cu_seqlens) - 1
+    tiles = triton.cdiv(tokens, ROWS * parts) if documents == 1 else tokens // (ROWS * parts) + documents
+    work = tiles * heads
+    group = heads // k.shape[1]
+    programs = min(work, multiprocessors(q.device))
+    shared_out = work > programs
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared_out else cu_seqlens  # else not looked at
+    forward_kernel[(programs,)](
+        _descriptor(q, ROWS), _descriptor(k, COLUMNS), _descriptor(v, COLUMNS), out, lse, counter, cu_seqlens,
+        documents, tokens, tiles, work, scale * LOG2E, window or 0, PARTS=parts, H=heads, GROUP=group, D=d,
+        SLOTS=512 // _columns(d), SHARE=share_of(heads, group, tokens, documents, d), CAUSAL=causal,
+        WINDOW=window is not None, SHARED_OUT=shared_out, AHEAD=AHEAD, num_warps=4, maxnreg=MAX_REGISTERS[parts],
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
+) -> Tensor:
+    """``flash_attention.flash_attention`` by this kernel."""
+    return forward(q, k, v, cu_seqlens, scale, causal, window)[0]
+
+
+def kernels() -> Sequence[Kernel]:
+    """For ahead-of-time compilation."""
+    if gluon is None:
+        return []
+    ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")
+    pointers = {"out": "*bf16", "lse": "*fp32", "counter": "*i32", "cu": "*i32"}
+    made = []
+    for name, d, parts, causal, window in (
+        ("causal", 128, 2, True, False),
+        ("full", 128, 2, False, False),
+        ("window", 128, 2, True, True),
+        ("heads_of_64", 64, 3, False, False),
+    ):
+        boxes = (("q", ROWS), ("k", COLUMNS), ("v", COLUMNS))
+        tensors = {label: f"tensordesc<bf16[{rows}, 1, {d}],{_layout()!r}>" for label, rows in boxes}
+        sizes = {"PARTS": parts, "H": 32, "GROUP": 4, "D": d, "SLOTS": 512 // d, "SHARE": 8}
+        made.append(
+            Kernel(
+                name=f"forward_hopper_{name}",
+                function=forward_kernel,
+                arguments={**tensors, **pointers, "scale2": "fp32", **ints},
+                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True, "AHEAD": AHEAD},
+                targets=("sm_90",),
+                implementation="hopper",
+                options={"maxnreg": MAX_REGISTERS[parts]},
+            )
+        )
+    return made
+
+
+def device_refusal() -> str | None:
+    """Why no input at all can run here; None where some can."""
+    if triton is None or gluon is None:
+        return "the Hopper kernel needs Triton 3.6 with Gluon: pip install 'transect[gpu]'"
+    if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:
+        return "the Hopper kernel needs an NVIDIA GPU (sm_90)"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the Hopper kernel is for sm_90 only"
+    return None
+
+
+def available(launcher: Any) -> Any:
+    """What ``Implementation.load`` of a launcher that may run this kernel is.
+
+    Raises (when called):
+        Unavailable: no Gluon, or not a Hopper GPU.
+    """
+
+    def load() -> Any:
+        reason = device_refusal()
+        if reason:
+            raise Unavailable(reason)
+        return launcher
+
+    return load

@@ -1,0 +1,118 @@
+"""What the kernels of attention share: tiles of packed documents, who sees whom, and how tiles are loaded.
+
+Tokens of all documents lie one behind the other; document i is the tokens cu_seqlens[i] to cu_seqlens[i + 1]. Tensors
+are ``[tokens, heads, d]`` with any strides but the last, which is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import kernel, next_power_of_2, require, tl
+
+LOG2E = 1.4426950408889634
+
+
+@kernel
+def find_tile(tile, starts, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of ``count`` runs of tokens a tile belongs to, and which tile of the run it is.
+
+    Run i begins at token starts[i] and is given the tiles from starts[i] // SIZE + i on, which leaves it enough; some
+    tiles at its end may have nothing to do.
+    """
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // SIZE + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, tile - (tl.load(starts + low) // SIZE + low)
+
+
+@kernel
+def load_tile(pointer, token, end, head, stride_t, stride_h, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
+          BULK: tl.constexpr):  # fmt: skip
+    """ROWS tokens of one head, ``[ROWS, DP]``: by bulk copy through a descriptor, or by pointers (zeros from ``end``
+    on)."""
+    if BULK:
+        tile = pointer.load([token, head, 0]).reshape(ROWS, DP)
+    else:
+        t = token + tl.arange(0, ROWS)
+        d = tl.arange(0, DP)
+        at = pointer + t[:, None].to(tl.int64) * stride_t + head * stride_h + d[None, :]
+        tile = tl.load(at, (t < end)[:, None] & (d < D)[None, :], 0.0)
+    return tile
+
+
+@kernel
+def seen(i, j, end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether query i (in its shape) sees key j; both are tokens of the whole pack, and the document ends at
+    ``end``."""
+    inside = (j < end) & (i < end)
+    if CAUSAL:
+        inside = inside & (j <= i)
+    if WINDOW:
+        inside = inside & (i - j < window) & (j - i < window)
+    return inside
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Knobs of one kernel: queries and keys of a tile, warps, stages, bulk copies."""
+
+    bm: int
+    bn: int
+    warps: int = 4
+    stages: int = 2
+    bulk: bool = False
+
+
+def fits_descriptor(t: Tensor) -> bool:
+    """Whether the bulk copy engine can address ``t``: strides and start in units of 16 bytes."""
+    return (
+        t.stride(2) == 1
+        and t.data_ptr() % 16 == 0
+        and all(stride * t.element_size() % 16 == 0 for stride in t.stride()[:2])
+        and t.numel() > 0
+    )
+
+
+def descriptor(t: Tensor, rows: int, bulk: bool) -> Any:
+    """``[T, H, d]`` for tiles of ``rows`` tokens of one head."""
+    if not bulk:
+        return t
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(t, [rows, 1, padded(t.shape[2])])
+
+
+def padded(d: int) -> int:
+    """Columns of a tile that holds heads of ``d``."""
+    return max(16, next_power_of_2(d))
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with neighbouring elements of a head side by side.
+
+    Raises:
+        ValueError: shapes that do not fit each other, a head of more than 256, or cu_seqlens that is not int32.
+    """
+    require("flash_attention", q, k, v)
+    if q.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"flash_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit each other"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"flash_attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    if q.shape[2] > 256:
+        raise ValueError(f"flash_attention: head dimension {q.shape[2]} is larger than 256; use the reference")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError("flash_attention: cu_seqlens must be int32 [documents + 1]")
+    first, second, third = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
+    return first, second, third

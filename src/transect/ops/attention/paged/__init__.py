@@ -1,0 +1,10 @@
+"""Causal attention through the block table of a paged KV cache.
+
+* ``paged_attention.py``        the operator, and which kernel runs; ``paged_attention_torch.py``: in torch
+* ``prefill.py``                prefill chunks; ``prefill_hopper.py``: for Hopper
+* ``decode.py``                 rows of one query; ``decode_hopper.py`` (``paged_decode_hopper.cu``): for Hopper
+* ``tile.py``                   what the Triton kernels share
+* ``batch.py``                  the ragged batch of a step, and what is worked out from it once a step
+* ``kv_cache_write.py``         keys and values into the cache
+* ``rotary_kv_write.py``        rotation, QK norm and the write to the cache in one kernel
+"""

@@ -1,0 +1,279 @@
+"""The Triton kernel of paged attention for rows of one query: decode, its work shared out evenly.
+
+A program holds the G heads that share one key head of one row, and a piece of the row's positions. Rows are of any
+length, so how they are cut follows from the batch: no piece is longer than the positions of all rows together over
+the number of pieces wanted. A row longer than that is cut into pieces of one length; a row of length 0 is one empty
+piece, which writes zeros. The pieces of all rows are numbered, one row after the other, and every program finds its own
+by summing up the numbers of pieces, which it does for itself from the lengths: the host knows only bounds, and a
+captured step can be replayed with other lengths.
+
+A row that was cut is put together from its parts (m, l and o of each piece, see ``paged_attention.py``; flash decoding,
+Dao et al. 2023): of FAN neighbours by the piece that finishes last, and what came of those likewise, always in the
+order of their positions, so that the result has the same bits in every run.
+
+Bound by bytes: 4 H d FLOPs for each 2 K d cached elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import tuning
+from ...lang.jit import INTERPRETED, kernel, multiprocessors, next_power_of_2, tl
+from ...lang.tiles import let_next_begin, wait_for_previous
+from ...registry import Kernel
+from ..packed.tiling import LOG2E, padded
+from .batch import PagedBatch
+from .tile import walk
+
+
+@kernel
+def _decode(  # type: ignore[no-untyped-def]
+    q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, arrivals, B, scale2, window, q_t, q_h, cache_b,
+    cache_k, table_b, wanted, least, most,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr, CHUNK: tl.constexpr, FAN: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: pieces, ``most`` at the most, and for each the key heads. MIXED: the batch may hold rows of several
+    queries, which are left alone. ROWS: a power of two that holds the batch's rows.
+
+    Lengths and tables are read while the kernel before may still run: it writes neither. Not through the L1 cache,
+    which may hold what was there before.
+    """
+    let_next_begin(DEPENDENT_LAUNCH)
+    K: tl.constexpr = H // G
+    piece = tl.program_id(0) // K
+    kv_head = tl.program_id(0) % K
+    b = tl.arange(0, ROWS)
+    length_b = tl.load(lengths + b, b < B, 0, cache_modifier=".cg")
+    token_b = b
+    mine_b = b < B
+    if MIXED:
+        token_b = tl.load(starts + b, b < B, 0, cache_modifier=".cg")
+        mine_b = mine_b & (tl.load(starts + b + 1, b < B, 0, cache_modifier=".cg") - token_b == 1)
+    low_b = tl.zeros_like(length_b)
+    if WINDOW:
+        low_b = tl.maximum(length_b - window, 0) // BN * BN
+    seen_b = tl.where(mine_b, length_b - low_b, 0)
+    size = tl.maximum(least, tl.cdiv(tl.sum(seen_b, 0), wanted))
+    pieces_b = tl.where(mine_b, tl.maximum(tl.cdiv(seen_b, tl.cdiv(size, BN) * BN), 1), 0)
+    end_b = tl.cumsum(pieces_b, 0)
+    row = tl.minimum(tl.sum((end_b <= piece).to(tl.int32), 0), B - 1)
+    here = (b == row) & (piece < end_b)  # nowhere, if there are fewer pieces
+    pieces = tl.sum(tl.where(here, pieces_b, 0), 0)
+    first = tl.sum(tl.where(here, end_b - pieces_b, 0), 0)
+    length = tl.sum(tl.where(here, length_b, 0), 0)
+    low = 0
+    oldest = 0
+    token = row
+    if WINDOW:
+        low = tl.sum(tl.where(here, low_b, 0), 0)
+        oldest = tl.maximum(length - window, 0)
+    if MIXED:
+        token = tl.sum(tl.where(here, token_b, 0), 0)
+    size = tl.cdiv(tl.cdiv(length - low, tl.maximum(pieces, 1)), BN) * BN  # of every piece of this row
+    index = piece - first
+    low += index * size
+    high = tl.minimum(length, low + size)
+    j = low + tl.arange(0, BN)
+    table = tables + row.to(tl.int64) * table_b
+    block = tl.load(table + j // BLOCK, (j < high) & (j >= oldest) & (pieces > 0), 0, cache_modifier=".cg")
+    wait_for_previous(DEPENDENT_LAUNCH)
+    if pieces > 0:
+        head = kv_head * G + tl.arange(0, BM)
+        d = tl.arange(0, DP)
+        real = tl.arange(0, BM) < G
+        inside = real[:, None] & (d < D)[None, :]
+        queries = tl.load(q + token.to(tl.int64) * q_t + head[:, None] * q_h + d[None, :], inside, 0.0)
+        acc = tl.zeros((BM, DP), tl.float32)
+        l = tl.zeros((BM,), tl.float32)
+        m = tl.full((BM,), -float("inf"), tl.float32)
+        position = tl.zeros((BM,), tl.int32) + (length - 1)
+        acc, m, l = walk(
+            queries, k_cache, v_cache, table, block, low, high, oldest, high, position, acc, m, l, kv_head, scale2,
+            window, cache_b, cache_k, D, DP, BLOCK, BN, WINDOW, True,
+        )  # fmt: skip
+        if pieces == 1:
+            at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
+            # A row without a position (what is left over in a graph's buffers) gives zeros.
+            tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+        else:
+            part = piece.to(tl.int64) * H + head
+            tl.store(part_o + part[:, None] * D + d[None, :], acc, inside)
+            tl.store(part_l + part * 2, m, real)
+            tl.store(part_l + part * 2 + 1, l, real)
+            tl.debug_barrier()
+            _combine(
+                out, part_o, part_l, arrivals, token, kv_head, first, index, pieces, most, H, G, GP, D, DP, CHUNK, FAN
+            )  # fmt: skip
+
+
+@kernel
+def _combine(  # type: ignore[no-untyped-def]
+    out, part_o, part_l, arrivals, token, kv_head, first, index, pieces, most,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    FAN: tl.constexpr,
+):  # fmt: skip
+    """Called by each piece of a row when its part is written: the last of FAN neighbours puts theirs together, the last
+    of those who did puts all together. Which one that is does not matter to the result.
+    """
+    K: tl.constexpr = H // G
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    head = kv_head * G + g
+    inside = (g < G)[:, None] & (d < D)[None, :]
+    leader = first + index // FAN * FAN
+    members = tl.minimum(FAN, first + pieces - leader)
+    counter = arrivals + leader * K + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
+        tl.store(counter, 0)
+        at = leader.to(tl.int64) * H + head
+        m, l, acc = _merge(part_o, part_l, at, members, H, G, GP, D, DP, CHUNK)
+        groups = tl.cdiv(pieces, FAN)
+        done = groups == 1
+        if not done:
+            tl.debug_barrier()
+            tl.store(part_o + at[:, None] * D + d[None, :], acc, inside)
+            tl.store(part_l + at * 2, m, g < G)
+            tl.store(part_l + at * 2 + 1, l, g < G)
+            tl.debug_barrier()
+            counter = arrivals + (most + first) * K + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == groups - 1:
+                tl.store(counter, 0)
+                done = True
+                at = first.to(tl.int64) * H + head
+                m, l, acc = _merge(part_o, part_l, at, groups, FAN * H, G, GP, D, DP, CHUNK)
+        if done:
+            at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
+            tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+
+
+@kernel
+def _merge(  # type: ignore[no-untyped-def]
+    part_o, part_l, first, count, apart, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``count`` parts, for each head from place ``first`` on every ``apart``th, as one: (m, l, o), CHUNK at a time."""
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, CHUNK)
+    m = tl.full((GP,), -float("inf"), tl.float32)
+    l = tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, DP), tl.float32)
+    for start in range(0, count, CHUNK):
+        part = first[None, :] + (start + n)[:, None] * apart
+        inside = (start + n < count)[:, None] & (g < G)[None, :]
+        m_n = tl.load(part_l + part * 2, inside, -float("inf"), cache_modifier=".cg")
+        l_n = tl.load(part_l + part * 2 + 1, inside, 0.0, cache_modifier=".cg")
+        o_n = tl.load(
+            part_o + part[:, :, None] * D + d[None, None, :], inside[:, :, None] & (d < D)[None, None, :], 0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_m = tl.maximum(m, tl.max(m_n, 0))
+        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+        weight = tl.exp2(m_n - shift[None, :])
+        fade = tl.exp2(m - shift)
+        l = l * fade + tl.sum(l_n * weight, 0)
+        acc = acc * fade[:, None] + tl.sum(o_n * weight[:, :, None], 0)
+        m = new_m
+    return m, l, acc
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Knobs of ``decode``."""
+
+    bn: int = 32
+    """Positions of a tile."""
+    warps: int = 1
+    stages: int = 2
+    programs: int = 14
+    """Pieces wanted for a multiprocessor."""
+    least: int = 64
+    """Positions of a piece at the least, where a row is cut."""
+    chunk: int = 8
+    """Parts that are loaded at a time when they are combined."""
+    fan: int = 16
+    """Neighbours whose parts are put together first, before what came of them is."""
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
+    tiling: Tiling, mixed: bool, dependent_launch: bool,
+) -> None:  # fmt: skip
+    """Attention of the rows with one query, written to their places in ``out`` ``[T, H, d]``.
+
+    ``mixed``: there may be rows with several, which are left alone. ``dependent_launch``: as in
+    ``paged_prefill.prefill``.
+    """
+    _, heads, d = q.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    rows, group = batch.num_rows, heads // kv_heads
+    if INTERPRETED:
+        tiling = replace(tiling, bn=16, warps=1, stages=1, chunk=4, fan=3, least=16)
+    wanted = _round_up(tiling.programs * multiprocessors(q.device) / kv_heads)
+    most = _round_up(min(wanted + rows, rows * -(-batch.max_seq_len // tiling.least)))
+    part_o = q.new_empty((most, heads, d), dtype=torch.float32)
+    part_l = q.new_empty((most, heads, 2), dtype=torch.float32)
+    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    _decode[(most * kv_heads,)](
+        q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
+        batch.arrivals(2 * most * kv_heads), rows, scale * LOG2E, window or 0, *q.stride()[:2],
+        *k_cache.stride()[:2], batch.block_tables.stride(0), wanted, tiling.least, most,
+        H=heads, G=group, GP=next_power_of_2(group), D=d, DP=padded(d), BLOCK=block_size,
+        BM=max(16, next_power_of_2(group)), BN=tiling.bn, WINDOW=window is not None, MIXED=mixed,
+        ROWS=next_power_of_2(rows), DEPENDENT_LAUNCH=dependent_launch, CHUNK=tiling.chunk, FAN=tiling.fan,
+        num_warps=tiling.warps, num_stages=tiling.stages, **launch,
+    )  # fmt: skip
+
+
+def _round_up(n: float) -> int:
+    """To a multiple of 16: kernels are compiled for such numbers and for others, and batches come in all sizes."""
+    return -(-round(n) // 16) * 16
+
+
+DECODE_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "bn": (32, 64, 128), "warps": (1, 2, 4, 8), "stages": (2, 3), "programs": (4, 7, 14, 28), "least": (64, 128),
+}  # fmt: skip
+
+
+def decode_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
+    """Knobs for (rows times key heads, longest row, head dimension)."""
+    tiling = Tiling()
+    return {name: getattr(tiling, name) for name in DECODE_CHOICES}
+
+
+@cache
+def tuned(units: int, longest: int, d: int, device: torch.device) -> Tiling:
+    """What is known to be fastest, or the rule."""
+    return replace(Tiling(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
+
+
+def kernels() -> Sequence[Kernel]:
+    """For ahead-of-time compilation."""
+    tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
+    indices = dict.fromkeys(("tables", "starts", "lengths", "arrivals"), "*i32")
+    parts = {"part_o": "*fp32", "part_l": "*fp32"}
+    strides = ("q_t", "q_h", "cache_b", "cache_k")
+    ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most"), "i32")
+    return [
+        Kernel(
+            name="decode",
+            function=_decode,
+            arguments={**tensors, **indices, **parts, "scale2": "fp32", **ints},
+            constants={
+                "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": 16, "BN": 32, "WINDOW": False,
+                "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False, "CHUNK": 8, "FAN": 16,
+            },
+            divisible=(*strides, "wanted", "least", "most"),
+            warps=1,
+            stages=2,
+        )
+    ]  # fmt: skip

@@ -1,0 +1,187 @@
+r"""Attention of decode rows over a paged cache on Hopper GPUs, in CUDA C++ (``paged_decode_hopper.cu``).
+
+The math and the arguments are those of ``paged_attention.py``; this is its case of one query a row. With G query heads
+to a key head that is 4 G d FLOPs for 4 d bytes of bfloat16, far below what the tensor cores do meanwhile: all there is
+to do is to keep memory busy until the last byte.
+
+* The unit of work is a block of the cache for one key head, two contiguous pieces of memory. The units of all rows and
+  heads stand in one line that is cut evenly, whatever the rows' lengths: every warp of the GPU streams as many as every
+  other, give or take one; a few multiprocessors stay out where that makes it exact, because cuts then mostly fall
+  between rows of one length, which need no putting together. Where the cuts fall follows from the lengths on the
+  device, which each block of threads adds up for itself, while the kernel before this one still runs.
+* At few rows the blocks of a cluster share a row and a key head: they send their parts to each other's shared memory,
+  sooner than through memory.
+* Keys and values are read once, so the L2 cache drops them before all else: that is quicker than no policy, and than
+  the one which asks for the usual (evict_normal).
+* Parts are added in a fixed order, so the bits do not change from run to run. They do change with the batch, because
+  the cuts do.
+
+To turn queries and keys here too, a launch less than with ``rotary_kv_write.py``, was slower (H200, whole layers, 1 to
+256 rows): that launch is over while the blocks here read lengths and tables.
+
+Bound by: bytes, each key and value of every row once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...lang import cuda
+from ...lang.jit import multiprocessors
+from ..packed.tiling import LOG2E
+from .batch import PagedBatch
+
+HEAD_DIMS = (64, 128)
+BLOCK_SIZE = 16
+MOST_GROUP = 16
+"""Query heads of a key head."""
+MOST_ROWS = 1024
+PARTS = 1 << 20
+"""Numbers that blocks of threads may leave for each other: those of one item for each."""
+NOTHING = -1
+"""The bits of a number that nobody has left."""
+SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiii" + "p"
+"""Of the launcher's arguments, see ``cuda.bind``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a batch is cut up."""
+
+    warps: int
+    """Of a block of threads."""
+    stages: int
+    """Buffers of a warp, a unit each: those of ``STAGES`` are compiled."""
+    ranks: int = 0
+    """Blocks of a cluster that share a row and a key head; 0: an even cut."""
+    blocks: int = 1
+    """For each multiprocessor, of an even cut."""
+
+
+STAGES = {128: 2, 64: 3}
+"""By head dimension."""
+WARPS = 8
+"""Of a block: more are no quicker, and share rows of a power of two less evenly."""
+AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
+"""By blocks of a cluster: how many clusters an H200 runs at once, a block to each multiprocessor."""
+SHORT, LONG = 1024, 4096
+"""Positions up to which rows are kept whole by a block, or go to a cluster."""
+
+
+@cache
+def choose(items: int, longest: int, d: int) -> Tiling:
+    """A tiling for ``items`` rows times key heads of up to ``longest`` positions, by times on an H200.
+
+    A cluster takes an item where all of them run at once: a second round would take as long again. Clusters do not help
+    each other, so long rows are better cut evenly over the whole GPU.
+    """
+    for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
+        if items <= AT_ONCE[ranks]:
+            return Tiling(WARPS, STAGES[d], ranks)
+    return Tiling(WARPS, STAGES[d])
+
+
+def refusal(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> str | None:
+    """Why this kernel does not take these inputs, or None."""
+    if not batch.decodes_only(len(q)):
+        return "it attends rows of one query"
+    return mixed_refusal(q, k_cache, v_cache, batch)
+
+
+def mixed_refusal(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> str | None:
+    """As ``refusal``, for batches in which other rows may have several queries: those it leaves alone."""
+    (_, heads, d), (_, kv_heads, block, _) = q.shape, k_cache.shape
+    if not q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16:
+        return f"it computes in bfloat16, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
+    if d not in HEAD_DIMS or block != BLOCK_SIZE or heads % kv_heads or heads // kv_heads > MOST_GROUP:
+        return (
+            f"it takes heads of {HEAD_DIMS}, up to {MOST_GROUP} to a key head, in blocks of {BLOCK_SIZE} tokens, not "
+            f"{heads} and {kv_heads} heads of {d} in blocks of {block}"
+        )
+    if (
+        k_cache.stride() != v_cache.stride()
+        or k_cache.stride()[1:] != (block * d, d, 1)
+        or k_cache.stride(0) % (block * d)
+    ):
+        return "it takes caches of one layout, a head's part of a block in one piece"
+    if any(t.data_ptr() % 16 for t in (k_cache, v_cache)) or q.stride(2) != 1 or q.stride(0) % 2 or q.stride(1) % 2:
+        return "its copies need caches at multiples of 16 bytes, and queries at multiples of 4"
+    if batch.num_rows > MOST_ROWS:
+        return f"it takes up to {MOST_ROWS} rows"
+    return None
+
+
+class PagedDecode:
+    """``paged_attention`` of rows with one query by ``paged_decode_hopper.cu``, on one device.
+
+    Launches share the memory for parts of sums, so those of one instance must be on one stream.
+
+    Raises:
+        Unavailable: not a Hopper GPU, or no nvcc to build the kernels with.
+        RuntimeError: made inside a CUDA graph capture.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._launch = cuda.bind_on_hopper("paged_decode_hopper", "transect_paged_decode", SIGNATURE, device)
+        self._parts = torch.full((PARTS,), NOTHING, dtype=torch.int32, device=device or "cuda")
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None = None,
+        *,
+        out: Tensor | None = None,
+        dependent_launch: bool = False,
+        beside: bool = False,
+        tiling: Tiling | None = None,
+    ) -> Tensor:
+        """As ``paged_attention.reference``; reads no length on the host.
+
+        ``out`` ``[T, H, d]``: there the results go, and where the batch holds rows of several queries those are left
+        alone. ``dependent_launch``: the batch, and what the cache holds of positions before each row's last, may be
+        read before the kernel before this one on the stream has ended, so that one must not write them (unless
+        ``batch.fresh``). ``beside``: a dependent launch after this one begins when the kernel before this one has
+        ended, not sooner.
+
+        Raises:
+            ValueError: see ``refusal``; or rows of several queries without ``out``.
+            RuntimeError: the launch failed.
+        """
+        mixed = not batch.decodes_only(len(q))
+        reason = mixed_refusal(q, k_cache, v_cache, batch)
+        if mixed and out is None:
+            reason = "it attends rows of one query"
+        if reason:
+            raise ValueError(f"paged_decode_hopper.cu: {reason}")
+        tokens, heads, d = q.shape
+        kv_heads, rows = k_cache.shape[1], batch.num_rows
+        group = heads // kv_heads
+        if out is None:
+            out = q.new_empty((tokens, heads, d))
+        if not rows:
+            return out
+        units = multiprocessors(q.device)
+        tiling = tiling or choose(rows * kv_heads, batch.max_seq_len, d)
+        tables = batch.block_tables
+        code = self._launch(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
+            batch.query_starts.data_ptr() if mixed else 0, batch.seq_lens.data_ptr(), out.data_ptr(),
+            self._parts.data_ptr(), rows, tables.shape[1], tables.stride(0), window or 0, kv_heads, group, d,
+            q.stride(0), q.stride(1),
+            k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, tiling.blocks * units, tiling.warps, tiling.stages,
+            tiling.ranks, 2 if dependent_launch and not batch.fresh else 1, int(beside),
+            torch.cuda.current_stream(q.device).cuda_stream,
+        )  # fmt: skip
+        if code:
+            raise RuntimeError(f"paged_decode_hopper.cu: the launch of {tiling} for {rows} rows returned {code}")
+        return out

@@ -1,0 +1,353 @@
+r"""Causal attention of a ragged batch whose keys and values lie in a paged cache, read through the block table.
+
+The math is that of ``attention.py``. A row's queries are the last tokens of its sequence; a query at position i sees
+the positions j of its own sequence with i - window < j <= i. Inference only: no gradient.
+
+Every implementation but the reference walks over tiles of positions, with a running maximum m and sum l (online
+softmax, Milakov & Gimelshein 2018, arXiv:1805.02867):
+
+    m' = max(m, max_j s_j)     a = exp(m - m')     l' = a l + sum_j exp(s_j - m')     o' = a o + sum_j exp(s_j - m') v_j
+
+and divides by l at the end. Slots that a row does not own may hold anything, NaN too: scores are masked, and so are
+values, since 0 * NaN is NaN.
+
+Shapes: q ``[T, H, d]``, caches of one layer ``[blocks, K, block_size, d]``, result like q. float32 inside.
+Source: Kwon et al. 2023, arXiv:2309.06180 (paging); Dao et al. 2022, arXiv:2205.14135 (tiles).
+
+On a GPU (``PagedTriton``) a program holds one tile of queries of one key head: the heads that share it lie together,
+so K and V are read once for all of them. Rows of several queries (``paged/prefill.py``) and rows of one
+(``paged/decode.py``, on Hopper ``paged/decode_hopper.py``) are two launches; on Hopper a few prompt tokens attend while
+the decode kernel runs (``FEW_TOKENS``). The host needs shapes and two bounds, no lengths, so a step can be captured in
+a CUDA graph and replayed with other lengths (see ``PagedBatch``).
+
+Bound by bytes in decode: 4 H d FLOPs for each 2 K d cached elements: H / K FLOPs per byte in bfloat16 (3 for SmolLM2).
+A prefill chunk of c queries reads them once for all c: c H / K, bound by arithmetic from a few hundred on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import shapes
+from ...counting import visible_keys, visible_pairs
+from ...lang.jit import TRITON_TARGETS, available, has_dependent_launch, require
+from ...numerics import compute_dtype, sample
+from ...registry import Case, Cost, Implementation, Knobs, Op, register
+from . import decode as paged_decode
+from . import decode_hopper as paged_decode_hopper
+from . import prefill as paged_prefill
+from . import prefill_hopper as hopper
+from .batch import PagedBatch
+from .decode import DECODE_CHOICES, decode_rule
+from .decode_hopper import PagedDecode
+from .kv_cache_write import BLOCK_SIZE, example_batch
+from .paged_attention_torch import tiled, tiled_uniform
+from .prefill import BESIDE_TILING, PREFILL_TILING
+
+
+def reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """q ``[T, H, d]`` -> ``[T, H, d]``: each sequence gathered and attended to on its own."""
+    dtype = compute_dtype(q.dtype)
+    group = q.shape[1] // k_cache.shape[1]
+    out = torch.empty_like(q)
+    end = 0
+    for row, (new, length) in enumerate(batch.lengths()):
+        start, end = end, end + new
+        position = torch.arange(length, device=q.device)
+        block = batch.block_tables[row].long()[position // batch.block_size]
+        offset = position % batch.block_size
+        keys = k_cache[block, :, offset].to(dtype).repeat_interleave(group, dim=1)
+        values = v_cache[block, :, offset].to(dtype).repeat_interleave(group, dim=1)
+        scores = torch.einsum("thd,shd->hts", q[start:end].to(dtype), keys) * scale
+        distance = position[length - new :, None] - position[None]
+        hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        # A key that no query of this row sees takes no part, even if its value is NaN.
+        values = values.masked_fill(hidden.all(0)[:, None, None], 0)
+        out[start:end] = torch.einsum("hts,shd->thd", p, values).to(q.dtype)
+    return out
+
+
+FEW_TOKENS = 512
+"""Of a step in which sequences decode: up to so many, prompts attend while the decode kernel runs, in small tiles on
+the same multiprocessors, which that kernel, bound by memory, leaves half of the time: on an H200 150 decodes of 200 to
+1200 positions take 103 us alone, 103 to 105 with 106 tokens of prompts beside them, and 118 to 129 where the prompts
+attend first. More queries are for the kernel of ``paged/prefill_hopper.py``, which needs a multiprocessor to itself.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTriton:
+    """``paged_attention`` on a GPU."""
+
+    chunks: paged_prefill.Tiling = PREFILL_TILING
+    """Of prefill chunks."""
+    singles: paged_decode.Tiling | None = None
+    """Of decode rows; None: what was tuned for the device."""
+    bulk: bool = False
+    """Prefill chunks by the kernel of ``paged/prefill_hopper.py``, where that takes the inputs."""
+    decode: PagedDecode | None = None
+    """Decode rows by this kernel, where it takes the inputs."""
+    whole: bool = False
+    """Rows of one query go the way of prefill chunks, in the same tiles: then a query's sums are the same to the bit
+    whatever the batch is, and however its prompt is cut into chunks."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None = None,
+        *,
+        dependent_launch: bool = False,
+    ) -> Tensor:
+        """As ``reference``. Reads no length on the host, so that it can be captured in a CUDA graph.
+
+        ``dependent_launch``: see ``PagedDecode``; other kernels wait for the one before whatever it says.
+        """
+        require("paged_attention", q, k_cache, v_cache)
+        tokens, heads, d = q.shape
+        kv_heads = k_cache.shape[1]
+        if heads % kv_heads or k_cache.shape != v_cache.shape or k_cache.shape[3] != d:
+            raise ValueError(
+                f"paged_attention: q {list(q.shape)} does not fit caches {list(k_cache.shape)}, {list(v_cache.shape)}"
+            )
+        if k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (d, 1):
+            # Never so in an engine; one set of strides for both saves registers.
+            k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
+        q = q if q.stride(2) == 1 else q.contiguous()
+        out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
+        if tokens == 0:
+            return out
+        dependent = has_dependent_launch(q.device)
+        decode_only = batch.decodes_only(tokens)
+        chunks, singles = (batch, batch) if self.whole else batch.parts
+        some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
+        streams = self.decode is not None and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
+        if self.decode is not None and streams and chunks is not singles and tokens <= FEW_TOKENS:
+            self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
+            paged_prefill.prefill(*some, out, tiling=BESIDE_TILING, singles=False, dependent_launch=True, beside=True)
+            return out
+        if self.bulk and not self.whole and not hopper.refusal(*some):
+            hopper.prefill(
+                q, k_cache, v_cache, chunks.block_tables, chunks.query_starts, chunks.seq_lens, chunks.max_seq_len,
+                scale, out,
+            )  # fmt: skip
+        elif self.whole or not decode_only:
+            paged_prefill.prefill(*some, out, tiling=self.chunks, singles=self.whole, dependent_launch=dependent)
+        if self.decode is not None and streams:
+            self.decode(*ones, out=out, dependent_launch=dependent_launch)
+        elif not self.whole:
+            tiling = self.singles or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
+            paged_decode.decode(*ones, out, tiling=tiling, mixed=not decode_only, dependent_launch=dependent)
+        return out
+
+
+def cost(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> Cost:
+    """4 d FLOPs for each visible pair and head; each cached position that a row sees is read once."""
+    pairs = cached = 0
+    for new, length in batch.lengths():
+        pairs += visible_pairs(new, length, window)
+        cached += visible_keys(new, length, window)
+    _, kv_heads, _, size = k_cache.shape
+    read = cached * kv_heads * size * (k_cache.element_size() + v_cache.element_size())
+    return Cost(4 * pairs * q.shape[1] * size, q.nbytes + read, q.nbytes)
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    examples = []
+    for rows, heads, kv_heads, size, block_size, window in (
+        (((1, 1),), 1, 1, 8, 16, None),
+        (((1, 100), (1, 3), (1, 64), (1, 65)), 6, 2, 16, 16, None),
+        (((40, 40), (1, 7), (33, 130), (2, 2)), 4, 4, 10, 4, None),
+        (((1, 200), (70, 90), (5, 5)), 9, 3, 16, 16, 20),
+        (((3, 70),), 2, 1, 8, 128, 5),
+        (((1, 90), (1, 3), (1, 32)), 8, 2, 64, 16, 40),
+    ):
+        n_blocks = sum(-(-length // block_size) for _, length in rows) + 3
+        examples.append(
+            {
+                "q": 2 * sample(sum(new for new, _ in rows), heads, size),
+                "k_cache": sample(n_blocks, kv_heads, block_size, size, seed=1),
+                "v_cache": sample(n_blocks, kv_heads, block_size, size, seed=2),
+                "batch": example_batch(rows, block_size, n_blocks),
+                "scale": size**-0.5,
+                "window": window,
+            }
+        )
+    return examples
+
+
+def _gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """What torch offers: every sequence copied out of its pages, then its attention; for rows of one length."""
+    rows, (_, kv_heads, block, d) = batch.num_rows, k_cache.shape
+    length = batch.block_tables.shape[1] * block
+    tables = batch.block_tables.long()
+    keys, values = (
+        cache[tables].transpose(1, 2).reshape(rows, kv_heads, length, d) for cache in (k_cache, v_cache)
+    )  # fmt: skip
+    queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
+    new = queries.shape[2]
+    distance = torch.arange(length - new, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    mask = None if new == 1 and window is None else (distance >= 0) & (distance < (window or length))
+    if mask is not None and window is None and new == length:
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        out = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+MOST_CASE_BYTES = 5e9
+
+
+def _cases() -> Sequence[Case]:
+    def case(
+        model: shapes.ModelShape,
+        lengths: Sequence[int],
+        news: Sequence[int],
+        name: str,
+        only: tuple[str, ...] = (),
+        chunk_rows: int | None = None,
+    ) -> Case:
+        rows, widest = len(lengths), -(-max(lengths) // BLOCK_SIZE)
+
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+            blocks = rows * widest
+            tables = torch.randperm(blocks, device=device, generator=generator).to(torch.int32).view(rows, -1)
+            starts = torch.tensor([0, *news], device=device).cumsum(0, dtype=torch.int32)
+            k_cache, v_cache = (
+                torch.randn(blocks, model.n_kv_heads, BLOCK_SIZE, model.head_dim, **options) for _ in range(2)
+            )
+            return {
+                "q": torch.randn(sum(news), model.n_heads, model.head_dim, **options),
+                "k_cache": k_cache,
+                "v_cache": v_cache,
+                "batch": PagedBatch(
+                    tables,
+                    starts,
+                    torch.tensor(lengths, dtype=torch.int32, device=device),
+                    BLOCK_SIZE,
+                    chunk_rows=chunk_rows,
+                ),
+                "scale": model.head_dim**-0.5,
+            }
+
+        return Case(f"{model.name}, {name}", make, only=only)
+
+    def uniform(model: shapes.ModelShape, rows: int, context: int, new: int = 1) -> Case:
+        step = "decode" if new == 1 else f"prefill of {new}"
+        return case(model, (context,) * rows, (new,) * rows, f"{step}, {rows} rows at {context}")
+
+    # The peer is for rows of one length.
+    ours = ("hopper", "triton", "cuda_hopper", "triton_uniform")
+
+    def between(rows: int, shortest: int, longest: int) -> list[int]:
+        lengths = [shortest + (longest - shortest) * row // (rows - 1) for row in range(rows)]
+        random.Random(rows).shuffle(lengths)
+        return lengths
+
+    def ragged(rows: int, shortest: int, longest: int) -> Case:
+        name = f"decode, {rows} rows of {shortest} to {longest}"
+        return case(shapes.LLAMA_8B, between(rows, shortest, longest), (1,) * rows, name, ours)
+
+    def filled(prompts: Sequence[tuple[int, int]], rows: int, shortest: int, longest: int) -> Case:
+        """Rows of a step that is filled up: prompts as (tokens of this step, tokens in all), room for more, decodes."""
+        room = 16
+        lengths = [length for _, length in prompts] + [0] * (room - len(prompts)) + between(rows, shortest, longest)
+        news = [new for new, _ in prompts] + [0] * (room - len(prompts)) + [1] * rows
+        beside = " and ".join(f"{new} of {length}" for new, length in prompts)
+        name = f"decode, {rows} rows of {shortest} to {longest}, beside {beside}"
+        return case(shapes.LLAMA_8B, lengths, news, name, ours, chunk_rows=room)
+
+    per_token = 4 * shapes.LLAMA_8B.n_kv_heads * shapes.LLAMA_8B.head_dim
+    decode = [
+        uniform(shapes.LLAMA_8B, rows, context)
+        for context in (512, 1024, 4096, 32768)
+        for rows in (1, 8, 32, 64, 128, 256)
+        if rows * context * per_token < MOST_CASE_BYTES
+    ]
+    # As a queue of 256 requests of 100 to 1024 tokens in and out runs empty.
+    emptying = [ragged(*sizes) for sizes in ((256, 150, 1074), (153, 500, 1424), (77, 800, 1724), (48, 950, 1874))]
+    emptying += [ragged(*sizes) for sizes in ((23, 1050, 1974), (12, 1100, 2024))]
+    emptying.append(filled(((40, 1000), (66, 66)), 150, 200, 1200))
+    others = [
+        uniform(model, rows, 1024) for model in (shapes.LLAMA_1B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS
+    ]
+    chunks = [uniform(shapes.LLAMA_8B, *sizes) for sizes in ((16, 512, 512), (4, 2048, 2048), (4, 8192, 512))]
+    return [*decode, *emptying, *others, *chunks, uniform(shapes.QWEN3_0_6B, 16, 512, 512)]
+
+
+def _hopper() -> Callable[..., Any]:
+    return available(PagedTriton(bulk=True, decode=PagedDecode()))()
+
+
+def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:
+    return PagedTriton(singles=replace(paged_decode.Tiling(), **config))(q, batch=batch, **others)
+
+
+def _size(arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    batch, cache_ = arguments["batch"], arguments["k_cache"]
+    return batch.num_rows * cache_.shape[1], batch.max_seq_len, cache_.shape[3]
+
+
+def _decodes(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments["batch"].decodes_only(len(arguments["q"])))
+
+
+def _valid(config: Mapping[str, Any], size: tuple[int, int, int]) -> bool:
+    """A warp has 16 to 64 positions of a tile, and a share at least a tile."""
+    return 16 <= config["bn"] // config["warps"] <= 64 and config["bn"] <= config["least"]
+
+
+register(
+    Op(
+        name="paged_attention",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "torch": Implementation("torch", lambda: tiled, ("any",)),
+            "torch_uniform": Implementation("torch", lambda: tiled_uniform, ("any",), batch_invariant=True),
+            "hopper": Implementation("triton", _hopper, ("sm_90",)),
+            "triton": Implementation("triton", available(PagedTriton(bulk=True)), TRITON_TARGETS),
+            "cuda_hopper": Implementation(
+                "cuda",
+                lambda: PagedDecode(),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refusal=paged_decode_hopper.refusal,
+                source="paged_decode_hopper.cu",
+            ),
+            "triton_uniform": Implementation(
+                "triton",
+                available(PagedTriton(paged_prefill.Tiling(bm=64, warps=4), whole=True)),
+                TRITON_TARGETS,
+                batch_invariant=True,
+            ),
+        },
+        examples=_examples,
+        peers={"torch, gathered": _gathered},
+        cases=_cases,
+        kernels=lambda: [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels()],
+        knobs=(Knobs("paged_attention", DECODE_CHOICES, decode_rule, _launch, dict, _size, _valid, _decodes),),
+        error_ratio=3.0,
+        error_note="float32 scores are multiplied by log2(e) for an approximate power of two, which rounds once more "
+        "than torch does; half types stay within 2",
+    )
+)

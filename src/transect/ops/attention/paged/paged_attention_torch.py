@@ -1,0 +1,99 @@
+"""Paged attention in plain torch, a tile of positions at a time: for the CPU, and wherever no kernel runs.
+
+It never holds more than a tile of keys and values: it walks over tiles of about 64 positions, all rows at once. Tiles
+begin at fixed positions of the sequence, and a tile that a row does not see leaves its m, l and o (see
+``paged_attention.py``) as they were, to the bit. So in float32 a row's result depends on nothing but the row, up to
+what the matrix product does with its number of queries; ``tiled_uniform`` gives all rows the same number, and takes
+that away.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import torch
+from torch import Tensor
+
+from ...numerics import compute_dtype
+from .batch import PagedBatch, WorkGroup
+
+TILE = 64
+"""Positions of a tile; rounded to whole blocks."""
+
+
+def tiled(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """As ``paged_attention.reference``; decode rows and prefill chunks go through separately."""
+    out = torch.empty_like(q)
+    for group in batch.split_work:
+        _attend(group, q, k_cache, v_cache, scale, window, out)
+    return out
+
+
+def tiled_uniform(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> Tensor:
+    """As ``tiled``, with one shape of work item for every row, so that no row's sums depend on the batch."""
+    out = torch.empty_like(q)
+    for group in batch.uniform_work:
+        _attend(group, q, k_cache, v_cache, scale, window, out)
+    return out
+
+
+def _attend(
+    group: WorkGroup, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None, out: Tensor
+) -> None:
+    """Attention of one group of work items, written into ``out`` ``[T, H, d]``."""
+    dtype = compute_dtype(q.dtype)
+    items, queries = group.tokens_WQ.shape
+    _, kv_heads, block_size, size = k_cache.shape
+    heads = q.shape[1]
+    per_tile = max(1, TILE // block_size)
+    tile = per_tile * block_size
+
+    def by_key_head(x_WQHd: Tensor) -> Tensor:
+        """[W, Q, H, d] -> [W, K, Q * H / K, d]: queries that read the same key head lie together."""
+        x = x_WQHd.view(items, queries, kv_heads, heads // kv_heads, size)
+        return x.transpose(1, 2).reshape(items, kv_heads, -1, size)
+
+    q_WKRd = by_key_head(q[group.tokens_WQ].to(dtype) * scale)
+    position_W1R1 = group.positions_WQ.repeat_interleave(heads // kv_heads, dim=1)[:, None, :, None]
+    last_W11 = group.positions_WQ[:, -1, None, None]
+    oldest = torch.zeros_like(group.positions_WQ) if window is None else group.positions_WQ - window + 1
+    oldest_W1R1 = oldest.repeat_interleave(heads // kv_heads, dim=1)[:, None, :, None]
+    oldest_W11 = oldest[:, 0, None, None]
+
+    m = torch.full_like(q_WKRd[..., :1], -torch.inf)
+    l = torch.zeros_like(m)
+    o = torch.zeros_like(q_WKRd)
+    first_tile = 0 if window is None else max(0, int(oldest_W11.min())) // tile
+    for index in range(first_tile, group.last_positions[0] // tile + 1):
+        # Items stand in order of how far they see, so those that reach this tile are the first n.
+        n = bisect.bisect_right(group.last_positions, -index * tile, key=lambda position: -position)
+        blocks = group.blocks_WN[:n, index * per_tile : (index + 1) * per_tile]
+        keys = _gather(k_cache, blocks, dtype)
+        key_position = torch.arange(index * tile, index * tile + keys.shape[2], device=q.device)
+        owned = (key_position <= last_W11[:n]) & (key_position >= oldest_W11[:n])
+        values = _gather(v_cache, blocks, dtype).masked_fill(~owned.transpose(1, 2)[:, None], 0)
+        visible = (key_position <= position_W1R1[:n]) & (key_position >= oldest_W1R1[:n])
+        s = (q_WKRd[:n] @ keys.transpose(-1, -2)).masked_fill(~visible, -torch.inf)
+        m_new = torch.maximum(m[:n], s.amax(-1, keepdim=True))
+        shift = m_new.masked_fill(m_new == -torch.inf, 0)  # nothing seen yet: exp(-inf - 0) is 0, not NaN
+        p = torch.exp(s - shift)
+        a = torch.exp(m[:n] - shift)
+        l[:n] = a * l[:n] + p.sum(-1, keepdim=True)
+        o[:n] = a * o[:n] + p @ values
+        m[:n] = m_new
+
+    result = (o / l).view(items, kv_heads, queries, heads // kv_heads, size).transpose(1, 2)
+    real = torch.arange(queries, device=q.device) < group.used_W[:, None]
+    out[group.tokens_WQ[real]] = result.reshape(items, queries, heads, size)[real].to(out.dtype)
+
+
+def _gather(cache: Tensor, blocks_WN: Tensor, dtype: torch.dtype) -> Tensor:
+    """One tile of a cache: blocks ``[W, n]`` -> ``[W, K, n * block_size, d]``."""
+    items, count = blocks_WN.shape
+    _, kv_heads, block_size, size = cache.shape
+    tile = cache[blocks_WN].transpose(1, 2)
+    return tile.reshape(items, kv_heads, count * block_size, size).to(dtype)

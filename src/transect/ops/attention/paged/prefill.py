@@ -1,0 +1,158 @@
+"""The Triton kernel of paged attention for rows with several queries: prefill chunks.
+
+A program holds ``BM / GP`` queries of one row with the G heads that share a key head (GP: G rounded up to a power of
+two), and walks over all positions they see. The last tiles of a chunk see most and come first. The arithmetic is in
+``paged_attention.py``. Bound by arithmetic from a few hundred queries on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import INTERPRETED, kernel, next_power_of_2, tl
+from ...lang.tiles import let_next_begin, wait_for_previous
+from ...registry import Kernel
+from ..packed.tiling import LOG2E, find_tile, padded
+from .batch import PagedBatch
+from .tile import walk
+
+
+@kernel
+def _wait_in_one():  # type: ignore[no-untyped-def]
+    """The launch then ends after the one before."""
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@kernel
+def _prefill(  # type: ignore[no-untyped-def]
+    q, k_cache, v_cache, tables, starts, lengths, out, B, scale2, window, q_t, q_h, cache_b, cache_k, table_b,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SINGLES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    BESIDE: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: key heads; axis 1: tiles of queries, as ``find_tile`` numbers them. SINGLES: rows of one query too.
+    DEPENDENT_LAUNCH: the kernel before may still run; BESIDE: it need not end for this, which then ends after it."""
+    let_next_begin(DEPENDENT_LAUNCH)
+    wait_for_previous(DEPENDENT_LAUNCH and not BESIDE)
+    QUERIES: tl.constexpr = BM // GP
+    kv_head = tl.program_id(0)
+    row, tile = find_tile(tl.num_programs(1) - 1 - tl.program_id(1), starts, B, QUERIES)
+    first_token = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - first_token
+    length = tl.load(lengths + row)
+    mine = tile * QUERIES < count
+    if not SINGLES:
+        mine = mine & (count != 1)
+    if mine:
+        first_position = length - count + tile * QUERIES
+        low = 0
+        high = tl.minimum(length, first_position + QUERIES)
+        if WINDOW:
+            low = tl.maximum(0, first_position - window + 1)
+        r = tl.arange(0, BM)
+        query = tile * QUERIES + r // GP
+        head = kv_head * G + r % GP
+        position = length - count + query
+        d = tl.arange(0, DP)
+        token = (first_token + query).to(tl.int64)
+        inside = ((r % GP < G) & (query < count))[:, None] & (d < D)[None, :]
+        queries = tl.load(
+            q + token[:, None] * q_t + head[:, None] * q_h + d[None, :], inside, 0.0, cache_modifier=".cg"
+        )
+        acc = tl.zeros((BM, DP), tl.float32)
+        l = tl.zeros((BM,), tl.float32)
+        m = tl.full((BM,), -float("inf"), tl.float32)
+        n = tl.arange(0, BN)
+        table = tables + row.to(tl.int64) * table_b
+        full = low // BN * BN
+        if not WINDOW:  # keys that all of the tile's queries see need no mask
+            full = tl.maximum(0, (first_position + 1) // BN * BN)
+            acc, m, l = walk(
+                queries, k_cache, v_cache, table, tl.load(table + n // BLOCK, n < full, 0), 0, full, low, high,
+                position, acc, m, l, kv_head, scale2, window, cache_b, cache_k, D, DP, BLOCK, BN, WINDOW, False,
+            )  # fmt: skip
+        block = tl.load(table + (full + n) // BLOCK, full + n < high, 0)
+        acc, m, l = walk(
+            queries, k_cache, v_cache, table, block, full, high, low, high, position, acc, m, l, kv_head, scale2,
+            window, cache_b, cache_k, D, DP, BLOCK, BN, WINDOW, True,
+        )  # fmt: skip
+        at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
+        # A row without a position (what is left over in a graph's buffers) gives zeros.
+        tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
+    if BESIDE:
+        _wait_in_one()
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Knobs of ``prefill``: rows and positions of a tile, warps, stages."""
+
+    bm: int = 128
+    bn: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+PREFILL_TILING = Tiling()
+BESIDE_TILING = Tiling(bm=64, bn=32, warps=4)
+"""Of a few queries beside decodes: a program and a block of the decode kernel fit on one multiprocessor."""
+
+
+def prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
+    tiling: Tiling, singles: bool, dependent_launch: bool, beside: bool = False,
+) -> None:  # fmt: skip
+    """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``; of those with one
+    as well if ``singles``. ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper),
+    and wait for it. ``beside``: do not wait, but end after it; it is ``PagedDecode``'s with ``beside`` too."""
+    tokens, heads, d = q.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    group = heads // kv_heads
+    padded_group = next_power_of_2(group)
+    if INTERPRETED:
+        tiling = replace(tiling, bm=16, bn=16, warps=1, stages=1)
+    bm = max(tiling.bm, padded_group)
+    stages = min(tiling.stages, 2) if torch.version.hip else tiling.stages  # 64 KB of shared memory
+    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](
+        q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, batch.num_rows,
+        scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0),
+        H=heads, G=group, GP=padded_group, D=d, DP=padded(d), BLOCK=block_size, BM=bm, BN=tiling.bn,
+        WINDOW=window is not None, SINGLES=singles, DEPENDENT_LAUNCH=dependent_launch, BESIDE=beside,
+        num_warps=tiling.warps, num_stages=stages, **launch,
+    )  # fmt: skip
+
+
+def kernels() -> Sequence[Kernel]:
+    """For ahead-of-time compilation."""
+    tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
+    indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
+    strides = ("q_t", "q_h", "cache_b", "cache_k")
+    ints = dict.fromkeys(("B", "window", *strides, "table_b"), "i32")
+    return [
+        Kernel(
+            name=name,
+            function=_prefill,
+            arguments={**tensors, **indices, "scale2": "fp32", **ints},
+            constants={
+                "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": tiling.bm, "BN": tiling.bn,
+                "WINDOW": False, "SINGLES": False, "DEPENDENT_LAUNCH": beside, "BESIDE": beside,
+            },
+            divisible=strides,
+            warps=tiling.warps,
+            stages=tiling.stages,
+            targets=targets,
+            options={"launch_pdl": True} if beside else {},
+        )
+        for name, tiling, beside, targets in (
+            ("prefill", PREFILL_TILING, False, ("sm_80", "sm_90")),
+            ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",)),
+            ("prefill_amd", replace(PREFILL_TILING, stages=2), False, ("gfx942",)),
+        )
+    ]  # fmt: skip

@@ -1,0 +1,451 @@
+"""Prefill chunks over a paged cache on Hopper GPUs: the bulk copy engine gathers the blocks of the cache.
+
+The math and the arguments are in ``paged_attention.py``; the roles of the warps, the ring of keys and values, and the
+overlap of products and softmax are those of ``packed/hopper.py``. What is different here:
+
+* A tile is 128 rows of one key head: 128 / G queries with the G heads that share it, side by side, as the bulk copy
+  brings them from ``[T, H, d]``.
+* 128 keys come as ``128 / block_size`` blocks wherever the block table says, half of a head (64 columns, what the
+  copy engine swizzles at a time) for each copy. Shared memory is swizzled in units of 8 rows of 128 bytes, and a copy
+  fills whole units, so the pieces together are the tile that one large copy would have made.
+* A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are asked for outside of
+  the cache, where copies give zeros; the rest of the last block is overwritten with zeros by the warp that fetches,
+  before it says that the values are there.
+
+Without a window only: what a window has passed would need the same treatment. Rows of one query are left to the decode
+kernel. Which program computes a tile changes from run to run, its result does not.
+
+Bound by: the tensor cores, as flash attention is; 4 d FLOPs for each visible pair and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import multiprocessors
+from ...registry import Kernel
+from ..packed.hopper import (
+    AHEAD,
+    COLUMNS,
+    MAX_REGISTERS,
+    ROWS,
+    _following,
+    _kernel,
+    _mask,
+    _matrix,
+    _note,
+    _reach,
+    _run_of,
+    _softmax,
+    _walk,
+    device_refusal,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..packed.tiling import LOG2E
+from .batch import PagedBatch
+
+__all__ = ["device_refusal", "kernels", "prefill", "refusal"]
+
+HEAD_DIMS = (64, 128)
+HALF = 64
+"""Columns of a head that one copy brings."""
+PARTS = 2
+"""Warpgroups that compute."""
+# The same for the kernels, which read no global that is not a constant of Triton's.
+_ROWS, _COLUMNS, _HALF, _PARTS = (n if gl is None else gl.constexpr(n) for n in (ROWS, COLUMNS, HALF, PARTS))
+
+
+@_kernel
+def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first token, end of its row's tokens, its position, length of the row, row, key head) of piece ``index``.
+
+    Key heads are taken ``share`` at a time. A tile of a row with one query is empty.
+    """
+    part = index // (tiles * share)
+    rest = index % (tiles * share)
+    tile = tiles - 1 - rest // share
+    head = part * share + rest % share
+    row = _run_of(tile, starts, count, QUERIES)
+    begin = gl.load(starts + row)
+    end = gl.load(starts + row + 1)
+    length = gl.load(lengths + row)
+    token = begin + (tile - begin // QUERIES - row) * QUERIES
+    position = length - end + token
+    if end - begin < 2:
+        end = begin
+    return token, end, position, length, row, head
+
+
+@_kernel
+def _seek(  # type: ignore[no-untyped-def]
+    index, counter, starts, lengths, count, tiles, work, share, QUERIES: gl.constexpr, SHARED_OUT: gl.constexpr,
+):  # fmt: skip
+    """From piece ``index`` of the work on, the first that this program gets with queries in it."""
+    token = 0
+    end = 0
+    position = 0
+    length = 0
+    row = 0
+    head = 0
+    while (index < work) & (token >= end):
+        token, end, position, length, row, head = _find(index, starts, lengths, count, tiles, share, QUERIES)
+        if token >= end:
+            index = _following(counter, work, SHARED_OUT)
+    return index, token, end, position, length, row, head
+
+
+@_kernel
+def _blocks(table, start, length, blocks, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The blocks of the cache that hold the positions from ``start`` on, every thread all of them; ``blocks``, where
+    there is none, for what lies past the row's length."""
+    N: gl.constexpr = _COLUMNS // BLOCK
+    n = gl.arange(0, N, layout=gl.BlockedLayout([N], [32], [1], [0]))
+    return gl.load(table + start // BLOCK + n, start + n * BLOCK < length, blocks)
+
+
+@_kernel
+def _one_of(values, place):  # type: ignore[no-untyped-def]
+    n = gl.arange(0, values.shape[0], layout=values.type.layout)
+    return gl.sum(gl.where(n == place, values, 0), 0)
+
+
+@_kernel
+def _gather(  # type: ignore[no-untyped-def]
+    source, wanted, left, head, pieces, full, empty, tail, tails, queue, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+    VALUES: gl.constexpr,
+):  # fmt: skip
+    """Have the keys or values in the blocks ``wanted`` brought to place ``queue`` of the ring, when that is free.
+
+    ``left``: how many of their positions, and of those behind, the row has. ``tails``: how many blocks of values were
+    cleared at their end so far; returned with this one.
+    """
+    N: gl.constexpr = _COLUMNS // BLOCK
+    HALVES: gl.constexpr = pieces.shape[0] // (SLOTS * N)
+    PIECE: gl.constexpr = source.block_type.nbytes
+    slot = queue % SLOTS
+    first = slot * (N * HALVES)
+    mbarrier.wait(empty.index(slot), (queue // SLOTS & 1) ^ 1)
+    cleared = -1
+    if VALUES:
+        over = left % BLOCK
+        if (left < _COLUMNS) & (over > 0):
+            cleared = left // BLOCK
+            block = _one_of(wanted, cleared)
+            mbarrier.expect(tail, HALVES * PIECE)
+            for half in gl.static_range(HALVES):
+                piece = pieces.index(first + half * N + cleared)
+                tma.async_copy_global_to_shared(source, [block, head, 0, half * _HALF], tail, piece)
+            mbarrier.wait(tail, tails & 1)
+            tails += 1
+            L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 4, 8], [1, 1, 1, 1], [3, 2, 1, 0])
+            row = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+            owned = (row < over)[None, None, :, None]
+            for half in gl.static_range(HALVES):
+                piece = pieces.index(first + half * N + cleared)
+                x = piece.load(L)
+                piece.store(gl.where(owned, x, gl.zeros_like(x)))
+            fence_async_shared()
+            gl.thread_barrier()
+    mbarrier.expect(full.index(slot), N * HALVES * PIECE, pred=cleared < 0)
+    if VALUES:
+        mbarrier.expect(full.index(slot), (N - 1) * HALVES * PIECE, pred=cleared >= 0)
+    for n in gl.static_range(N):
+        block = _one_of(wanted, n)
+        for half in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                source, [block, head, 0, half * _HALF], full.index(slot), pieces.index(first + half * N + n),
+                pred=cleared != n,
+            )  # fmt: skip
+    return tails
+
+
+@_kernel
+def _gather_pairs(  # type: ignore[no-untyped-def]
+    k, v, table, wanted, start, length, head, blocks, number, pieces, full, empty, tail, tails, queue,
+    BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """``number`` times the keys before position ``start`` and the values from it on, which are in ``wanted``."""
+    for _ in range(number):
+        before = _blocks(table, start - _COLUMNS, length, blocks, BLOCK)
+        _gather(k, before, length, head, pieces, full, empty, tail, tails, queue, BLOCK, SLOTS, False)
+        tails = _gather(
+            v, wanted, length - start, head, pieces, full, empty, tail, tails, queue + 1, BLOCK, SLOTS, True
+        )
+        wanted = before
+        start -= _COLUMNS
+        queue += 2
+    return wanted, start, tails, queue
+
+
+@_kernel
+def _fetch(  # type: ignore[no-untyped-def]
+    q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts, lengths, count, tiles,
+    work, blocks, table_b, share, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+    SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """What the copying warp does: chooses tiles, tells the others, and keeps the ring full."""
+    QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
+    queue = 0
+    told = 0
+    tails = 0
+    index, token, end, position, length, row, head = _seek(
+        gl.program_id(0), counter, starts, lengths, count, tiles, work, share, QUERIES, SHARED_OUT
+    )
+    while index < work:
+        buffer = told % 2
+        mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
+        _note(plan, 8 * buffer, token)
+        _note(plan, 8 * buffer + 1, end)
+        _note(plan, 8 * buffer + 2, position)
+        _note(plan, 8 * buffer + 3, length)
+        _note(plan, 8 * buffer + 4, head)
+        mbarrier.expect(q_full.index(buffer), _PARTS * q.block_type.nbytes)
+        for part in gl.static_range(_PARTS):
+            tma.async_copy_global_to_shared(
+                q, [token + part * (_ROWS // GROUP), head * GROUP, 0], q_full.index(buffer),
+                q_tiles.index(buffer * _PARTS + part),
+            )  # fmt: skip
+        _, _, _, high = _reach(position, 0, length, 0, QUERIES, _COLUMNS, True, False)
+        table = tables + row * table_b
+        limit = length
+        kv_head = head
+        start = (high - 1) * _COLUMNS
+        wanted = _blocks(table, start, limit, blocks, BLOCK)
+        _gather(k, wanted, limit, kv_head, pieces, full, empty, tail, tails, queue, BLOCK, SLOTS, False)
+        early = gl.maximum(high - 1 - AHEAD, 0)
+        wanted, start, tails, queue = _gather_pairs(
+            k, v, table, wanted, start, limit, kv_head, blocks, early, pieces, full, empty, tail, tails, queue + 1,
+            BLOCK, SLOTS,
+        )  # fmt: skip
+        index, token, end, position, length, row, head = _seek(
+            _following(counter, work, SHARED_OUT), counter, starts, lengths, count, tiles, work, share, QUERIES,
+            SHARED_OUT,
+        )  # fmt: skip
+        wanted, start, tails, queue = _gather_pairs(
+            k, v, table, wanted, start, limit, kv_head, blocks, high - 1 - early, pieces, full, empty, tail, tails,
+            queue, BLOCK, SLOTS,
+        )  # fmt: skip
+        tails = _gather(v, wanted, limit - start, kv_head, pieces, full, empty, tail, tails, queue, BLOCK, SLOTS, True)
+        queue += 1
+        told += 1
+    buffer = told % 2
+    mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
+    _note(plan, 8 * buffer + 4, -1)
+    mbarrier.arrive(q_full.index(buffer))
+
+
+@_kernel
+def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
+    """Wait for the next tile: (first token, end of its row's, its position, length, key head), -1 if there is none."""
+    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    buffer = done % 2
+    mbarrier.wait(q_full.index(buffer), done // 2 & 1)
+    token = gl.max(plan.index(8 * buffer).load(ALL), 0)
+    end = gl.max(plan.index(8 * buffer + 1).load(ALL), 0)
+    position = gl.max(plan.index(8 * buffer + 2).load(ALL), 0)
+    length = gl.max(plan.index(8 * buffer + 3).load(ALL), 0)
+    head = gl.max(plan.index(8 * buffer + 4).load(ALL), 0)
+    return token, end, position, length, head
+
+
+@_kernel
+def _attend(  # type: ignore[no-untyped-def]
+    part: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H: gl.constexpr,
+    GROUP: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """What a warpgroup does: 64 rows of every tile."""
+    D: gl.constexpr = q_tiles.shape[3]
+    QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLUMNS, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    zero = gl.zeros([_ROWS, _COLUMNS], gl.float32, S)
+    queue = 0
+    done = 0
+    token, end, position, length, head = _planned(plan, q_full, done)
+    while head >= 0:
+        q = q_tiles.index(done % 2 * _PARTS + part).reshape((_ROWS, D))
+        _, _, high_full, high = _reach(position, 0, length, 0, QUERIES, _COLUMNS, True, False)
+        i = position + (part * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, S))) // GROUP
+        acc = gl.zeros([_ROWS, D], gl.float32, O)
+        m = gl.full([_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+        l = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, S))
+        queue_end = queue + 2 * high
+        slot = queue % SLOTS
+        mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+        s = warpgroup_mma(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, (s,))
+        mbarrier.arrive(empty.index(slot))
+        s = _mask(s, i, (high - 1) * _COLUMNS, length, 0, True, False)
+        soft, m, l, _ = _softmax(s, m, l, scale2, True)
+        p = gl.convert_layout(soft.to(q.dtype), P)
+        queue += 1
+        mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
+        # A tile may begin anywhere, so the block before the last may need a mask as well.
+        acc, p, m, l, queue = _walk(
+            acc, p, m, l, queue, queue_end, high_full, high - 1, q, ring, full, empty, i, 0, length, 0, scale2, SLOTS,
+            True, False, True, S, P,
+        )  # fmt: skip
+        acc, p, m, l, queue = _walk(
+            acc, p, m, l, queue, queue_end, 0, gl.minimum(high_full, high - 1), q, ring, full, empty, i, 0, length, 0,
+            scale2, SLOTS, True, False, False, S, P,
+        )  # fmt: skip
+        mbarrier.arrive(q_empty.index(done % 2))
+        slot = queue % SLOTS
+        mbarrier.wait(full.index(slot), queue // SLOTS & 1)
+        acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(empty.index(slot))
+        queue += 1
+        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+        r = part * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORE))
+        mine = token + r // GROUP
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, STORE))
+        at = out + mine[:, None].to(gl.int64) * (H * D) + (head * GROUP + r % GROUP)[:, None] * D + d[None, :]
+        gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), (mine < end)[:, None] & (d >= 0)[None, :])
+        done += 1
+        token, end, position, length, head = _planned(plan, q_full, done)
+
+
+@partial(_kernel, sizes=("count", "tiles", "work", "blocks", "table_b", "share"))
+def prefill_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2,
+    H: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """q describes ``[T, H, d]`` in boxes of 64 rows, k and v the caches in boxes of a block and half a head.
+
+    Program n begins with piece n of ``work`` = tiles * K, and if SHARED_OUT takes its next ones from ``counter``, which
+    starts at 0.
+    """
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    D: gl.constexpr = q.block_shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2 * _PARTS, _ROWS // GROUP, GROUP, D], q.layout)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, _COLUMNS, 1, D], LAYOUT)
+    pieces = ring._reinterpret(DTYPE, [SLOTS * (_COLUMNS // BLOCK) * (D // _HALF), 1, 1, BLOCK, _HALF], k.layout)
+    plan = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(q_full.index(buffer), count=1)
+        mbarrier.init(q_empty.index(buffer), count=_PARTS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=_PARTS)
+    mbarrier.init(tail, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend, (0, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, SLOTS)),
+            (_attend, (1, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, SLOTS)),
+            (_fetch, (q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts,
+                      lengths, count, tiles, work, blocks, table_b, share, GROUP, BLOCK, SLOTS, SHARED_OUT, AHEAD)),
+        ],
+        [4, 1],
+        [232, 40],  # registers of a thread that computes, and of one that fetches
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launcher
+
+
+def _layout(rank: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def refusal(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+) -> str | None:
+    """Why this kernel does not take these inputs, or None."""
+    group = q.shape[1] // k_cache.shape[1]
+    block = k_cache.shape[2]
+    reason = device_refusal()
+    if not reason and batch.decodes_only(len(q)):
+        reason = "rows of one query are for the decode kernel"
+    if not reason and window is not None:
+        reason = "it attends without a window"
+    if not reason and not (q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)):
+        reason = f"it takes bfloat16 or float16, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
+    if not reason and (q.shape[2] not in HEAD_DIMS or group & (group - 1) or group > ROWS):
+        reason = f"it takes heads of {HEAD_DIMS} that share key heads by a power of two, not {group} of {q.shape[2]}"
+    if not reason and (block & (block - 1) or not 8 <= block <= COLUMNS):
+        reason = f"it takes blocks of 8 to {COLUMNS} tokens, a power of two, not of {block}"
+    if not reason and any(
+        t.stride(-1) != 1 or t.data_ptr() % 16 or any(s % 8 or s <= 0 for s in t.stride()[:-1])
+        for t in (q, k_cache, v_cache)
+    ):
+        reason = "it takes tensors whose rows begin at multiples of 16 bytes"
+    return reason
+
+
+def prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, longest: int,
+    scale: float, out: Tensor,
+) -> None:  # fmt: skip
+    """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``.
+
+    Arguments as ``PagedBatch`` has them; ``longest``: a bound of the lengths.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    tokens, heads, d = q.shape
+    blocks, kv_heads, block, _ = k_cache.shape
+    group = heads // kv_heads
+    tiles = tokens * group // (PARTS * ROWS) + len(lengths)
+    work = tiles * kv_heads
+    # Little work needs no counter, which would have to be cleared by a launch of its own.
+    units = multiprocessors(q.device)
+    programs = work if work <= 2 * units else units
+    shared_out = work > programs
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared_out else lengths  # else not looked at
+    # Key heads are worked on so many at a time: keys and values of 16 MB together leave most of the L2 cache free.
+    fit = max(1, 2**24 // (4 * d * max(1, longest)))
+    share = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)
+    prefill_kernel[(programs,)](
+        TensorDescriptor.from_tensor(q, [ROWS // group, group, d], _layout(3)),
+        TensorDescriptor.from_tensor(k_cache, [1, 1, block, HALF], _layout(4)),
+        TensorDescriptor.from_tensor(v_cache, [1, 1, block, HALF], _layout(4)),
+        out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), share,
+        scale * LOG2E, H=heads, GROUP=group, BLOCK=block, SLOTS=512 // d, SHARED_OUT=shared_out, AHEAD=AHEAD,
+        num_warps=4, maxnreg=MAX_REGISTERS[PARTS],
+    )  # fmt: skip
+
+
+def kernels() -> Sequence[Kernel]:
+    """For ahead-of-time compilation."""
+    if gluon is None:
+        return []
+    made = []
+    for d, group, block in ((128, 4, 16), (64, 4, 16)):
+        tensors = {"q": f"tensordesc<bf16[{ROWS // group}, {group}, {d}],{_layout(3)!r}>"}
+        tensors |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[1, 1, {block}, {HALF}],{_layout(4)!r}>")
+        pointers = {"out": "*bf16", **dict.fromkeys(("counter", "tables", "starts", "lengths"), "*i32")}
+        ints = dict.fromkeys(("count", "tiles", "work", "blocks", "table_b", "share"), "i32")
+        sizes = {"H": 32, "GROUP": group, "BLOCK": block, "SLOTS": 512 // d}
+        made.append(
+            Kernel(
+                name=f"prefill_hopper_{d}",
+                function=prefill_kernel,
+                arguments={**tensors, **pointers, "scale2": "fp32", **ints},
+                constants={**sizes, "SHARED_OUT": True, "AHEAD": AHEAD},
+                targets=("sm_90",),
+                options={"maxnreg": MAX_REGISTERS[PARTS]},
+            )
+        )
+    return made

@@ -1,0 +1,75 @@
+"""What the Triton kernels of paged attention share: a tile of keys and values out of the cache, and a walk over many.
+
+The arithmetic is in ``paged_attention.py``; ``queries`` ``[BM, DP]`` all read the same key head. ``oldest`` and
+``high`` bound the positions that some of them see; ``position`` is the one that each query has.
+"""
+
+from __future__ import annotations
+
+from ...lang.jit import kernel, tl
+from ...lang.tiles import dot
+
+
+@kernel
+def walk(  # type: ignore[no-untyped-def]
+    queries, k_cache, v_cache, table, block, first, end, oldest, high, position, acc, m, l, kv_head, scale2, window,
+    cache_b, cache_k,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """(acc, m, l) with the tiles that begin at ``first``, ``first + BN``, ... before ``end``.
+
+    ``block``: where the first tile's positions lie; those of the next are loaded a tile ahead.
+    """
+    n = tl.arange(0, BN)
+    for start in range(first, end, BN):
+        j = start + n
+        this = block
+        block = tl.load(table + tl.minimum(j + BN, end - 1) // BLOCK)
+        acc, m, l = attend(
+            queries, k_cache, v_cache, this, j, oldest, high, position, acc, m, l, kv_head, scale2, window, cache_b,
+            cache_k, D, DP, BLOCK, WINDOW, MASK,
+        )  # fmt: skip
+    return acc, m, l
+
+
+@kernel
+def attend(  # type: ignore[no-untyped-def]
+    queries, k_cache, v_cache, block, j, oldest, high, position, acc, m, l, kv_head, scale2, window, cache_b, cache_k,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values, at the positions ``j``, in the cache's blocks ``block``: (acc, m, l) with it.
+
+    Without MASK every query sees all of them, and they all exist.
+    """
+    d = tl.arange(0, DP)
+    at = block.to(tl.int64) * cache_b + kv_head * cache_k + (j % BLOCK) * D
+    owned = (j < high) & (j >= oldest)
+    inside = (d < D)[None, :]
+    if MASK:
+        inside = owned[:, None] & inside
+    keys = _load(k_cache + at[:, None] + d[None, :], inside, MASK or D < DP)
+    s = dot(queries, keys.to(queries.dtype).T, tl.zeros((queries.shape[0], j.shape[0]), tl.float32))
+    if MASK:
+        seen = owned[None, :] & (j[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (j[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, -float("inf"))
+    new_m = tl.maximum(m, tl.max(s, 1) * scale2)
+    shift = new_m
+    if MASK:
+        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+    p = tl.exp2(s * scale2 - shift[:, None])
+    fade = tl.exp2(m - shift)
+    l = l * fade + tl.sum(p, 1)
+    values = _load(v_cache + at[:, None] + d[None, :], inside, MASK or D < DP)
+    acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
+    return acc, new_m, l
+
+
+@kernel
+def _load(at, inside, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    if MASK:
+        tile = tl.load(at, inside, 0.0)
+    else:
+        tile = tl.load(at)
+    return tile

@@ -1,0 +1,157 @@
+r"""Vector add, the teaching example: every part that an operator file has, at its smallest.
+
+    z = x + y            dL/dx = dL/dz        dL/dy = dL/dz
+
+Shapes: x, y and the result of one shape, any number of dimensions, one dtype.
+
+A GPU runs many *programs* of one kernel. Program p of this one owns elements ``[p * BLOCK, (p + 1) * BLOCK)``: it makes
+their indices with ``arange``, masks those past the end, loads two tiles, adds, stores one. That is a *tile*: a block of
+values that lives in the registers of the threads of one program. With 128 threads and BLOCK = 1024 a thread holds 8
+neighbours, 16 bytes of bfloat16, which is the widest access that a GPU has.
+
+Bound by bytes: one FLOP an element against two reads and one write, 1 / (3 * 2) FLOPs per byte in bfloat16.
+No cleverness can help but to keep enough loads in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..lang import cuda
+from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
+from ..numerics import sample
+from ..peers import compiled
+from ..registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from ..tuning import Config, choose, flat_rule
+
+
+def reference(x: Tensor, y: Tensor) -> Tensor:
+    """x, y of one shape -> their sum."""
+    return x + y
+
+
+@kernel
+def _add_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < n
+    x = tl.load(x_ptr + index, mask=inside).to(tl.float32)
+    y = tl.load(y_ptr + index, mask=inside).to(tl.float32)
+    tl.store(z_ptr + index, x + y, mask=inside)
+
+
+def triton_add(x: Tensor, y: Tensor, *, config: Config | None = None) -> Tensor:
+    """``reference`` by ``_add_kernel``; copies strided inputs. ValueError if shapes or dtypes differ."""
+    require("vector_add", x, y)
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(
+            f"vector_add: shapes and dtypes must agree; got {list(x.shape)} {x.dtype}, {list(y.shape)} {y.dtype}"
+        )
+    x, y = x.contiguous(), y.contiguous()
+    z = torch.empty_like(x)
+    n = x.numel()
+    if n:
+        knobs = config or choose("vector_add", n, x.device, flat_rule)
+        _add_kernel[(-(-n // knobs["block"]),)](x, y, z, n, BLOCK=knobs["block"], num_warps=knobs["warps"])
+    return z
+
+
+def cuda_add(x: Tensor, y: Tensor) -> Tensor:
+    """``vector_add.cu``: float32 on an NVIDIA GPU, as ``reference``; copies strided inputs."""
+    x, y = cuda.aligned(x), cuda.aligned(y)
+    z = torch.empty_like(x)
+    cuda.launcher("vector_add", "transect_vector_add")(x, y, z, x.numel())
+    return z
+
+
+@torch.library.custom_op("transect::vector_add", mutates_args=())
+def vector_add(x: Tensor, y: Tensor) -> Tensor:
+    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    return triton_add(x, y) if runs_triton(x, y) else reference(x, y)
+
+
+@vector_add.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return grad, grad.clone()
+
+
+vector_add.register_autograd(_backward)
+
+
+def cost(x: Tensor, y: Tensor) -> Cost:
+    """One FLOP an element."""
+    return Cost(x.numel(), x.nbytes + y.nbytes, x.nbytes)
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    made = [{"x": sample(*shape), "y": sample(*shape, seed=1)} for shape in ((5000,), (3, 5, 7), (1,), (0,), (4, 0))]
+    return [*made, {"x": torch.tensor([3e38, -3e38, 1e-38]), "y": torch.tensor([-1e38, 1e38, 1e-38])}]
+
+
+def _peer(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def _cases() -> Sequence[Case]:
+    def case(name: str, rows: int, width: int, only: tuple[str, ...]) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            x, y = torch.randn(2, rows, width, device=device, dtype=torch.bfloat16, generator=generator)
+            return {"x": x, "y": y}
+
+        return Case(f"residual of {name}, {rows} tokens", make, only=only)
+
+    made = [case(shapes.LLAMA_8B.name, shapes.rows_for_bytes(2 * shapes.LLAMA_8B.dim), shapes.LLAMA_8B.dim, ())]
+    for name, model in shapes.by_size(lambda model: model.dim):
+        made += [case(name, rows, model.dim, ("triton", "torch")) for rows in shapes.DECODE_ROWS]
+    return made
+
+
+def _kernels() -> Sequence[Kernel]:
+    arguments = {"x_ptr": "*bf16", "y_ptr": "*bf16", "z_ptr": "*bf16", "n": "i32"}
+    return [Kernel("add", _add_kernel, arguments, {"BLOCK": 2048}, divisible=("n",))]
+
+
+register(
+    Op(
+        name="vector_add",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "triton": Implementation(
+                "triton", available(triton_add), TRITON_TARGETS, batch_invariant=True, autograd=lambda: vector_add
+            ),
+            "cuda": Implementation(
+                "cuda",
+                cuda.available("vector_add", cuda_add),
+                cuda.CUDA_TARGETS,
+                batch_invariant=True,
+                dtypes=("float32",),
+                source="vector_add.cu",
+            ),
+        },
+        examples=_examples,
+        peers={"torch": _peer, "torch.compile": compiled(_peer)},
+        differentiable=("x", "y"),
+        cases=_cases,
+        kernels=_kernels,
+        knobs=[
+            Knobs(
+                "vector_add",
+                {"block": (1024, 2048, 4096, 8192), "warps": (4, 8)},
+                flat_rule,
+                triton_add,
+                dict,
+                lambda inputs: inputs["x"].numel(),
+            )
+        ],
+    )
+)

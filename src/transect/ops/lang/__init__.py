@@ -1,0 +1,10 @@
+"""How kernels are written, compiled and found.
+
+* ``jit.py``         where Triton kernels run: a GPU, the interpreter, or nowhere; dependent launch
+* ``tiles.py``       what Triton kernels on tiles share
+* ``philox.py``      random numbers from counters, the same on every device
+* ``cuda_build.py``  builds the ``.cu`` files with nvcc; ``cuda.py`` calls them through ctypes
+* ``collecting.py``  finds the Triton kernels that some work needs without launching one
+* ``parts.cuh``      compiles a source in parts; ``hopper.cuh``: Hopper's copies and barriers;
+  ``few_rows.cuh``: what the kernels of a decode step share
+"""

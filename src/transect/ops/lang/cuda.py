@@ -1,0 +1,148 @@
+"""CUDA C++ launchers as plain functions: the libraries that ``cuda_build.py`` makes, loaded with ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..registry import Unavailable
+from .cuda_build import CUDA_TARGETS as CUDA_TARGETS
+from .cuda_build import build, check, library_path
+
+_skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=False)
+
+
+@contextmanager
+def skipped() -> Iterator[None]:
+    """Within, what ``bind`` made launches nothing, and says that all is well: nobody waits for nvcc."""
+    token = _skipping.set(True)
+    try:
+        yield
+    finally:
+        _skipping.reset(token)
+
+
+def _target() -> str:
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise Unavailable("CUDA C++ kernels need an NVIDIA GPU")
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def library(name: str) -> ctypes.CDLL:
+    """``NAME.cu``, built for torch's current GPU (once, kept in the user's cache) and loaded.
+
+    Raises:
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+    """
+    return _load(name, _target())
+
+
+@cache
+def _load(name: str, target: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build(name, target)))
+
+
+def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
+    """A launcher of ``NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
+    arguments by letter: p pointer, i int, l long long, f float.
+
+    Raises:
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+    """
+    target = _target()
+    if not library_path(name, target).exists():
+        check(target)
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong, "f": ctypes.c_float}
+    found: list[Callable[..., int]] = []
+
+    def call(*arguments: int | float) -> int:
+        if _skipping.get():
+            return 0
+        if found:
+            return found[0](*arguments)
+        function = getattr(_load(name, target), symbol)
+        function.argtypes = [kinds[letter] for letter in signature]
+        function.restype = ctypes.c_int
+        found.append(cast(Callable[..., int], function))
+        return found[0](*arguments)
+
+    return call
+
+
+def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device | None) -> Callable[..., int]:
+    """As ``bind``, of a source for sm_90 alone, for who makes memory of its own for the launches on ``device``.
+
+    Raises:
+        Unavailable: not a Hopper GPU, or as ``bind``.
+        RuntimeError: within a CUDA graph capture, where that memory would be the graph's.
+    """
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise Unavailable(f"{name}.cu needs an NVIDIA GPU (sm_90)")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        raise Unavailable(f"{name}.cu is for sm_90 only")
+    launch = bind(name, symbol, signature)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name}.cu: run the operator once before capturing it in a CUDA graph")
+    return launch
+
+
+def launcher(name: str, symbol: str) -> Callable[..., None]:
+    """``extern "C"`` function ``symbol`` of ``NAME.cu``, built for torch's current GPU.
+
+    Tensors become pointers, and the current stream is added.
+
+    Raises:
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+
+    Raises (when called):
+        RuntimeError: the launcher refused the shape (-1) or CUDA reported an error.
+    """
+    return _launcher(name, symbol, _target())
+
+
+@cache
+def _launcher(name: str, symbol: str, target: str) -> Callable[..., None]:
+    function = getattr(_load(name, target), symbol)
+
+    def value(a: Tensor | int | float) -> Any:
+        if isinstance(a, Tensor):
+            return ctypes.c_void_p(a.data_ptr())
+        return ctypes.c_double(a) if isinstance(a, float) else ctypes.c_longlong(a)
+
+    def call(*arguments: Tensor | int | float) -> None:
+        # A 64-bit integer is also read rightly as a 32-bit one in a register or on the stack; a float is a C double.
+        values = [value(a) for a in arguments]
+        code = function(*values, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        if code:
+            raise RuntimeError(f"{symbol} of {name}.cu returned {code}" + (": not a shape it takes" * (code == -1)))
+
+    return call
+
+
+def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """What ``Implementation.load`` of a CUDA C++ implementation is: builds ``NAME.cu``, then gives ``call``.
+
+    Raises (when called):
+        Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
+    """
+
+    def load() -> Callable[..., Any]:
+        library(name)
+        return call
+
+    return load
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x`` contiguous and beginning at a multiple of 16 bytes, which is what the kernels read at a time; copied if it
+    is not."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -1,0 +1,215 @@
+"""The CUDA C++ sources of ``ops/``: found, and built with nvcc for one device. No torch here.
+
+Every ``.cu`` file is complete in itself: kernels, and ``extern "C"`` launchers on raw pointers.
+So nvcc alone compiles them, with no torch headers, and ctypes is all the binding that they need (``cuda.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from ...hardware.cache import cache_folder
+from ...hardware.cores import usable_cores
+from ..registry import Unavailable
+
+SOURCES = Path(__file__).parent.parent
+"""The folder ``ops``; a source stands in the family of its operator, and its name is unique."""
+CUDA_TARGETS = ("sm_80", "sm_90")
+TOOLKIT = "/usr/local/cuda"
+"""Where NVIDIA's installers put it."""
+WHOLE = ("-shared", "--split-compile=0")
+"""For a library in one piece; its kernels are optimized by as many threads as there are cores (CUDA 12.1)."""
+_LAUNCHER = re.compile(r'^extern "C" int (\w+)\(([^)]*)\)', re.MULTILINE)
+_PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
+
+
+def sources() -> list[Path]:
+    """All CUDA C++ files, whatever their family."""
+    return sorted(SOURCES.rglob("*.cu"))
+
+
+def source(name: str) -> Path:
+    """The one file called ``name`` (``gelu.cu``, ``hopper.cuh``).
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next(SOURCES.rglob(name), None)
+    if found is None:
+        raise ValueError(f"no CUDA C++ source is called {name}; there are: {', '.join(p.name for p in sources())}")
+    return found
+
+
+def architecture(target: str) -> str:
+    """``90a`` for ``sm_90``: Hopper's own instructions (wgmma, TMA) are only in its ``a`` variant."""
+    number = target.removeprefix("sm_")
+    return "90a" if number == "90" else number
+
+
+def find_nvcc() -> str:
+    """The compiler on the PATH, else in ``$CUDA_HOME``, ``$CUDA_PATH`` or where the CUDA toolkit is installed.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT]
+    folders = [os.environ.get("PATH", ""), *(f"{toolkit}/bin" for toolkit in toolkits if toolkit)]
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    if found is None:
+        raise Unavailable("CUDA C++ kernels need nvcc: install the CUDA toolkit, and set CUDA_HOME to its folder")
+    return found
+
+
+def check(target: str) -> None:
+    """Raise where libraries for ``target`` cannot be built, which takes a fraction of a second to see.
+
+    Raises:
+        Unavailable: there is no nvcc, or one that does not know the target or our options, or does not get along with
+            the host's C++ compiler or the GPU driver, or there is no place to keep them.
+    """
+    if reason := _hindrance(find_nvcc(), target, library_folder()):
+        raise Unavailable(reason)
+
+
+@cache
+def _hindrance(nvcc: str, target: str, folder: Path) -> str:
+    """Why ``nvcc`` builds nothing for ``target`` in ``folder``, or ``""``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        where = "CUDA C++ kernels are kept where files cannot be written and locked"
+        return f"{where} ({error}): set TRANSECT_CACHE to another folder"
+    # To preprocess this takes the options, the target, and a host compiler that nvcc is content with.
+    trial = [nvcc, "-E", _code(target), *WHOLE, "-o", "/dev/null", "-x", "cu", "-"]
+    driver = _driver()
+    source = (
+        f"#if {driver} && __CUDACC_VER_MAJOR__ > {driver}\n#error newer than the GPU driver, of CUDA {driver}\n#endif\n"
+    )
+    done = subprocess.run(trial, input=source, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["nothing"]
+        said = next((line for line in lines if "error" in line or "fatal" in line), lines[-1])
+        return f"{nvcc} (12.1 or later is needed) builds no CUDA C++ kernels for {target}, it says {said!r}"
+    return ""
+
+
+def _driver() -> int:
+    """The CUDA version of the GPU driver, 12 for 12.4; 0 where there is none. It runs what an older nvcc has built."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value // 1000
+
+
+def _nvcc(arguments: list[str], source: Path, target: str) -> str:
+    """Run nvcc for ``target``; returns what it wrote to stderr."""
+    nvcc = find_nvcc()
+    done = subprocess.run([nvcc, "-O3", "-std=c++17", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{source.name} does not compile for {target}:\n{done.stderr}")
+    return done.stderr
+
+
+def _code(target: str) -> str:
+    number = architecture(target)
+    return f"-gencode=arch=compute_{number},code=sm_{number}"
+
+
+def compile_source(source: Path, target: str, output: Path) -> str:
+    """Compile to a cubin for ``target`` (``sm_80``, ``sm_90``); returns ptxas's report of registers, spills and shared
+    memory.
+
+    Raises:
+        Unavailable: there is no nvcc.
+        RuntimeError: the source does not compile; the message is the compiler's.
+    """
+    return _nvcc([_code(target), "-Xptxas", "-v", "-cubin", "-o", str(output), str(source)], source, target)
+
+
+def compile_library(source: Path, target: str, output: Path) -> None:
+    """Compile to a shared library.
+
+    A source that says ``#define TRANSECT_PARTS n`` is compiled in up to n parts at once (``parts.cuh``), one for every
+    two cores, because somebody waits for it. Errors as in ``compile_source``.
+    """
+    text = source.read_text()
+    wanted = _PARTS.search(text)
+    parts = min(int(wanted[1]), usable_cores() // 2) if wanted else 1
+    code = [_code(target), "-Xcompiler", "-fPIC"]
+    if parts <= 1:
+        _nvcc([*code, *WHOLE, "-o", str(output), str(source)], source, target)
+        return
+    launchers = _LAUNCHER.findall(text)
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [f"{folder}/{part}.o" for part in range(parts)]
+        asks = f"{folder}/launchers.cpp"
+        Path(asks).write_text("".join(_asks(name, parameters, parts) for name, parameters in launchers))
+
+        def compile_part(part: int) -> None:
+            named = [f"-DTRANSECT_PART={part}", f"-DTRANSECT_OF={parts}"]
+            named += [f"-D{name}={name}_{part}" for name, _ in launchers]
+            _nvcc([*code, *named, "-c", "-o", objects[part], str(source)], source, target)
+
+        with ThreadPoolExecutor(parts) as pool:
+            list(pool.map(compile_part, range(parts)))
+        _nvcc([*code, "-shared", "-o", str(output), asks, *objects], source, target)
+
+
+def _asks(name: str, parameters: str, parts: int) -> str:
+    """C++ of a launcher that asks those of all parts, until one's answer is not -1."""
+    arguments = ", ".join(re.findall(r"(\w+)\s*(?:,|$)", parameters))
+    lines = [f'extern "C" int {name}_{part}({parameters});' for part in range(parts)]
+    lines += [f'extern "C" int {name}({parameters}) {{', "  int code = -1;"]
+    lines += [f"  if (code == -1) code = {name}_{part}({arguments});" for part in range(parts)]
+    return "\n".join([*lines, "  return code;", "}", ""])
+
+
+def ptx_of(source: Path, target: str) -> str:
+    """The PTX of a source; errors as in ``compile_source``."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out.ptx"
+        _nvcc(["-ptx", f"-arch=compute_{architecture(target)}", "-o", str(output), str(source)], source, target)
+        return output.read_text()
+
+
+def library_folder() -> Path:
+    """In the user's cache."""
+    return cache_folder() / "cuda"
+
+
+def library_path(name: str, target: str) -> Path:
+    """Where the library of ``NAME.cu`` is kept in the user's cache; its name tells the source's version."""
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.cuh")))
+    digest = hashlib.sha256(source(f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
+    return library_folder() / f"{name}-{digest}-{target}.so"
+
+
+def build(name: str, target: str) -> Path:
+    """The library of ``NAME.cu``, built if it is not there yet: of several processes by one, the others wait.
+
+    Errors as in ``check`` and ``compile_source``.
+    """
+    output = library_path(name, target)
+    if not output.exists():
+        check(target)
+        with open(output.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not output.exists():
+                temporary = output.with_suffix(f".{os.getpid()}.tmp")
+                compile_library(source(f"{name}.cu"), target, temporary)
+                temporary.replace(output)
+    return output

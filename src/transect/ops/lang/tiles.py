@@ -1,0 +1,70 @@
+"""What the kernels on tiles share: descriptors, and a product of two tiles that also works in the interpreter.
+
+The interpreter holds bfloat16 as bit patterns and would multiply those, so it is given float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .jit import INTERPRETED, kernel, tl
+
+INTERPRETS = tl.constexpr(INTERPRETED) if tl is not None else INTERPRETED
+"""A compile-time constant inside kernels."""
+
+
+@kernel
+def after_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """With DEPENDENT_LAUNCH this launch began while the kernel before it still ran (dependent launch, Hopper): let the
+    next one begin likewise, then wait for the one before. Not in the interpreter, where DEPENDENT_LAUNCH is False."""
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@kernel
+def let_next_begin(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first half of ``after_previous``: between the halves only what the kernel before does not write is read."""
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@kernel
+def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The second half of ``after_previous``."""
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+
+
+@kernel
+def dot(a, b, acc):  # type: ignore[no-untyped-def]
+    """``acc + a @ b`` in float32; products of float32 inputs are not rounded to tf32."""
+    if INTERPRETS:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+def fits_descriptor(*matrices: Tensor) -> bool:
+    """Whether each matrix has one dimension of stride 1, the other's stride and the address being multiples of 16
+    bytes."""
+    return all(
+        min(t.stride()) == 1
+        and max(t.stride()) * t.element_size() % 16 == 0
+        and max(t.stride()) >= t.shape[t.stride().index(1)]
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
+        for t in matrices
+    )
+
+
+def describe(matrix: Tensor, rows: int, columns: int, *, transposed: bool = False) -> Any:
+    """A descriptor for bulk copies of ``rows`` x ``columns`` tiles; of the transpose where that is what memory
+    holds."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if transposed:
+        return TensorDescriptor.from_tensor(matrix.T, [columns, rows])
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])

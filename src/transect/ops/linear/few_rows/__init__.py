@@ -1,0 +1,8 @@
+"""Products of up to 256 rows, bound by the bytes of the weight.
+
+* ``small_matmul.py``  the operator, and which kernel runs
+* ``triton.py``        its Triton kernels
+* ``gluon.py``         small weights on Hopper, read before the input is there
+* ``cuda.py`` (``small_matmul.cu``)          up to 16 rows, or 32 of a small weight
+* ``hopper.py`` (``small_matmul_hopper.cu``) from 17 rows on Hopper
+"""

@@ -1,0 +1,217 @@
+"""``small_matmul.cu``: the product of 1 to 16 rows with a weight (32 of a small one), bfloat16, on NVIDIA GPUs.
+
+How it is cut up, by a rule or as measured, and its launcher; the arithmetic is in ``small_matmul.py``. With a gate (see
+``gate_up.py``) both halves of the product are in one launch; a norm may stand on either side (``stream_products.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...lang import cuda
+from ...lang.jit import multiprocessors
+from ...registry import Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class CudaTiling:
+    """How ``small_matmul.cu`` cuts a product up; the fields are the arguments of its launcher."""
+
+    columns: int
+    """Rows of W in a group, in sixteens."""
+    stages: int
+    per: int
+    """Sixteens of rows of W for a block."""
+    warps: int = 8
+    ranks: int = 1
+    """Blocks of a cluster that share K."""
+
+    def refusal(self, m: int, gated: bool = False) -> str | None:
+        """Why the kernels do not take this tiling for m rows of X, or None."""
+        if (self.columns, self.stages) not in KERNELS:
+            return f"no kernel of {self.columns} columns and {self.stages} stages is compiled"
+        if self.warps not in (4, 8) or not 1 <= self.ranks <= 8 or self.per < 1:
+            return "warps must be 4 or 8, ranks 1 to 8, and per at least 1"
+        if gated and self.ranks > 1:
+            return "with a gate it takes one rank"
+        taken = shared_bytes(self, m)
+        return None if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A norm's part that a product does besides, see ``stream_products.py``."""
+
+    residual: Tensor | None = None
+    """``[M, N]``: the stream that the result is added to; ``scale`` is then the next norm's weight ``[N]``."""
+    scale: Tensor | None = None
+    squares: Tensor | None = None
+    """``[M, K / 16]`` float32: of the stream that X is, times its norm's weight; the result is divided by its rms. (Of
+    the Triton kernels ``[M, any number]``: what counts there is their sum.)"""
+    eps: float = 0.0
+    """Of the norm of X."""
+
+    def refusal(self, x: Tensor, n: int, sixteens: bool = True) -> str | None:
+        """Why the kernels do not do this beside a product of x ``[M, K]`` with N = n, or None. ``sixteens``: squares
+        must be those of 16 neighbours each."""
+        m, k = x.shape
+        if self.residual is not None:
+            if self.scale is None or n % 16:
+                return "adding to a stream needs the next norm's weight, and N a multiple of 16"
+            if self.residual.shape != (m, n) or self.scale.shape != (n,):
+                return f"the stream must be [{m}, {n}] and the norm's weight [{n}]"
+            if not (self.residual.is_contiguous() and self.scale.is_contiguous()):
+                return "the stream and the norm's weight must be contiguous"
+            if self.residual.dtype != x.dtype or self.scale.dtype != x.dtype:
+                return "the stream and the norm's weight must have the dtype of X"
+        squares = self.squares
+        if squares is not None:
+            if squares.shape[:-1] != (m,):
+                return f"squares must be [{m}, ...]"
+            if sixteens and (k % 64 or squares.shape[1] != k // 16):
+                return f"squares must be [{m}, {k} / 16], and K a multiple of 64"
+            if squares.dtype != torch.float32 or not squares.is_contiguous():
+                return "squares must be float32 and contiguous"
+        return None
+
+
+CUDA_ROWS = 32
+"""Most rows of X that one block of ``small_matmul.cu`` takes; for more it reads W again."""
+SHARED = 227 * 1024
+"""Bytes of shared memory of a block on Hopper."""
+SHARED_OF = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): SHARED, (10, 0): SHARED, (10, 3): SHARED}
+"""By compute capability, of the GPUs whose blocks have enough."""
+
+
+KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4))
+"""(columns, stages) that are compiled, the better ones first."""
+
+
+@cache
+def choose_tiling(m: int, n: int, multiprocessors: int, shared: int = SHARED) -> CudaTiling:
+    """The best tiling whose blocks fit ``shared`` bytes of shared memory, by a rule from times on an H200 (no search).
+
+    Rows of W are dealt out evenly, so a block's share is a matter of N alone. Of the groups that it may be taken in,
+    the widest that leaves little of the last one empty is best; narrow groups read X more often from the L2 cache.
+    """
+    sixteens = -(-n // 16)
+    per = -(-sixteens // multiprocessors)
+    # Warps share K: as many for any number of rows, for one order of sums.
+    warps = 8 if shared_bytes(CudaTiling(1, 4, per), CUDA_ROWS) <= shared else 4
+    tilings = [CudaTiling(columns, stages, per, warps) for columns, stages in KERNELS if columns <= per]
+    fitting = [tiling for tiling in tilings if shared_bytes(tiling, m) <= shared]
+    return next(tiling for tiling in fitting if (-(-per // tiling.columns) * tiling.columns - per) * 16 <= per)
+
+
+def shared_bytes(tiling: CudaTiling, m: int) -> int:
+    """Shared memory of a block for ``m`` rows of X."""
+    tile = 8 if m <= 8 else 16 if m <= 16 else CUDA_ROWS
+    ring = tiling.warps * tiling.stages * (tiling.columns * 16 + min(m, tile)) * 128
+    turn = 32 * tiling.warps * tiling.ranks
+    sent = -(-min(m, tile) * tiling.per * 16 // turn) * turn if tiling.ranks > 1 else 0
+    return ring + 4 * (tiling.warps * tile * (tiling.columns * 16 + 4) + sent + tile) + 8
+
+
+def quicker(m: int, n: int, k: int) -> bool:
+    """Whether ``small_matmul.cu`` beat the Triton kernels at such a shape on an H200: always up to 16 rows, up to 32
+    for small weights. Above, X is read from the L2 cache about as often as W is from memory."""
+    return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192)
+
+
+def cuda_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """Why the CUDA kernels do not take these arguments, or None."""
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
+        return "they compute in bfloat16"
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return "x must be [M, K] and weight [N, K]"
+    if any(t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16 for t in (x, weight)) or x.shape[1] % 8:
+        return "they read 16 bytes at a time: K, the rows' strides and the addresses must be multiples of 16 bytes"
+    return None if x.shape[1] else "K is 0"
+
+
+class CudaRows:
+    """``small_matmul(x, weight, bias=None, *, dependent_launch=False, tiling=None)`` by ``small_matmul.cu``.
+
+    What a row gets is the same to the bit whatever the other rows are and however many: the order of its sum depends
+    on the weight's shape alone. Above 32 rows it reads W again for every 32 of them, from the L2 cache if it fits
+    there: 64 rows take 1.5 to 1.8 times as long as with cuBLAS (weights of 30 MB to 1 GB, one H200).
+
+    Raises:
+        Unavailable: no NVIDIA GPU, one whose blocks have too little shared memory, or no nvcc to build with.
+    """
+
+    def __init__(self) -> None:
+        self._launch = cuda.bind("small_matmul", "transect_small_matmul", "ppppiiill" + "i" * 6 + "pppppf" + "ip")
+        capability = torch.cuda.get_device_capability()
+        if capability not in SHARED_OF:
+            raise Unavailable(f"small_matmul.cu is for GPUs with 163 KB of shared memory for a block, not {capability}")
+        self._shared = SHARED_OF[capability]
+        self._dependent = capability >= (9, 0)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dependent_launch: bool = False,
+        tiling: CudaTiling | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]``; ``gated``: ``[M, N / 2]``, see ``gate_up.py``.
+
+        ``dependent_launch``: W may be read before the kernel before this one on the stream has ended, so that one must
+        not write W. (On Hopper a launch always begins before the last one ends; only with ``dependent_launch`` does it
+        read anything then.)
+
+        Raises:
+            ValueError: see ``cuda_refusal`` and ``CudaTiling.refusal``; with a gate N must be a multiple of 16, and no
+            bias. RuntimeError: the launch failed.
+        """
+        return self.beside(x, weight, bias, Beside(), dependent_launch=dependent_launch, tiling=tiling, gated=gated)[0]
+
+    def beside(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Beside,
+        *,
+        dependent_launch: bool = False,
+        tiling: CudaTiling | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As a call, with a norm beside the product: (result, scaled, squares), the last two as in
+        ``stream_products.Stream``, or None where the result is not added to a stream.
+
+        Errors as there, and ``ValueError`` where ``norm.refusal``.
+        """
+        (m, k), n = x.shape, weight.shape[0]
+        if reason := norm.refusal(x, n):
+            raise ValueError(f"small_matmul.cu: {reason}")
+        out = x.new_empty((m, n // 2 if gated else n))
+        scaled = squares = None
+        if norm.residual is not None:
+            scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // 16), dtype=torch.float32)
+        if out.numel() == 0:
+            return out, scaled, squares
+        tiling = tiling or choose_tiling(m, n, multiprocessors(x.device), self._shared)
+        norms = (norm.residual, norm.scale, scaled, squares, norm.squares)
+        code = self._launch(
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
+            x.stride(0), weight.stride(0), tiling.columns, tiling.stages, tiling.warps, tiling.per, tiling.ranks,
+            int(gated), *(0 if t is None else t.data_ptr() for t in norms), norm.eps,
+            (2 if dependent_launch else 1) if self._dependent else 0, torch.cuda.current_stream(x.device).cuda_stream,
+        )  # fmt: skip
+        if code:
+            reason = cuda_refusal(x, weight, bias) or tiling.refusal(m, gated)
+            if gated and (n % 16 or bias is not None or norm.residual is not None):
+                reason = reason or "with a gate N must be a multiple of 16, and it takes no bias and no residual"
+            if reason:
+                raise ValueError(f"small_matmul.cu: {reason}")
+            raise RuntimeError(f"small_matmul.cu: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
+        return out, scaled, squares

@@ -1,0 +1,402 @@
+"""Product of 33 to 256 rows with a small weight on Hopper, whose weights are there before its input is: in Gluon.
+
+    Y = X W^T + b        or, with a gate,        Y = silu(X V^T) * (X U^T), W being V above U
+
+Shapes: x ``[M, K]``, weight ``[N, K]``, bias ``[N]``, result ``[M, N]`` (with a gate ``[M, N / 2]``, no bias), all
+bfloat16; float32 inside.
+A norm may stand on either side, as in ``stream_products.py``.
+
+Bound by bytes, but in a decode step of a small model a launch is over in some 5 us, of which memory works for one or
+two: before, the launch waits for the kernel that makes X, and then for its first weights. So every program asks for
+all the weights of its tile, before it waits for that kernel; what it waits for afterwards is X, which comes from the L2
+cache. Its k are as many as its shared memory holds weights for: a tile's columns, and how many programs share its k,
+are chosen so that they fit. X goes through buffers of its own, of which there should be as many as there is room.
+
+Programs that share a tile's k leave their sums in memory, and the one with the last part adds them up, in the order of
+the parts: so the bits are the same in every run. Numbers on their way are written over a pattern of bits that no sum
+has (arithmetic makes no such NaN). The reader sees which are there, and leaves the pattern behind; a thread's numbers
+are for the same thread of the other program. There is no fence and no counter to wait for: a layer of Qwen3-0.6B with
+64 rows, of which two launches share k, takes 83.1 us instead of 85.4 (one H200). Programs of earlier parts begin
+earlier, so whoever waits has somebody to wait for.
+
+From 128 rows on these products take more arithmetic than waiting, and there the Triton kernels are as quick or quicker.
+Every program reads all of its rows of X from the L2 cache, so fewer and larger tiles were better than one for each
+multiprocessor. Loops stay loops because half the machine code was a little quicker in a chain of layers.
+Lost (H200, 64 rows): while a product waits, having the L2 cache fetch keys and values of the next layer; the norms of
+heads, rotary and the cache's update as the end of the product for q, k and v, its k shared out over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import INTERPRETED, next_power_of_2, triton
+from ...lang.tiles import fits_descriptor
+from ...registry import Kernel
+from .cuda import SHARED, Beside
+
+gluon: Any
+gl: Any
+mbarrier: Any
+tma: Any
+fence_async_shared: Any
+warpgroup_mma: Any
+warpgroup_mma_wait: Any
+try:
+    from triton.experimental import gluon  # type: ignore[no-redef]
+    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
+    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+except ImportError:
+    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
+
+
+PARTS = 1 << 20
+"""Numbers that programs of a launch may leave for others, at first: those of 512 rows and 2048 columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class GluonTiling:
+    """How a product is cut up."""
+
+    bm: int
+    """Rows of X in a tile."""
+    bn: int
+    """Columns of Y in a tile; with a gate as many of the other factor besides."""
+    bk: int
+    """k that a copy brings."""
+    split: int
+    """Programs that share a tile's k."""
+    stages: int
+    """Buffers for X."""
+    warps: int = 4
+    gated: bool = False
+
+    def shared_bytes(self, k: int) -> int:
+        """Shared memory of a program, without its barriers."""
+        columns = self.bn * (2 if self.gated else 1)
+        return 2 * (columns * k // self.split + min(self.stages, k // self.bk // self.split) * self.bm * self.bk)
+
+    def refusal(self, n: int, k: int) -> str | None:
+        """Why it is none for a result of n columns and a sum over k, or None."""
+        if n % self.bn or k % (self.bk * self.split):
+            return f"{n} columns and {k} k must be whole tiles of {self.bn}, and whole copies of {self.bk} in each part"
+        if self.gated and self.split > 1:
+            return "a gate is for whole sums"
+        if self.split > 1 and self.bm * self.bn % (128 * self.warps):
+            return "programs that share a tile's k hand on 4 elements of each thread at a time, or a multiple"
+        if self.stages < 2 or self.bm % (16 * self.warps) or self.warps % 4:
+            return "it takes 2 stages or more, and 16 rows of a tile, or a multiple, for each of 4 or 8 warps"
+        taken = self.shared_bytes(k) + 1024
+        return None if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
+
+
+def _kernel(function: Any) -> Any:
+    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
+    return function if gluon is None else gluon.jit(function)
+
+
+@_kernel
+def _tell(instruction: gl.constexpr):  # type: ignore[no-untyped-def]
+    """An instruction without a result."""
+    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def _fours(count: int, first: int, threads: int) -> list[tuple[str, str]]:
+    """(four neighbours of a thread's numbers, place for them): neighbouring threads have neighbouring places."""
+    return [
+        (f"{{{', '.join(f'${first + i + j}' for j in range(4))}}}", f"[mine + {i // 4 * threads * 16}]")
+        for i in range(0, count, 4)
+    ]
+
+
+def _own(count: int) -> str:
+    """PTX: this thread's first place, from the address after ``count`` results."""
+    return f".reg .u32 t; .reg .b64 mine; mov.u32 t, %tid.x; mad.wide.u32 mine, t, 16, ${count};"
+
+
+def _leaving(count: int, threads: int) -> str:
+    """PTX: ``count`` numbers of each thread go to an address that is given."""
+    lines = [f"st.relaxed.gpu.global.v4.b32 {place}, {four};" for four, place in _fours(count, 2 * count, threads)]
+    return " ".join(["{", _own(count), *lines, "}"])
+
+
+def _taking(count: int, threads: int) -> str:
+    """PTX: what is at an address that is given, once all of it is there; then nothing is there again."""
+    fours = _fours(count, 0, threads)
+    lines = ["{", _own(count), ".reg .pred again; .reg .b32 most, nothing; mov.b32 nothing, -1;", "look:"]
+    lines += [f"ld.relaxed.gpu.global.v4.b32 {four}, {place};" for four, place in fours]
+    lines += ["mov.b32 most, $0;", *(f"max.u32 most, most, ${i};" for i in range(1, count))]
+    lines += ["setp.eq.u32 again, most, nothing;", "@again bra look;"]
+    lines += [f"st.relaxed.gpu.global.v4.b32 {place}, {{nothing, nothing, nothing, nothing}};" for _, place in fours]
+    return " ".join([*lines, "}"])
+
+
+def _exchange(tiling: GluonTiling) -> dict[str, Any]:
+    """How programs that share a tile's k hand sums on: all of a thread's numbers at once."""
+    threads = 32 * tiling.warps
+    count = tiling.bm * tiling.bn // threads
+    names = [*["=&r"] * count, *["l"] * count]
+    return {
+        "COUNT": count,
+        "LEAVING": _leaving(count, threads),
+        "LEFT": ",".join([*names, *["r"] * count]),
+        "TAKING": _taking(count, threads),
+        "TAKEN": ",".join(names),
+    }
+
+
+@_kernel
+def early_weights(  # type: ignore[no-untyped-def]
+    x, weight, bias, out, parts, residual, scale, scaled, left, squares, M, N, K, n_squares, eps,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, SQUARES: gl.constexpr, WARPS: gl.constexpr,
+    COUNT: gl.constexpr, LEAVING: gl.constexpr, LEFT: gl.constexpr, TAKING: gl.constexpr, TAKEN: gl.constexpr,
+):  # fmt: skip
+    """One tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row tiles;
+    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``small_matmul_triton._rows``.
+    """
+    WIDTH: gl.constexpr = 2 * BN if GATED else BN
+    BYTES: gl.constexpr = (WIDTH + BM) * BK * 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [WARPS, 1], [1, 0])
+    NORMS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    _tell("griddepcontrol.launch_dependents; // $0")
+    # X's descriptor, the first argument, is then there when X is.
+    _tell("{.reg .b64 a; mov.b64 a, early_weights_param_0; cvta.param.u64 a, a; prefetch.tensormap [a];} // $0")
+    tile_n = gl.program_id(0)
+    tile_m = gl.program_id(1)
+    part = gl.program_id(2)
+    if GATED:
+        w_tiles = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, 2, BN, BK], weight.layout)
+    else:
+        w_tiles = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, BN, BK], weight.layout)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
+    k0 = part * (CHUNKS * BK)
+    for i in range(CHUNKS):
+        mbarrier.init(barriers.index(i), count=1)
+    fence_async_shared()
+    for i in range(CHUNKS):
+        there = barriers.index(i)
+        mbarrier.expect(there, BYTES)  # with those of X
+        if GATED:
+            tma.async_copy_global_to_shared(weight, [0, tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
+        else:
+            tma.async_copy_global_to_shared(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
+    _tell("griddepcontrol.wait; // $0")
+    for i in range(STAGES):
+        tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + i * BK], barriers.index(i), x_tiles.index(i))
+    rows = tile_m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, ROWS))
+    columns = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
+    at = rows[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    if residual is not None:  # asked for here, there when the product is
+        before = gl.load(residual + at, inside, 0.0)
+        factor = gl.load(scale + columns)
+    if squares is not None:
+        row = tile_m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, NORMS))
+        place = gl.arange(0, SQUARES, layout=gl.SliceLayout(0, NORMS))
+        counts = (row < M)[:, None] & (place < n_squares)[None, :]
+        square = gl.load(squares + row[:, None] * n_squares + place[None, :], counts, 0.0)
+    acc = gl.full([BM, WIDTH], 0.0, gl.float32, layout=SUMS)
+    for i in range(CHUNKS):
+        mbarrier.wait(barriers.index(i), 0)
+        w_tile = w_tiles.index(i)
+        if GATED:
+            w_tile = w_tile.reshape([WIDTH, BK])
+        acc = warpgroup_mma(x_tiles.index(i % STAGES), w_tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        after = i - 1 + STAGES
+        if (i >= 1) & (after < CHUNKS):  # the buffer that all warps have read gets its next tile
+            gl.thread_barrier()
+            x_tile = x_tiles.index(after % STAGES)
+            tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + after * BK], barriers.index(after), x_tile)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    if squares is not None:
+        inverse = gl.convert_layout(gl.rsqrt(gl.sum(square, 1) / K + eps), gl.SliceLayout(1, SUMS))
+        acc = acc * inverse[:, None]
+    if GATED:
+        gate, up = acc.reshape([BM, 2, BN]).permute((0, 2, 1)).split()
+        acc = gate / (1.0 + gl.exp2(-1.4426950408889634 * gate)) * up
+    done = True
+    if SPLIT > 1:
+        # What is not there yet shows it: no count, no fence. The part that began last adds the others' sums up.
+        done = part == SPLIT - 1
+        tiles = gl.num_programs(0) * gl.num_programs(1)
+        place = parts + (tile_m * gl.num_programs(0) + tile_n) * (BM * BN) + gl.zeros_like(acc).to(gl.int32)
+        if done:
+            before_it = gl.zeros_like(acc)
+            for other in gl.static_range(SPLIT - 1):
+                at_other = place + other * tiles * (BM * BN)
+                found = gl.inline_asm_elementwise(TAKING, TAKEN, [at_other], dtype=gl.int32, is_pure=False, pack=COUNT)
+                before_it += found.to(gl.float32, bitcast=True)
+            acc = before_it + acc
+        else:
+            left_for_it = [place + part * tiles * (BM * BN), acc.to(gl.int32, bitcast=True)]
+            gl.inline_asm_elementwise(LEAVING, LEFT, left_for_it, dtype=gl.int32, is_pure=False, pack=COUNT)
+    if done:
+        y = gl.convert_layout(acc, ROWS)
+        if bias is not None:
+            y += gl.load(bias + columns).to(gl.float32)[None, :]
+        if residual is not None:
+            total = (y + before.to(gl.float32)).to(gl.bfloat16)
+            gl.store(out + at, total, inside)
+            y = total.to(gl.float32)
+            gl.store(scaled + at, (y * factor.to(gl.float32)[None, :]).to(gl.bfloat16), inside)
+            gl.store(left + rows * gl.num_programs(0) + tile_n, gl.sum(y * y, 1), rows < M)
+        else:
+            gl.store(out + at, y.to(gl.bfloat16), inside)
+
+
+def _layout(*tile: int) -> Any:
+    """Of such a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16)
+
+
+def _describe(matrix: Tensor, *tile: int) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, list(tile), _layout(*tile))
+
+
+class GluonRows:
+    """Products by the kernel here, with memory of its own in which programs leave sums for each other: launches of one
+    instance must be on one stream."""
+
+    def __init__(self) -> None:
+        self._parts: dict[torch.device, Tensor] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiling: GluonTiling) -> Tensor:
+        """As ``small_matmul.reference``; with ``tiling.gated`` as ``gate_up.reference``.
+
+        The weight may be read while the kernel before still runs, so that one must not write it.
+
+        Raises:
+            ValueError: what ``refusal`` says.
+        """
+        return self.beside(x, weight, bias, Beside(), tiling=tiling)[0]
+
+    def beside(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, tiling: GluonTiling
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As a call, with a norm beside the product; results and errors as of ``TritonRows.beside``."""
+        reason = refusal(x, weight, bias, norm, tiling)
+        if reason:
+            raise ValueError(f"small_matmul_gluon: {reason}")
+        (m, k), n = x.shape, weight.shape[0] // (2 if tiling.gated else 1)
+        grid = (n // tiling.bn, triton.cdiv(m, tiling.bm), tiling.split)
+        chunks = k // tiling.bk // tiling.split
+        out = x.new_empty((m, n))
+        scaled = left = parts = None
+        if norm.residual is not None:
+            scaled, left = x.new_empty((m, n)), x.new_empty((m, grid[0]), dtype=torch.float32)
+        if tiling.split > 1:
+            parts = self._nothing(x.device, (tiling.split - 1) * grid[0] * grid[1] * tiling.bm * tiling.bn)
+        count = 4 if norm.squares is None else norm.squares.shape[1]
+        w = _describe(weight, tiling.bn, tiling.bk)
+        if tiling.gated:
+            w = _describe(weight.unflatten(0, (2, n)), 2, tiling.bn, tiling.bk)
+        early_weights[grid](
+            _describe(x, tiling.bm, tiling.bk), w, bias, out, parts,
+            norm.residual, norm.scale, scaled, left, norm.squares, m, n, k, count, norm.eps,
+            BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, CHUNKS=chunks, SPLIT=tiling.split,
+            STAGES=min(tiling.stages, chunks), GATED=tiling.gated, SQUARES=max(64, next_power_of_2(count)),
+            WARPS=tiling.warps, num_warps=tiling.warps, **_exchange(tiling), launch_pdl=True,
+        )  # fmt: skip
+        return out, scaled, left
+
+    def _nothing(self, device: torch.device, count: int) -> Tensor:
+        """Room for at least ``count`` numbers, with nothing there; every launch leaves it so.
+
+        Raises:
+            RuntimeError: first use on this device is inside a CUDA graph capture.
+        """
+        held = self._parts.get(device)
+        if held is None or held.numel() < count:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("small_matmul_gluon: run the operator once before capturing it in a CUDA graph")
+            held = torch.full((max(count, PARTS),), -1, dtype=torch.int32, device=device).view(torch.float32)
+            self._parts[device] = held
+        return held
+
+
+def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, tiling: GluonTiling) -> str | None:
+    """Why the kernel does not take these arguments, or None."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not x.numel():
+        return f"x {list(x.shape)} and weight {list(weight.shape)} must be [M, K] and [N, K], not empty"
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return f"it computes in bfloat16, not {x.dtype} and {weight.dtype}"
+    if x.stride(1) != 1 or weight.stride(1) != 1 or not fits_descriptor(x, weight):
+        return "x and weight must have rows whose neighbours lie side by side, on multiples of 16 bytes"
+    n = weight.shape[0] // (2 if tiling.gated else 1)
+    if tiling.gated and (bias is not None or norm.residual is not None):
+        return "a gate is for sums without bias and residual"
+    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+        return f"the bias must be [{n}] and contiguous"
+    return tiling.refusal(n, x.shape[1]) or norm.refusal(x, n, sixteens=False) or device_refusal(x.device)
+
+
+def device_refusal(device: torch.device) -> str | None:
+    """Why nothing runs here on ``device``, or None."""
+    if gluon is None or INTERPRETED:
+        return "it needs Triton 3.6 with Gluon, and not its interpreter"
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"it runs on an sm_90, and the inputs are on {device}"
+    return None
+
+
+def kernels() -> Sequence[Kernel]:
+    """For ahead-of-time compilation."""
+    if gluon is None:
+        return []
+    pointers = {"parts": "*fp32", "left": "*fp32", "squares": "*fp32"}
+    pointers |= dict.fromkeys(("bias", "out", "residual", "scale", "scaled"), "*bf16")
+    numbers = {**dict.fromkeys(("M", "N", "K", "n_squares"), "i32"), "eps": "fp32"}
+    made = []
+    for name, k, tiling, absent in (
+        ("added to a stream", 2048, GluonTiling(64, 16, 128, 2, 8), ("bias", "squares")),
+        (
+            "with a gate",
+            1024,
+            GluonTiling(64, 32, 128, 1, 4, gated=True),
+            ("bias", "residual", "scale", "scaled", "left"),
+        ),
+    ):
+        chunks = k // tiling.bk // tiling.split
+        boxes = {"x": (tiling.bm, tiling.bk), "weight": (*([2] if tiling.gated else []), tiling.bn, tiling.bk)}
+        tiles = {label: f"tensordesc<bf16{list(box)},{_layout(*box)!r}>" for label, box in boxes.items()}
+        sizes: dict[str, Any] = {
+            "BM": tiling.bm,
+            "BN": tiling.bn,
+            "BK": tiling.bk,
+            "CHUNKS": chunks,
+            "SPLIT": tiling.split,
+            "WARPS": tiling.warps,
+        }
+        sizes |= {"STAGES": min(tiling.stages, chunks), "GATED": tiling.gated, "SQUARES": 64, **dict.fromkeys(absent)}
+        sizes |= _exchange(tiling) | ({} if tiling.split > 1 else {"parts": None})
+        made.append(
+            Kernel(
+                name=f"rows_hopper, {name}",
+                function=early_weights,
+                arguments={**tiles, **pointers, **numbers},
+                constants=sizes,
+                divisible=("N", "K", "n_squares"),
+                warps=tiling.warps,
+                targets=("sm_90",),
+                implementation="chosen",
+                options={"launch_pdl": True},
+            )
+        )
+    return made

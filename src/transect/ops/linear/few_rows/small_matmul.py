@@ -1,0 +1,317 @@
+r"""Product of 1 to 256 rows with a weight: what a linear layer is in decode.
+
+    Y = X W^T + b
+
+Shapes: x ``[M, K]``, weight ``[N, K]`` with neighbouring k side by side, bias ``[N]``, result ``[M, N]``; float32
+inside. Inference only; training has enough rows for ``matmul.py``, which has the gradient.
+
+Bound by bytes for few rows: 2 M N K FLOPs against 2 N K bytes of weights in bfloat16 is M FLOPs per byte, where an H200
+needs about 185. So the weights are read once, at the full width of memory, and everything else follows from that:
+
+* Enough bytes must be in flight. 4.3 TB/s times a latency near 1 us is 4 MB, 32 KB for each of 132 multiprocessors.
+  A column of tiles (N / BN programs) is too few for a narrow layer, so K is cut into SPLIT parts as well.
+* The parts of a tile must be added up. Each program leaves its float32 part in a buffer and counts itself on the
+  tile's counter; the last to arrive adds them all in the order of the parts. So the sum is the same in every run, and
+  one launch does it (a second launch would cost 2 us where the whole product takes 8).
+* X is read again by every column of tiles, from the L2 cache: M / BN of the bytes of the weights. Hence BN >= 64 for
+  16.
+* With SWAP the weights are the left operand of the tensor cores: rows of W fill their 64 or 128 rows where 8 rows
+  of X would leave most of them empty.
+
+Three kernels. ``small_matmul.cu`` (``few_rows/cuda.py``), bfloat16, for 1 to 16 rows (32 of a small weight): rows
+of W dealt out evenly, the k of a block among its warps; with ``dependent_launch`` the next launch fetches its weights
+while this one ends, which is worth 0.5 to 1.5 us a launch. ``few_rows/hopper.py``'s, bfloat16, for 17 rows and more on
+Hopper. The Triton kernels of ``few_rows/triton.py`` for other dtypes and GPUs, and on Hopper for small weights and 64
+rows or more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap.
+(With norms beside the products, see ``stream_products.py``, there is a fourth, in ``few_rows/gluon.py``.) A file of
+choices, measured for each device, says which of them runs a weight, and how, or that cuBLAS does (``best_launcher``).
+With Triton, at 32 rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than
+memory's 4.3, and more bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
+
+In a decode step each product waits for the kernel before it, and with small weights that, not memory, is what its time
+is. Shared memory decides then: a launch that takes all of it keeps the next one from fetching its weights.
+So for one row of Qwen3-0.6B the quickest ring is as deep as a warp has chunks, no deeper: a layer takes 26.7 us with
+such plans and the gate inside, 35.1 with the deepest rings that fit (one run, H200). Lost: asking for the weights of
+later products ahead, into the L2 cache (0.7 to 9 us a layer more at 1 to 64 rows, 0.6B and 8B).
+
+Source: split-K and its fix-up by the last arriver: Osama et al. 2023, arXiv:2301.03598 (Stream-K).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import shapes
+from ...lang import cuda
+from ...lang.jit import TRITON_TARGETS, available
+from ...numerics import compute_dtype, sample
+from ...registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
+from . import gluon as small_matmul_gluon
+from . import hopper as small_matmul_hopper
+from .cuda import CUDA_ROWS, CudaRows, cuda_refusal, quicker
+from .triton import TritonRows, _rows, _vector, by_triton
+
+log = logging.getLogger(__name__)
+MOST_ROWS = 256
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]`` in x's dtype."""
+    dtype = compute_dtype(x.dtype)
+    y = x.to(dtype) @ weight.to(dtype).T
+    return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- the choice
+
+
+def best_launcher() -> Callable[..., Tensor]:
+    """A new ``small_matmul(x, weight, bias=None, *, dependent_launch=False)``: what was quickest for the shape.
+
+    In bfloat16 what a file of choices for this GPU names (``small_matmul_hopper.chosen``): one of the kernels here, or
+    cuBLAS, which is ``torch.nn.functional.linear``. Without one, cuBLAS on Hopper above 32 rows. Otherwise
+    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels. With
+    ``dependent_launch`` it is what was quickest in a chain of layers, where launches overlap; without, what was
+    quickest by itself, which is cuBLAS more often.
+
+    Which one runs is decided by the device, the shape, the strides, the dtype and ``dependent_launch`` alone. Where the
+    CUDA kernels cannot be built, that is said once, in the log. Counters are its own (see
+    ``small_matmul_triton.Counters``).
+    """
+    triton_rows = TritonRows()
+    built: dict[torch.device, CudaRows | None] = {}
+    hopper: dict[torch.device, small_matmul_hopper.HopperRows | None] = {}
+
+    def build(device: torch.device) -> CudaRows | None:
+        if device.type != "cuda" or torch.version.hip is not None:
+            return None
+        try:
+            return CudaRows()
+        except Unavailable as error:
+            log.warning("small_matmul runs its Triton kernels, which are slower: %s", error)
+            return None
+
+    def build_hopper(device: torch.device) -> small_matmul_hopper.HopperRows | None:
+        if built[device] is None or torch.cuda.get_device_capability(device) != (9, 0):
+            return None
+        try:
+            return small_matmul_hopper.HopperRows(device)
+        except Unavailable as error:
+            log.warning("small_matmul runs without its kernels for 17 to 256 rows, which is slower: %s", error)
+            return None
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
+        """As ``reference``, on the GPU; ``dependent_launch`` as in ``CudaRows``."""
+        device = x.device
+        if device not in built:
+            built[device] = build(device)
+            hopper[device] = build_hopper(device)
+        rows, wide = built[device], hopper[device]
+        if rows is None or cuda_refusal(x, weight, bias):
+            return triton_rows(x, weight, bias)
+        m, (n, k) = x.shape[0], weight.shape
+        if wide is not None:
+            choice = small_matmul_hopper.chosen(m, n, k, device, alone=not dependent_launch)
+            by = choice.by if choice is not None else "cublas" if m > CUDA_ROWS else ""
+            if choice is not None and by == "hopper" and not small_matmul_hopper.refusal(x, weight, bias):
+                return wide(x, weight, bias, dependent_launch=dependent_launch, tiling=choice.tiling)
+            if by in ("cublas", "hopper"):
+                return F.linear(x, weight, bias)
+            if choice is not None and by == "triton":
+                return triton_rows(x, weight, bias, tiling=choice.tiling)
+            if choice is not None and by == "cuda":
+                return rows(x, weight, bias, dependent_launch=dependent_launch, tiling=choice.tiling)
+        if quicker(m, n, k):
+            return rows(x, weight, bias, dependent_launch=dependent_launch)
+        return triton_rows(x, weight, bias)
+
+    return call
+
+
+def gated_launcher() -> Callable[..., Tensor | None]:
+    """A new ``gate_up(x, weight, *, dependent_launch=False)`` of one launch, as ``gate_up.py`` defines it, without a
+    bias; None where the GPU or the shape has none, or where the product and the gate were quicker one after the
+    other."""
+    triton_rows = TritonRows()
+    built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
+
+    def call(x: Tensor, weight: Tensor, *, dependent_launch: bool = False) -> Tensor | None:
+        choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
+        if choice is None or choice.tiling is None or choice.by == "gluon":
+            return None
+        if (cuda_refusal if choice.by == "cuda" else small_matmul_hopper.refusal)(x, weight):
+            return None
+        if choice.by == "triton":
+            return triton_rows(x, weight, tiling=choice.tiling)
+        if x.device not in built:
+            try:
+                built[x.device] = CudaRows(), small_matmul_hopper.HopperRows(x.device)
+            except Unavailable:  # the product of one half after the other then runs, and says why in the log
+                built[x.device] = None
+        kernels = built[x.device]
+        if kernels is None:
+            return None
+        rows, hopper = kernels
+        if choice.by == "cuda":
+            return rows(x, weight, dependent_launch=dependent_launch, tiling=choice.tiling, gated=True)
+        return hopper(x, weight, dependent_launch=dependent_launch, tiling=choice.tiling)
+
+    return call
+
+
+small_matmul = best_launcher()
+
+
+# ----------------------------------------------------------------------------------------------------- registry entry
+
+
+def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
+    """A product and a sum for each weight and row; the weights are read once."""
+    tokens, outputs = x.shape[0], weight.shape[0]
+    read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
+    return Cost(2 * tokens * weight.numel(), read, tokens * outputs * x.element_size())
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    def inputs(m: int, n: int, k: int, bias: bool) -> dict[str, Any]:
+        made: dict[str, Any] = {"x": sample(m, k), "weight": sample(n, k, seed=1) / math.sqrt(k)}
+        return made | {"bias": sample(n, seed=2) if bias else None}
+
+    return [inputs(1, 33, 70, True), inputs(2, 20, 130, False), inputs(17, 40, 64, True), inputs(0, 3, 2, False)]
+
+
+ROWS = (1, 8, 16, 32, 64, 128, 256)
+
+
+def _cases() -> Sequence[Case]:
+    """Every projection of the models, and their output heads, at each number of rows."""
+
+    def make(device: torch.device, seed: int, m: int, n: int, k: int) -> Mapping[str, Any]:
+        generator = torch.Generator(device).manual_seed(seed)
+        x, weight = (torch.randn(r, k, device=device, dtype=torch.bfloat16, generator=generator) for r in (m, n))
+        return {"x": x, "weight": weight * k**-0.5, "bias": None}
+
+    named: dict[tuple[int, int], list[str]] = {}
+    for model in shapes.MODELS:
+        heads = model.n_heads * model.head_dim
+        for what, n, k in (
+            ("qkv", model.qkv_dim, model.dim),
+            ("out", model.dim, heads),
+            ("gate and up", 2 * model.ffn_dim, model.dim),
+            ("down", model.dim, model.ffn_dim),
+            ("head", model.vocab_size, model.dim),
+        ):
+            named.setdefault((n, k), []).append(f"{what} of {model.name}")
+    return [
+        Case(f"{', '.join(names)}: {m} x {k} by {n}", partial(make, m=m, n=n, k=k))
+        for (n, k), names in named.items()
+        for m in ROWS
+    ]
+
+
+def _kernels() -> Sequence[Kernel]:
+    ints = dict.fromkeys(("M", "N", "K", "x_m", "w_n", "out_m"), "i32")
+    pointers = dict.fromkeys(("x", "weight", "out"), "*bf16")
+    divisible = ("N", "K", "x_m", "w_n", "out_m", "part_k")
+    return [
+        Kernel(
+            name="rows",
+            function=_rows,
+            arguments={
+                **pointers,
+                "parts": "*fp32",
+                "counters": "*i32",
+                **ints,
+                "part_k": "i32",
+                "n_squares": "i32",
+                "eps": "fp32",
+            },
+            constants={
+                "bias": None,
+                "BM": 16,
+                "BN": 64,
+                "BK": 128,
+                "SPLIT": 4,
+                "SWAP": True,
+                "EVEN": True,
+                "BULK": False,
+                "DEPENDENT_LAUNCH": False,
+                "GATED": False,
+                **dict.fromkeys(("residual", "scale", "scaled", "left", "squares")),
+                "SQUARES": 1,
+            },
+            divisible=divisible,
+            stages=4,
+            targets=TRITON_TARGETS,
+        ),
+        Kernel(
+            name="vector",
+            function=_vector,
+            arguments={**pointers, **ints},
+            constants={"bias": None, "BN": 8, "BK": 512, "EVEN": True, "DEPENDENT_LAUNCH": False},
+            divisible=divisible,
+            stages=4,
+            targets=TRITON_TARGETS,
+        ),
+        *small_matmul_gluon.kernels(),
+    ]
+
+
+register(
+    Op(
+        name="small_matmul",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "triton": Implementation("triton", available(by_triton), TRITON_TARGETS),
+            "cuda": Implementation(
+                "cuda",
+                lambda: CudaRows(),
+                cuda.CUDA_TARGETS,
+                batch_invariant=True,
+                dtypes=("bfloat16",),
+                refusal=cuda_refusal,
+                source="small_matmul.cu",
+            ),
+            "cuda_dependent": Implementation(
+                "cuda",
+                lambda: partial(CudaRows(), dependent_launch=True),
+                ("sm_90",),
+                batch_invariant=True,
+                dtypes=("bfloat16",),
+                refusal=cuda_refusal,
+                source="small_matmul.cu",
+            ),
+            "hopper_dependent": Implementation(
+                "cuda",
+                lambda: partial(small_matmul_hopper.HopperRows(), dependent_launch=True),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refusal=small_matmul_hopper.refusal,
+                source="small_matmul_hopper.cu",
+            ),
+            "chosen": Implementation(
+                "cuda", available(small_matmul), ("sm_90",), dtypes=("bfloat16",), source="small_matmul_hopper.cu"
+            ),
+            "chosen_dependent": Implementation(
+                "cuda",
+                available(partial(small_matmul, dependent_launch=True)),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                source="small_matmul_hopper.cu",
+            ),
+        },
+        examples=_examples,
+        peers={"torch": F.linear},
+        cases=_cases,
+        kernels=_kernels,
+    )
+)

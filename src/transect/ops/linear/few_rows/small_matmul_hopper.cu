@@ -1,0 +1,540 @@
+// Y = X W^T + b for up to 256 rows of X on Hopper, bfloat16 in and out, float32 sums: W streamed once by the bulk copy engine,
+// multiplied by wgmma. See few_rows/hopper.py for the arithmetic.
+//
+// * A tile of a block is AR = 64 RM WGS rows of the left operand by NB of the right. With SWAP the left one is W and all rows of
+//   X are the right one; else the left one is X. One warp fetches chunks of 64 k of both into a ring in shared memory, as far
+//   ahead as it has room; WGS warpgroups multiply, 64 RM rows of the left operand each.
+// * PAIR blocks of a cluster have different rows on the left and the same on the right: each fetches a part of those and sends
+//   it to both.
+// * Work is cut in one of three ways. ranks = 0: the chunks of all tiles stand in one row, and every cluster takes an equal
+//   stretch of it. What it has of a tile that begins before its stretch it leaves in memory; whoever has the tile's first k
+//   comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are dealt out to the ranks of
+//   a cluster, which add their sums over each other's shared memory. ranks < 0: to as many clusters, which add over memory. Both
+//   add in the order of the ranks, every rank a part of the tile.
+// * GATE: half of a tile's NB rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other.
+// * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
+
+#include <cuda.h>
+
+#include "../../lang/few_rows.cuh"
+#include "../../lang/hopper.cuh"
+#include "../../lang/parts.cuh"
+
+#define TRANSECT_PARTS 4
+
+using namespace few_rows;
+using namespace hopper;
+
+namespace {
+
+constexpr int kChunk = 64;  // k in a chunk: 128 bytes, the width of the swizzle
+constexpr int kMostStages = 16;
+
+template <int ROWS>
+constexpr int kBox = ROWS % 128 ? 64 : 128;  // rows of the left operand in one copy
+
+// As ``barrier_wait``, with a loop that the compiler sees.
+__device__ __forceinline__ void barrier_poll(uint32_t barrier, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+// Arrive at the barrier at the same place in block ``block`` of the cluster.
+__device__ __forceinline__ void barrier_arrive_of(uint32_t barrier, int block) {
+  asm volatile(
+      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+
+__device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], "
+      "%5;" ::"r"(to),
+      "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier,
+                                              uint16_t blocks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+      "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
+      : "memory");
+}
+
+// How wgmma finds rows of 128 swizzled bytes in shared memory: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ uint64_t matrix(uint32_t address) {
+  return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// No use of the sums moves across this place.
+template <int RM, int COUNT>
+__device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
+#pragma unroll
+  for (int r = 0; r < RM; r++)
+#pragma unroll
+    for (int e = 0; e < COUNT; e++) asm volatile("" : "+f"(c[r][e])::"memory");
+}
+
+#define R8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define R16(c, i) R8(c, i), R8(c, i + 8)
+#define R32(c, i) R16(c, i), R16(c, i + 16)
+#define R64(c, i) R32(c, i), R32(c, i + 32)
+#define N0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define N1 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define N1H ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define N3H ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define N2 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define N3 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define N4 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define N5 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define N6 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define N7 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PRODUCT(n, numbers, a, b, ...)                                                                            \
+  if constexpr (NB == n)                                                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                         \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" numbers "}, " a ", " b ", p, 1, 1, 0, 0;\n}" \
+               : __VA_ARGS__                                                                                      \
+               : "l"(left), "l"(right))
+
+// c += 64 rows at ``left`` times NB rows at ``right``, 16 k. Of warp w of the warpgroup, lane l: c[4 j], c[4 j + 1] are
+// row 16 w + l / 4 on the left and rows 8 j + 2 (l % 4), + 1 on the right; c[4 j + 2], c[4 j + 3] the same 8 rows further down.
+template <int NB>
+__device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint64_t right) {
+#ifdef TRANSECT_HOPPER
+  PRODUCT(32, N0, "%16", "%17", R16(c, 0));
+  PRODUCT(48, N0 N1H, "%24", "%25", R16(c, 0), R8(c, 16));
+  PRODUCT(64, N0 N1, "%32", "%33", R32(c, 0));
+  PRODUCT(96, N0 N1 N2, "%48", "%49", R32(c, 0), R16(c, 32));
+  PRODUCT(112, N0 N1 N2 N3H, "%56", "%57", R32(c, 0), R16(c, 32), R8(c, 48));
+  PRODUCT(128, N0 N1 N2 N3, "%64", "%65", R64(c, 0));
+  PRODUCT(192, N0 N1 N2 N3 N4 N5, "%96", "%97", R64(c, 0), R32(c, 64));
+  PRODUCT(224, N0 N1 N2 N3 N4 N5 N6, "%112", "%113", R64(c, 0), R32(c, 64), R16(c, 96));
+  PRODUCT(256, N0 N1 N2 N3 N4 N5 N6 N7, "%128", "%129", R64(c, 0), R64(c, 64));
+#endif
+}
+
+template <bool VALUE>
+struct Bool {
+  static constexpr bool value = VALUE;
+};
+
+// Where a block's results go: to Y in pieces of 4 bytes, or (STAGED) first to shared memory, from where they go in pieces of
+// 16. bias [N] or null.
+struct Out {
+  __nv_bfloat16* y;
+  const __nv_bfloat16* bias;
+  int M, N;
+  // A warp's 16 rows of the left operand from ``left`` on by 8 rows of the right from ``right`` on; v as in ``multiply``.
+  template <bool SWAP, bool STAGED>
+  __device__ __forceinline__ void store(int left, int right, float4 v, int lane, uint32_t staged = 0, int pitch = 0, int m0 = 0,
+                                        int n0 = 0) const {
+    uint32_t low, high;
+    int m, n, m8, n8;
+    if (SWAP) {
+      const int row = left + lane / 4;
+      const float b = bias && row < N ? __bfloat162float(bias[row]) : 0;
+      const float b8 = bias && row + 8 < N ? __bfloat162float(bias[row + 8]) : 0;
+      low = transposed(pack(v.x + b, v.y + b)), high = transposed(pack(v.z + b8, v.w + b8));
+      m = m8 = right + lane / 4, n = left + lane % 4 * 2, n8 = n + 8;
+    } else {
+      m = left + lane / 4, m8 = m + 8, n = n8 = right + lane % 4 * 2;
+      const float b = bias && n < N ? __bfloat162float(bias[n]) : 0, b1 = bias && n < N ? __bfloat162float(bias[n + 1]) : 0;
+      low = pack(v.x + b, v.y + b1), high = pack(v.z + b, v.w + b1);
+    }
+    if (STAGED) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(staged + (m - m0) * pitch + (n - n0) * 2), "r"(low) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(staged + (m8 - m0) * pitch + (n8 - n0) * 2), "r"(high) : "memory");
+    } else {
+      if (m < M && n < N) *(uint32_t*)(y + (size_t)m * N + n) = low;
+      if (m8 < M && n8 < N) *(uint32_t*)(y + (size_t)m8 * N + n8) = high;
+    }
+  }
+};
+
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Of the J blocks of 8 columns every ``sharers``-th is this rank's: the sum of what all left of it, in the order of the ranks.
+// Sixteen reads at a time, or each would wait for the one before.
+template <int J, typename Read, typename Store>
+__device__ __forceinline__ void add_shares(int rank, int sharers, Read read, Store store) {
+  for (int j0 = rank; j0 < J; j0 += 4 * sharers) {
+    float4 sum[4];
+#pragma unroll
+    for (int q = 0; q < 4; q++) sum[q] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int other = 0; other < sharers; other++) {
+      float4 v[4];
+#pragma unroll
+      for (int q = 0; q < 4; q++) v[q] = read(min(j0 + q * sharers, J - 1), other);
+#pragma unroll
+      for (int q = 0; q < 4; q++) sum[q] = add(sum[q], v[q]);
+    }
+#pragma unroll
+    for (int q = 0; q < 4; q++)
+      if (j0 + q * sharers < J) store(j0 + q * sharers, sum[q]);
+  }
+}
+
+template <bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
+__global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
+    many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __nv_bfloat16* bias,
+              __nv_bfloat16* out, float4* parts, int* flags, int M, int N, int K, int ranks, int stages, int box,
+              int ahead) {
+#ifdef TRANSECT_HOPPER
+  constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
+  constexpr int WORKERS = WGS * 128, COLUMNS = SWAP ? AR * PAIR : GATE ? NB / 2 : NB;
+  constexpr int WIDTH = SWAP ? AR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
+  extern __shared__ unsigned char memory[];
+  __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kMostStages;
+  const int blocks = PAIR * max(ranks, 1), spread = ranks < 0 ? -ranks : 1;  // of a cluster; clusters of a tile
+  const int block = blockIdx.x % blocks, half = block % PAIR, local = block / PAIR;
+  const int cluster = blockIdx.x / blocks, clusters = gridDim.x / blocks;
+  const int own = cluster / spread, rank = ranks < 0 ? cluster % spread : local, sharers = ranks < 0 ? spread : ranks;
+  const int chunks = (K + kChunk - 1) / kChunk, tiles = (N + COLUMNS - 1) / COLUMNS;
+  // This block's stretch of the row of all chunks.
+  const int first = ranks ? own * chunks + (int)((long long)chunks * rank / sharers)
+                          : (int)((long long)tiles * chunks * cluster / clusters);
+  const int last = ranks ? own * chunks + (int)((long long)chunks * (rank + 1) / sharers)
+                         : (int)((long long)tiles * chunks * (cluster + 1) / clusters);
+  auto left_of = [&](int tile) { return SWAP ? (tile * PAIR + half) * AR : half * AR; };
+  auto right_of = [&](int tile) { return SWAP ? 0 : tile * COLUMNS; };
+
+  let_next_begin();
+  if (threadIdx.x == WGS * 128) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&b_map) : "memory");
+  }
+  if (!ahead) wait_for_previous();
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; s++) {
+      barrier_init(full + 8 * s, 1);
+      barrier_init(empty + 8 * s, WGS * PAIR);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (PAIR > 1) cluster_meet();
+
+  if (warp == WGS * 4) {
+    if (lane == 0) {
+      // Copies end with the rows of X: what reaches past them is slow.
+      const int left_rows = SWAP ? AR : max(0, min(AR, M - half * AR));
+      const int bytes = (left_rows + box - 1) / box * box * 128 + (SWAP && PAIR == 1 ? min(M, NB) * 128 : B_BYTES);
+      auto fetch_a = [&](int i, int slot) {
+        const int k = i % chunks * kChunk, row0 = left_of(i / chunks);
+        for (int row = 0; row < left_rows; row += box)
+          fetch(ring + slot * STAGE + row * 128, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
+      };
+      auto fetch_b = [&](int i, int slot) {
+        const int k = i % chunks * kChunk, row = right_of(i / chunks) + half * (GATE ? N : NB / PAIR);
+        const uint32_t to = ring + slot * STAGE + A_BYTES + half * (B_BYTES / PAIR);
+        if (PAIR > 1)
+          fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR), SWAP ? kReadOften : kReadOnce);
+        else
+          fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
+        if (GATE && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
+      };
+      const int begun = min(stages, last - first);
+      for (int i = 0; i < begun; i++) {
+        barrier_expect(full + 8 * i, bytes);
+        if (SWAP) fetch_a(first + i, i);
+        else fetch_b(first + i, i);
+      }
+      if (ahead) wait_for_previous();
+      for (int i = 0; i < begun; i++)
+        if (SWAP) fetch_b(first + i, i);
+        else fetch_a(first + i, i);
+      int slot = 0, parity = 0;
+      for (int i = first + begun; i < last; i++) {
+        barrier_poll(empty + 8 * slot, parity);
+        barrier_expect(full + 8 * slot, bytes);
+        fetch_a(i, slot);
+        fetch_b(i, slot);
+        if (++slot == stages) slot = 0, parity ^= 1;
+      }
+    }
+    __syncwarp();
+  } else {
+    const Out y = {out, bias, M, N};
+    const int group = warp / 4, t = threadIdx.x;
+    float c[RM][NB / 2];
+    int slot = 0, parity = 0, release = -1;
+    auto let_go = [&](int s) {
+      if (PAIR == 1 && t % 128 == 0) barrier_arrive(empty + 8 * s);
+      if (PAIR > 1 && t % 128 < PAIR) barrier_arrive_of(empty + 8 * s, local * PAIR + t % 128);
+    };
+    for (int i = first; i < last;) {
+      const int tile = i / chunks, end = min(last, (tile + 1) * chunks);
+      const bool begins = i == tile * chunks;
+#pragma unroll
+      for (int r = 0; r < RM; r++)
+#pragma unroll
+        for (int e = 0; e < NB / 2; e++) c[r][e] = 0;
+      hold(c);
+      for (; i < end; i++) {
+        barrier_poll(full + 8 * slot, parity);
+        const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+          for (int r = 0; r < RM; r++) multiply<NB>(c[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
+        products_end();
+        products_wait<1>();
+        if (release >= 0) let_go(release);
+        release = slot;
+        if (++slot == stages) slot = 0, parity ^= 1;
+      }
+      products_wait<0>();
+      hold(c);
+      let_go(release);
+      release = -1;
+      if (!GATE && sharers > 1) break;
+      if (!begins) {  // leave it for the block that has the tile's first k
+        float4* to = parts + (size_t)blockIdx.x * (RM * J * WORKERS) + t;
+#pragma unroll
+        for (int r = 0; r < RM; r++)
+#pragma unroll
+          for (int j = 0; j < J; j++)
+            __stcg(to + (r * J + j) * WORKERS, make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+        if (t == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
+        continue;
+      }
+      if (end < (tile + 1) * chunks) {
+        for (int other = cluster + 1; other < clusters; other++) {
+          if ((long long)tiles * chunks * other / clusters >= (tile + 1) * chunks) break;
+          const int from_block = other * PAIR + half;
+          if (t == 0) {
+            int there = 0;
+            while (!there) {
+              asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flags + from_block) : "memory");
+            }
+            flags[from_block] = 0;  // ready for the next launch
+          }
+          asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+          const float4* from = parts + (size_t)from_block * (RM * J * WORKERS) + t;
+#pragma unroll
+          for (int r = 0; r < RM; r++)
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+              const float4 v = __ldcg(from + (r * J + j) * WORKERS);
+              c[r][4 * j] += v.x, c[r][4 * j + 1] += v.y, c[r][4 * j + 2] += v.z, c[r][4 * j + 3] += v.w;
+            }
+        }
+      }
+      // The sums to Y; those of the last tile by way of the ring, which is free then.
+      const int m0 = SWAP ? 0 : left_of(tile), n0 = SWAP ? left_of(tile) : right_of(tile);
+      auto store_all = [&](auto staged) {
+#pragma unroll
+        for (int r = 0; r < RM; r++) {
+          const int left = left_of(tile) + (group * RM + r) * 64 + warp % 4 * 16, right = right_of(tile);
+          if constexpr (GATE) {
+#pragma unroll
+            for (int j = 0; j < J / 2; j++) {
+              const float *g = c[r] + 4 * j, *u = c[r] + 4 * (j + J / 2);
+              const float4 v = make_float4(gated(g[0], u[0]), gated(g[1], u[1]), gated(g[2], u[2]), gated(g[3], u[3]));
+              y.store<SWAP, decltype(staged)::value>(left, right + j * 8, v, lane, ring, PITCH, m0, n0);
+            }
+          } else {
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+              const float4 v = make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]);
+              y.store<SWAP, decltype(staged)::value>(left, right + j * 8, v, lane, ring, PITCH, m0, n0);
+            }
+          }
+        }
+      };
+      if (i < last) {
+        store_all(Bool<false>());
+      } else {
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+        store_all(Bool<true>());
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+        const int rows = min(M - m0, SWAP ? NB : AR);
+        for (int p = t; p < rows * (WIDTH / 8); p += WORKERS) {
+          const int m = p / (WIDTH / 8), n = p % (WIDTH / 8) * 8;
+          const uint4 v = read16(ring + m * PITCH + n * 2);
+          if (n0 + n < N) *(uint4*)(out + (size_t)(m0 + m) * N + n0 + n) = v;
+        }
+      }
+    }
+    if (!GATE && ranks < 0) {
+      float4* to = parts + (size_t)blockIdx.x * (RM * J * WORKERS) + t;
+#pragma unroll
+      for (int r = 0; r < RM; r++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+          __stcg(to + (r * J + j) * WORKERS, make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+      int* counter = flags + own * PAIR + half;
+      if (t == 0) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+        int arrived = 0;
+        while ((arrived & 0xFFFF) < sharers) {
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+        }
+      }
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+#pragma unroll
+      for (int r = 0; r < RM; r++) {
+        const int left = left_of(own) + (group * RM + r) * 64 + warp % 4 * 16;
+        const float4* from = parts + ((size_t)(own * sharers) * PAIR + half) * (RM * J * WORKERS) + r * J * WORKERS + t;
+        add_shares<J>(rank, sharers, [&](int j, int other) { return __ldcg(from + ((size_t)other * PAIR * RM * J + j) * WORKERS); },
+                      [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
+      }
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+      if (t == 0 && atomicAdd(counter, 1 << 16) >> 16 == sharers - 1) *counter = 0;  // ready for the next launch
+    }
+    if (!GATE && ranks > 1) {  // nobody reads the ring any more: the sums take its place
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+#pragma unroll
+      for (int r = 0; r < RM; r++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(ring + ((r * J + j) * WORKERS + t) * 16),
+                       "f"(c[r][4 * j]), "f"(c[r][4 * j + 1]), "f"(c[r][4 * j + 2]), "f"(c[r][4 * j + 3])
+                       : "memory");
+    }
+  }
+  if (!GATE && ranks > 1) {
+    __syncwarp();
+    cluster_barrier();
+    if (warp < WGS * 4) {
+      const Out y = {out, bias, M, N};
+      const int group = warp / 4;
+#pragma unroll
+      for (int r = 0; r < RM; r++) {
+        const int left = left_of(own) + (group * RM + r) * 64 + warp % 4 * 16;
+        add_shares<J>(rank, ranks,
+                      [&](int j, int other) {
+                        return read4_of_rank(ring + ((r * J + j) * WORKERS + threadIdx.x) * 16, other * PAIR + half);
+                      },
+                      [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
+      }
+    }
+    __syncwarp();
+  }
+  if (blocks > 1) cluster_meet();  // nobody leaves while others reach into its shared memory
+#endif
+}
+
+// Rows of ``columns`` bfloat16 in pieces of ``box`` rows by 64.
+int describe(CUtensorMap* map, const void* address, int rows, int columns, long long stride, int box) {
+  typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static Encode encode = nullptr;
+  if (!encode) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status);
+#endif
+    if (!found) return 1;
+    encode = (Encode)found;
+  }
+  const cuuint64_t sizes[2] = {(cuuint64_t)columns, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)stride * 2};
+  const cuuint32_t boxes[2] = {kChunk, (cuuint32_t)box}, steps[2] = {1, 1};
+  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void*)address, sizes, strides, boxes, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+template <bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
+int start(const void* x, const void* weight, const void* bias, void* out, void* parts, void* flags, int M, int N, int K,
+          long long x_stride, long long w_stride, int ranks, int clusters, int stages, int dependent, void* stream) {
+  constexpr int AR = 64 * RM * WGS, STAGE = (AR + NB) * 128, COLUMNS = SWAP ? AR * PAIR : GATE ? NB / 2 : NB;
+  const int tiles = (N + COLUMNS - 1) / COLUMNS, shared = stages * STAGE + 1024, chunks = (K + kChunk - 1) / kChunk;
+  if (M > (SWAP ? NB : AR * PAIR) || stages < 2 || stages > kMostStages || shared > kMostShared - 1024) return -1;
+  if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
+  if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
+  if (!ranks && clusters > (long long)tiles * chunks) return -1;
+  if (GATE && (SWAP || bias || ranks < 0 || ranks > 1)) return -1;
+  int box = kBox<AR>;  // rows of the left operand in a copy
+  if (!SWAP && M <= box) box = M;
+  else if (!SWAP)
+    while (box > 8 && M % box) box /= 2;
+  CUtensorMap a_map, b_map;
+  if (describe(&a_map, SWAP ? weight : x, SWAP ? N : M, K, SWAP ? w_stride : x_stride, box) ||
+      describe(&b_map, SWAP ? x : weight, SWAP ? M : GATE ? 2 * N : N, K, SWAP ? x_stride : w_stride,
+               GATE ? NB / 2 : SWAP && PAIR == 1 && M < NB ? M : NB / PAIR))
+    return -2;
+  const int blocks = PAIR * (ranks > 0 ? ranks : 1);
+  const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
+  return (int)launch(many_rows<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks, dependent > 0, stream,
+                     a_map, b_map, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks,
+                     stages, box, (int)(dependent > 1));
+}
+
+}  // namespace
+
+#define TRANSECT_CUT(SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS)                                                              \
+  if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && blocks == BLOCKS) \
+    return TRANSECT_HERE(start<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(x, weight, bias, out, parts, flags, M, N, K, x_stride, \
+                                                                      w_stride, ranks, clusters, stages, dependent, stream));
+
+// x [M, K] and weight [N, K] (with ``gate`` [2 N, K]) with the given strides between rows, out [M, N] contiguous, bias [N] or
+// null; N, K and both strides multiples of 8, x and weight on 16 bytes. parts: float32 for every tile of every block, where
+// blocks add over memory; flags: int32 zeros for every block, zeros again afterwards. swap to blocks: one of the cuts listed
+// below; ranks, clusters (with ranks = 0), stages: see above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that
+// asks for W before the kernel before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not
+// take, -2 where the tensors cannot be described to the copy engine.
+extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, const void* bias, void* out, void* parts,
+                                            void* flags, int M, int N, int K, long long x_stride, long long w_stride,
+                                            int swap, int gate, int right, int groups, int repeats, int pair, int blocks,
+                                            int ranks, int clusters, int stages, int dependent, void* stream) {
+  if (M < 1 || N < 8 || N % 8 || K < 8 || K % 8 || x_stride % 8 || w_stride % 8) return -1;
+  TRANSECT_CUT(1, 0, 32, 2, 1, 1, 2)
+  TRANSECT_CUT(1, 0, 32, 1, 1, 1, 2)
+  TRANSECT_CUT(1, 0, 32, 3, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 64, 1, 1, 1, 2)
+  TRANSECT_CUT(1, 0, 64, 3, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 96, 1, 1, 1, 2)
+  TRANSECT_CUT(1, 0, 128, 2, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 128, 3, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 128, 1, 2, 1, 1)
+  TRANSECT_CUT(1, 0, 128, 1, 1, 1, 2)
+  TRANSECT_CUT(1, 0, 192, 2, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 192, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 0, 96, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 0, 112, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 0, 128, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 0, 224, 2, 1, 1, 1)
+  TRANSECT_CUT(0, 0, 224, 2, 1, 2, 1)
+  TRANSECT_CUT(0, 1, 48, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 1, 112, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 1, 128, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 1, 192, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 1, 224, 1, 1, 1, 2)
+  TRANSECT_CUT(0, 1, 128, 2, 1, 1, 1)
+  TRANSECT_CUT(0, 1, 192, 2, 1, 1, 1)
+  TRANSECT_CUT(0, 1, 224, 2, 1, 1, 1)
+  TRANSECT_CUT(0, 1, 224, 2, 1, 2, 1)
+  return -1;
+}

@@ -1,0 +1,152 @@
+r"""Linear: a matrix product, and a bias if there is one.
+
+    Y = X W^T + b
+
+Backward, with G = dL/dY:
+
+    dL/dX = G W        dL/dW = G^T X        dL/db = sum over rows of G
+
+Shapes: x ``[T, I]``, weight ``[O, I]``, bias ``[O]`` or None, result ``[T, O]``, all of one dtype.
+
+What bounds it depends on the rows: 2 T I O FLOPs against I O weights, so for few tokens (decode) T FLOPs per byte in
+bfloat16: bound by reading the weights; for many (prefill, training) by arithmetic. They cross at T = FLOP rate over
+bandwidth: about 300 on a data-centre GPU, a few tens on a CPU.
+
+``fixed_rows`` multiplies blocks of 16 rows, the last padded with zeros, as one batched product: a library picks its
+kernel, and with that the order of its sums, by the number of rows, so a token alone and a token in a batch would
+otherwise differ in the last bits. That neither the number of blocks nor a row's place in its block matters is up to the
+library; a test checks it (MKL keeps it where ``I`` is a multiple of 4, as in every model). In float32 (576 x 1536, two
+cores) one row costs 4x, as much as 16; 512 rows cost the same. Meant for inference: its gradient is right but wasteful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..lang.jit import INTERPRETED, TRITON_TARGETS, available
+from ..numerics import sample
+from ..registry import Cost, Implementation, Op, register
+from .few_rows import small_matmul
+from .many_rows import matmul
+from .many_rows.tiling import SMALL, Tiling
+
+ROWS = 16
+"""Block of ``fixed_rows``."""
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x ``[T, I]``, weight ``[O, I]``, bias ``[O]`` -> ``[T, O]``."""
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``reference``; a row's result does not depend on how many rows there are, nor on what they hold."""
+    tokens, inputs = x.shape
+    n = -(-tokens // ROWS)
+    blocks = F.pad(x, (0, 0, 0, n * ROWS - tokens)).view(n, ROWS, inputs)
+    y = torch.bmm(blocks, weight.T.expand(n, -1, -1)).flatten(0, 1)[:tokens]
+    return y if bias is None else y + bias
+
+
+def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
+    """A product and a sum for each weight and row; the bias is one sum for each output."""
+    tokens, outputs = x.shape[0], weight.shape[0]
+    flops = 2 * tokens * weight.numel() + (0 if bias is None else tokens * outputs)
+    read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
+    return Cost(flops, read, tokens * outputs * x.element_size())
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    return [
+        {"x": sample(1, 288), "weight": sample(96, 288, seed=1), "bias": None},
+        {"x": sample(17, 33), "weight": sample(5, 33, seed=1), "bias": sample(5, seed=2)},
+        {"x": sample(3, 1), "weight": sample(7, 1, seed=1), "bias": sample(7, seed=2)},
+    ]
+
+
+def _triton() -> Callable[..., Tensor]:
+    """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
+    few = available(small_matmul.best_launcher())()
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
+        """As ``reference``, on the GPU; ``dependent_launch``: the weight may be read while the kernel before still
+        runs."""
+        if x.shape[0] <= small_matmul.MOST_ROWS:
+            return few(x, weight, bias, dependent_launch=dependent_launch)
+        return matmul.matmul(x, weight, bias)
+
+    return linear
+
+
+def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> Tiling:
+    """The tiling of ``triton_fixed_rows`` for x ``[T, I]``.
+
+    They depend on the number of rows, but no sum does: whatever the tile, an output's products are added in the order
+    of k, in steps of 16, by the same tensor-core instruction (Hopper's takes 64 rows at least, hence tiles of 64 even
+    for one row). K is never split.
+    """
+    rows = x.shape[0]
+    if INTERPRETED:
+        return SMALL
+    if x.element_size() == 4:
+        return Tiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
+    hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
+    narrow = outputs <= 8192
+    if rows <= 64:
+        tiling = Tiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
+    elif rows <= 128:
+        tiling = Tiling(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
+    elif rows <= 512:
+        tiling = Tiling(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
+    else:
+        tiling = Tiling(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
+    if not hopper:
+        return replace(tiling, bn=min(tiling.bn, 128), bk=64, stages=3, halves=False)
+    return replace(tiling, persistent=True)
+
+
+def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``reference``, on the GPU; a row's result does not depend on how many rows there are."""
+    rows = x.shape[0]
+    return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
+
+
+def whole_tile(x: Tensor) -> Tensor:
+    """x with rows of zeros up to 64 if there are fewer: bulk copies of a tile past the end of a tensor are slow (an
+    output head of an 8B model on an H200, 8 rows: 522 us without, 275 with)."""
+    short = 64 - x.shape[0]
+    return x if short <= 0 or x.element_size() == 4 or INTERPRETED else F.pad(x, (0, 0, 0, short))
+
+
+def _triton_autograd() -> Callable[..., Tensor]:
+    return available(matmul.linear_autograd)()
+
+
+register(
+    Op(
+        name="linear",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "torch": Implementation("torch", lambda: F.linear, ("any",)),
+            "torch_fixed_rows": Implementation("torch", lambda: fixed_rows, ("any",), batch_invariant=True),
+            "triton": Implementation("triton", _triton, TRITON_TARGETS, autograd=_triton_autograd),
+            "triton_fixed_rows": Implementation(
+                "triton", available(triton_fixed_rows), TRITON_TARGETS, batch_invariant=True
+            ),
+        },
+        examples=_examples,
+        peers={"torch": F.linear},
+        differentiable=("x", "weight", "bias"),
+        measured_as=("matmul", "small_matmul"),
+        error_ratio=4.0,
+        error_note="float32 on a GPU is summed along K one product after another, which cuBLAS does in parts",
+    )
+)

@@ -1,0 +1,122 @@
+"""How a product is cut into tiles: the knobs of the kernels in ``matmul.py``, a rule for them, what can be tuned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import INTERPRETED, multiprocessors
+from ...registry import Knobs
+from ...tuning import Config
+from ...tuning import choose as tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut up: the knobs of both kernels."""
+
+    bm: int = 128
+    bn: int = 128
+    bk: int = 64
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+    persistent: bool = False
+    halves: bool = False
+
+
+SMALL = Tiling(bm=16, bn=16, bk=16, group=2, warps=1)
+CHOICES = {
+    "bm": (64, 128, 256),
+    "bn": (64, 128, 256),
+    "bk": (64, 128),
+    "group": (4, 8, 16, 32),
+    "warps": (4, 8),
+    "stages": (3, 4, 5),
+}
+"""Of 16-bit products whose operands lie as ``[M, K]`` and ``[N, K]``, without a residual."""
+Size = tuple[int, int, int]
+
+
+def _rule(size: Size, gated: bool) -> dict[str, int]:
+    """Knobs for M, N, K on the current GPU. Measured on an H200; elsewhere a guess from the same numbers."""
+    m, n, _ = size
+    hopper = torch.cuda.get_device_capability()[0] >= 9
+    knobs = {"bm": 128, "bn": 128 if gated else 256, "bk": 64, "group": 8, "warps": 8, "stages": 4 if hopper else 3}
+    if m <= 64:
+        knobs |= {"bm": 64 if m > 32 else 16, "bn": 64, "warps": 4}
+    elif -(-m // knobs["bm"]) * -(-n // knobs["bn"]) < multiprocessors(torch.device("cuda")):
+        knobs |= {"bn": 64, "warps": 8} if gated else {"bn": 128, "warps": 4}
+    return knobs if hopper else knobs | {"bn": min(knobs["bn"], 128)}
+
+
+def rule(size: Size) -> Config:
+    """Without a gate."""
+    return _rule(size, False)
+
+
+def gated_rule(size: Size) -> Config:
+    """With one, whose sums take as many registers again."""
+    return _rule(size, True)
+
+
+def tiling_of(config: Config) -> Tiling:
+    """The kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
+    persistent = torch.cuda.get_device_capability()[0] >= 9
+    return Tiling(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
+
+
+def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> Tiling:
+    """The tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was tuned."""
+    m, k = x.shape
+    if INTERPRETED:
+        return SMALL
+    if x.element_size() == 4:
+        return Tiling(bm=64 if m > 32 else 16, bn=64, bk=32, warps=4)
+    size, by_rule = (m, weight.shape[0], k), gated_rule if gated else rule
+    if residual or x.stride(1) != 1 or weight.stride(1) != 1:
+        return tiling_of(by_rule(size))
+    return tiling_of(tuned("matmul.gated" if gated else "matmul", size, x.device, by_rule))
+
+
+def _size(inputs: Mapping[str, Any]) -> Size:
+    return (*inputs["x"].shape[:1], *inputs["weight"].shape)
+
+
+def _tunable(inputs: Mapping[str, Any], gated: bool) -> bool:
+    x, weight = inputs["x"], inputs["weight"]
+    plain = x.element_size() == 2 and x.stride(1) == weight.stride(1) == 1 and inputs.get("residual") is None
+    return plain and ("gate" in inputs) == gated
+
+
+def _valid(config: Mapping[str, Any], size: Size, gated: bool) -> bool:
+    """What fits into a multiprocessor, and keeps it busy: 64 to 128 sums a thread, and all stages and the result in
+    Hopper's shared memory."""
+    bm, bn = config["bm"], config["bn"] * (2 if gated else 1)
+    staged = config["stages"] * (bm + bn) * config["bk"] * 2
+    result = bm * config["bn"] * (1 if config["bn"] >= 256 else 2)
+    sums = bm * bn / (32 * config["warps"])
+    return 64 <= sums <= 128 and staged + result <= 225 * 1024 and bm <= 2 * size[0] and config["bn"] <= 2 * size[1]
+
+
+def knobs(launch: Callable[..., Tensor], gated: bool) -> Knobs:
+    """What ``transect tune`` may try with a launcher that takes ``matmul``'s arguments and ``tiling``."""
+
+    def run(config: Config, **inputs: Any) -> Tensor:
+        return launch(**inputs, tiling=tiling_of(config))
+
+    return Knobs(
+        "matmul.gated" if gated else "matmul",
+        CHOICES,
+        gated_rule if gated else rule,
+        run,
+        dict,
+        _size,
+        functools.partial(_valid, gated=gated),
+        functools.partial(_tunable, gated=gated),
+    )

@@ -1,0 +1,9 @@
+"""Products by weights of 4 bits in groups.
+
+* ``int4_matmul.py``      the operator, and which kernel runs
+* ``int4_rows.py`` (``int4_matmul.cu``)           up to 16 rows
+* ``int4_hopper.py`` (``int4_matmul_hopper.cu``)  up to 64 rows on Hopper
+* ``int4_packing.py``     how such weights lie in memory
+* ``int4_dequantize.py``  back to dense weights, for training
+* ``int4_codes.cuh``, ``int4_whole.cuh``: codes to numbers, and sums of whole numbers, for the CUDA C++ kernels
+"""

@@ -1,0 +1,137 @@
+r"""The products of a decoder's layers on its residual stream, with no kernel for the norms between them.
+
+Between two products of a decoder stand a residual add and an RMSNorm,
+
+    t = X W^T + residual            Y = (t s / rms(t)) V^T + c,     rms(t) = sqrt(mean(t^2) + eps) of each row,
+
+and as rms(t) is one number for a row, the second product can divide its sums by it instead of its input. So the first
+product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``Stream``); the
+second multiplies t s, and adds up a row's squares while its weights arrive (``small_matmul.cu`` for few rows,
+``few_rows/triton.py`` and ``few_rows/gluon.py`` for more). t and t s are rounded to bfloat16, as t and the norm
+are by ``add_rms_norm.py``; squares are added in one order, so every run gives the same bits.
+
+Bound by bytes, as the products are. What is gained is latency: in a decode step of a small model each kernel waits for
+the one before it. A layer of an 8B model takes 110.7 us with one row instead of 113.1; one of Qwen3-0.6B 85.6 instead
+of 89.8 with 64 rows, 281.5 instead of 281.7 with 256 (H200, 1024 tokens of context, ``decoder_layer.json``). With 8
+rows of the small one it loses 1%; in ``small_matmul_hopper.cu`` it lost 2% and more, and is gone. So it runs for the
+sizes where it was measured to be quicker: in ``ops/tuned/small_matmul`` the choices whose names end in ``stream``.
+
+Shapes: x ``[M, K]``, weight ``[N, K]``, all bfloat16; a ``Stream`` is ``[M, D]``, D a multiple of 64.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..registry import Unavailable
+from .few_rows import hopper as small_matmul_hopper
+from .few_rows.cuda import CUDA_ROWS, Beside, CudaRows, CudaTiling
+from .few_rows.gluon import GluonRows, GluonTiling, device_refusal
+from .few_rows.triton import TritonRows, TritonTiling
+
+log = logging.getLogger(__name__)
+Size = tuple[int, int, bool]
+"""Of a product: N, K, whether with a gate."""
+
+
+class Stream(NamedTuple):
+    """Rows of a residual stream, and what the product after the next norm needs of them."""
+
+    total: Tensor
+    """``[M, D]``: the stream."""
+    scaled: Tensor
+    """``[M, D]``: times the next norm's weight."""
+    squares: Tensor | None
+    """Float32: of every 16 elements ``[M, D / 16]``, or, by the Triton kernels, of every tile of columns. None where
+    ``scaled`` is divided by its root mean square already."""
+    eps: float
+    """Of the next norm."""
+
+
+class StreamProducts:
+    """The products that begin and end at the residual stream, on one NVIDIA GPU.
+
+    Every launch may read its weight before the kernel before it has ended, so that one must not write weights.
+
+    Args:
+        device: the GPU.
+        choose: (m, n, k, gated) to how it is cut up, by ``small_matmul.cu``, ``few_rows/triton.py`` or
+            ``few_rows/gluon.py``, None for what does not run here; by default what is shipped for the device.
+
+    The CUDA kernels are made when they are first asked for. Where they cannot be (no nvcc), that is said once, in the
+    log, and no product runs on them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        choose: Callable[[int, int, int, bool], CudaTiling | TritonTiling | GluonTiling | None] | None = None,
+    ) -> None:
+        self._triton, self._gluon = TritonRows(), GluonRows()
+        self._kernel: CudaRows | None = None
+        self._unavailable = False
+        self._choose = choose or partial(_shipped, device)
+
+    def takes(self, x: Tensor, sizes: Iterable[Size]) -> bool:
+        """Whether the products of a step on the stream x ``[M, D]``, of all these sizes, are to run here."""
+        rows = len(x)
+        if x.dtype != torch.bfloat16 or not 0 < rows <= small_matmul_hopper.MOST_ROWS:
+            return False
+        kinds = {type(self._choose(rows, *size)) for size in sizes}  # they read each other's squares: all of one kind
+        if kinds in ({TritonTiling}, {GluonTiling}, {TritonTiling, GluonTiling}):
+            return GluonTiling not in kinds or not device_refusal(x.device)
+        return kinds == {CudaTiling} and rows <= CUDA_ROWS and self._made() is not None
+
+    def add(self, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+        """``x weight^T + residual``, and what the product after the norm (weight ``scale``, ``eps``) needs of it."""
+        total, scaled, squares = self._run(x, weight, None, Beside(residual=residual, scale=scale))
+        assert scaled is not None and squares is not None
+        return Stream(total, scaled, squares, eps)
+
+    def linear(self, stream: Stream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``rms_norm(stream) weight^T + bias``."""
+        return self._run(stream.scaled, weight, bias, Beside(squares=stream.squares, eps=stream.eps))[0]
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x weight^T``, with no norm beside it."""
+        return self._run(x, weight, None, Beside())[0]
+
+    def gate_up(self, stream: Stream, weight: Tensor) -> Tensor:
+        """``gate_up`` (see ``gate_up.py``) of ``rms_norm(stream)``."""
+        return self._run(stream.scaled, weight, None, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
+
+    def _run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        n, k = weight.shape
+        tiling = self._choose(len(x), n, k, gated)
+        if isinstance(tiling, TritonTiling):
+            return self._triton.beside(x, weight, bias, norm, tiling=tiling)
+        if isinstance(tiling, GluonTiling):
+            return self._gluon.beside(x, weight, bias, norm, tiling=tiling)
+        kernel = self._made()
+        if tiling is None or kernel is None:
+            raise ValueError(f"no kernel is chosen for {list(x.shape)} by {list(weight.shape)}: ask takes() first")
+        return kernel.beside(x, weight, bias, norm, dependent_launch=True, tiling=tiling, gated=gated)
+
+    def _made(self) -> CudaRows | None:
+        if self._kernel is None and not self._unavailable:
+            try:
+                self._kernel = CudaRows()
+            except Unavailable as reason:
+                self._unavailable = True
+                log.warning("the norms of a decode step are kernels of their own, which is slower: %s", reason)
+        return self._kernel
+
+
+def _shipped(
+    device: torch.device, m: int, n: int, k: int, gated: bool
+) -> CudaTiling | TritonTiling | GluonTiling | None:
+    choice = small_matmul_hopper.chosen(m, n, k, device, gated=gated, stream=True)
+    return None if choice is None or choice.by == "hopper" else choice.tiling

@@ -1,0 +1,4 @@
+"""Optimizers.
+
+* ``adamw.py``  one AdamW step over all tensors
+"""

@@ -1,0 +1,5 @@
+"""Positions and the start of a step.
+
+* ``rotary.py``        rotary position embedding of q and k
+* ``embed_tokens.py``  rows of the embedding and of the table of rotations, for the tokens of a step
+"""

@@ -1,0 +1,105 @@
+"""Every CUDA C++ source compiles with nvcc for each target, without spilling more than a few registers."""
+
+import hashlib
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+from remembered import Remembered
+
+from transect.ops.lang import cuda_build
+from transect.ops.lang.cuda_build import compile_source, sources
+from transect.ops.registry import Unavailable
+
+BUILDER = Path(cuda_build.__file__).read_bytes()
+
+
+@cache
+def versions() -> bytes:
+    """Of the compiler, of the headers, and of what calls the compiler: with the source, all that a build depends on."""
+    headers = b"".join(path.read_bytes() for path in sorted(cuda_build.SOURCES.rglob("*.cuh")))
+    return subprocess.check_output([cuda_build.find_nvcc(), "--version"]) + headers + BUILDER
+
+
+# Hopper's own sources are empty for sm_80, and the others compile for it as for sm_90: the costly one is for `prove`.
+BUILDS = [
+    pytest.param(source, target, id=f"{source.name}-{target}", marks=[pytest.mark.prove] if costly else [])
+    for source in sources()
+    for target in cuda_build.CUDA_TARGETS
+    for costly in [source.name == "small_matmul.cu" and target == "sm_80"]
+]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize(("source", "target"), BUILDS)
+def test_compiles(source: Path, target: str, tmp_path: Path, remembered: Remembered) -> None:
+    def compiled() -> tuple[str, int]:
+        report = compile_source(source, target, tmp_path / "out.cubin")
+        return report, (tmp_path / "out.cubin").stat().st_size
+
+    report, size = remembered(compiled, source.read_bytes(), target, versions())
+    assert size > 0
+    assert "Used" in report
+    assert all(int(spilled) <= 32 for spilled in re.findall(r"(\d+) bytes spill stores", report)), report
+    assert 'extern "C"' in source.read_text()
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("name", ["issue_rates.cu", "sanitizer_control.cu"])
+def test_what_benchmarks_compile_compiles(name: str, tmp_path: Path, remembered: Remembered) -> None:
+    source = Path(__file__).parents[3] / "benchmarks" / name
+    report = remembered(
+        lambda: compile_source(source, "sm_90", tmp_path / "out.cubin"), source.read_bytes(), "report", versions()
+    )
+    assert "Used" in report
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_every_lane_arrives_where_the_sanitizer_is_to_judge(tmp_path: Path, remembered: Remembered) -> None:
+    """The build for the sanitizer compiles, with arrivals in as many places, and is another one."""
+    folder = Path(shutil.copytree(cuda_build.SOURCES, tmp_path / "ops", ignore=shutil.ignore_patterns("*.py", "cpu")))
+    source = folder / "linear" / "packed" / "int4_matmul.cu"
+
+    def compiled() -> tuple[int, str]:
+        """How many arrivals there are, and the code's hash."""
+        ptx = cuda_build.ptx_of(source, "sm_90")
+        arrivals = re.findall(r"^\s*(@%p\d+ )?mbarrier\.arrive\.shared::cta\.b64", ptx, re.MULTILINE)
+        return len(arrivals), hashlib.sha256(ptx.encode()).hexdigest()
+
+    ordinary = remembered(compiled, "arrivals", source.read_bytes(), versions())
+    source.write_text("#define TRANSECT_EVERY_LANE\n" + source.read_text())
+    for_all = remembered(compiled, "arrivals", source.read_bytes(), versions())
+    assert ordinary[0] == for_all[0] > 0
+    assert ordinary[1] != for_all[1]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_compiler_message_reaches_the_caller(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.cu"
+    broken.write_text("__global__ void f() { undeclared = 1; }")
+    with pytest.raises(RuntimeError, match="undeclared"):
+        compile_source(broken, "sm_90", tmp_path / "out.cubin")
+
+
+def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(cuda_build, "TOOLKIT", str(tmp_path))
+    with pytest.raises(Unavailable, match="set CUDA_HOME"):
+        compile_source(sources()[0], "sm_90", tmp_path / "out.cubin")
+
+
+@pytest.mark.parametrize("named", ["CUDA_HOME", "CUDA_PATH", "TOOLKIT"])
+def test_a_toolkit_beside_the_path_is_found(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "toolkit" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(variable, str(tmp_path / "toolkit" if variable == named else tmp_path))
+    monkeypatch.setattr(cuda_build, "TOOLKIT", str(tmp_path / "toolkit" if named == "TOOLKIT" else tmp_path))
+    assert cuda_build.find_nvcc() == str(compiler)

@@ -1,0 +1,118 @@
+"""``transect inspect``: what is read off assembly, and the table for real kernels (compiled in a process of its own,
+because the tests' interpreter replaces the compiler)."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from transect.cli import main
+from transect.ops.tools.machine_code import access_bytes, matrix_instructions, occupancy
+
+PTX = """
+  @%p1 ld.global.L1::evict_first.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+  ld.global.nc.v2.f32 {%f1, %f2}, [%rd2];
+  ld.global.b16 { %rs1 }, [ %rd3 ];
+  st.global.v4.f32 [%rd4], {%f3, %f4, %f5, %f6};
+  cp.async.cg.shared.global [ %r5 + 0 ], [ %rd5 + 0 ], 0x10, %r6;
+  cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r7], [%rd6, {%r8, %r9}], [%r10];
+  cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd7, {%r8, %r9}], [%r11];
+  ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r12];
+  wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%f1}, %rd8, %rd9, %p2, 1, 1, 0, 1;
+  mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};
+"""
+AMD = """
+  buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen
+  global_load_ushort v5, v[6:7], off
+  global_store_dwordx2 v[8:9], v[10:11], off
+  v_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], a[0:15]
+"""
+
+
+def test_accesses_and_matrix_instructions() -> None:
+    assert access_bytes(PTX) == {"load": {16: 2, 8: 1, 2: 1, 0: 1}, "store": {16: 1, 0: 1}}
+    assert matrix_instructions(PTX) == {"wgmma": 1, "mma": 1}
+    assert access_bytes(AMD) == {"load": {16: 1, 2: 1}, "store": {8: 1}}
+    assert matrix_instructions(AMD) == {"mfma": 1}
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared", "share"),
+    [
+        ("sm_90", 4, 32, 0, 1.0),  # 16 programs of 4 warps
+        ("sm_90", 8, 168, 0, 8 / 64),  # 168 x 32 = 5376 registers a warp: one program of 8
+        ("sm_80", 4, 32, 82 * 1024, 4 / 64),  # 83 KiB of 164
+        ("sm_90", 4, 255, 0, 8 / 64),  # 8192 a warp, 8 warps
+        ("gfx942", 4, 128, 0, 16 / 32),  # 4 waves on each of 4 units
+        ("gfx942", 4, 32, 32 * 1024, 8 / 32),
+    ],
+)
+def test_occupancy(target: str, warps: int, registers: int, shared: int, share: float) -> None:
+    assert occupancy(target, warps, registers, shared) == share
+
+
+def test_unknown_target_has_no_occupancy() -> None:
+    assert occupancy("sm_50", 4, 32, 0) is None
+
+
+def _inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
+    command = [sys.executable, "-m", "transect", "inspect", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_table() -> None:
+    pytest.importorskip("triton")
+    done = _inspect("vector_add")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["triton"], ["cuda"])]
+    assert {row[2] for row in rows if row[0] == "triton"} == {"sm_80", "sm_90", "gfx942"}
+    accesses = [line for line in done.stdout.splitlines() if line.startswith("    loads")]
+    assert len(accesses) == len(rows) and all("16 B" in line for line in accesses)
+    if shutil.which("nvcc"):
+        assert [row[1:3] for row in rows if row[0] == "cuda"] == [["vector_add_kernel", t] for t in ("sm_80", "sm_90")]
+
+
+STAGES = """
+import sys
+from transect.cli import main
+for stage in ("ttgir", "ptx", "sass"):
+    try:
+        main(["inspect", "vector_add", "--stage", stage, "--kernel", "add", "--target", "sm_90"])
+    except SystemExit as stop:
+        assert not stop.code
+    print("=====")
+"""
+
+
+def test_stages() -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", STAGES]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    parts = done.stdout.split("=====")
+    for part, token in zip(parts, ("tt.load", ".target sm_90a", "LDG.E.128"), strict=False):
+        assert token in part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing",), "no operator 'nothing'"),
+        (("vector_add", "--target", "sm_20"), "no target 'sm_20'"),
+        (("linear", "--target", "sm_90"), "declares no kernel"),
+        (("sum", "--stage", "bytecode", "--kernel", "combine"), "no stage 'bytecode'"),
+        (("sum", "--kernel", "nothing", "--target", "gfx942"), "declares no kernel called 'nothing'"),
+    ],
+    ids=["operator", "target", "no kernel", "stage", "kernel"],
+)
+def test_what_a_user_can_get_wrong(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["inspect", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
