@@ -67,7 +67,7 @@ def test_openai_hears_in_its_own_words_what_cannot_be_done(openai_client, asked,
     assert caught.value.param == next(iter(asked))
 
 
-@pytest.mark.slow  # its import is
+@pytest.mark.prove  # its import alone takes seconds
 def test_litellm_knows_when_the_context_is_full(live, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
@@ -78,6 +78,7 @@ def test_litellm_knows_when_the_context_is_full(live, monkeypatch):
     assert answer.choices[0].message.content == REPLY[:5]
 
 
+@pytest.mark.prove
 def test_guidellm_finds_token_counts(live, tmp_path):
     """Runs where the command is installed; it wants much that nothing else here does."""
     command = shutil.which("guidellm")
