@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 PREFIX = "TRANSECT"
-"""Of the environment variables: PREFIX_COMMAND_OPTION."""
+"""Environment variables are named PREFIX_COMMAND_OPTION."""
 
 SERVER, MODEL, ENGINE, GPU, REST = "Server", "Model and text", "Engine", "GPU", "Options"
 GROUPS = {

@@ -188,7 +188,7 @@ class DetokenizeResponse(BaseModel):
 
 
 class Version(BaseModel):
-    """Of this server."""
+    """The version of this server."""
 
     version: str
 

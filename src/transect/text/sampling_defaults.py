@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..models.resolve import ModelSource
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Of ``SamplingParams``, under the same names in generation_config.json."""
+"""Fields of ``SamplingParams`` that have the same names in generation_config.json."""
 LONGEST = "max_new_tokens"
 ENDS = "eos_token_id"
 
