@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ..train.report import MatrixRate
     from ..train.trainer import Trainer
 
 
@@ -54,8 +55,7 @@ def command(
         signal.signal(signum, signal.SIG_DFL)  # a second one ends at once
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    work, rate = _speeds(trainer)
-    run_log = RunLog(settings.run_dir, trainer.steps_done, flops_per_token=work, flops_per_second=rate)
+    run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer))
     try:
         with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
             last = trainer.run([run_log, terminal], lambda: bool(asked))
@@ -69,18 +69,17 @@ def command(
         print(f"done: transect serve {last.parent / 'last'}")
 
 
-def _speeds(trainer: Trainer) -> tuple[float, float | None]:
-    """(FLOPs of a token, matrix rate of the device in the run's dtype or None), from which MFU is computed."""
+def matrix_rate(trainer: Trainer) -> MatrixRate | None:
+    """The rate that MFU is a share of: of products in the run's dtype on its device; None where it is not known."""
     from ..hardware.device import detect
-    from ..hardware.measured import ceilings
-    from ..train.flops import flops_per_token
+    from ..ops.cpu.ceilings import device_measurement
+    from ..train.report import MatrixRate
 
-    config = trainer.config
-    rates = ceilings(detect(trainer.device.type)).flops_per_second
-    dtype = "float32" if config.precision == "float32" else "bfloat16"
-    frozen = config.task in ("lora", "qlora")
-    per_token = flops_per_token(trainer.trainable.source.config, config.data.seq_len, frozen=frozen)
-    return per_token, rates.get(dtype)
+    measured = device_measurement(detect(trainer.device.type))
+    dtype = "float32" if trainer.config.precision == "float32" else "bfloat16"
+    if dtype not in measured.ceilings.flops_per_second:
+        return None
+    return MatrixRate(measured.ceilings.rate(dtype), dtype, str(measured))
 
 
 def newest_run(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import shutil
 import sys
 import time
@@ -25,19 +26,18 @@ import zmq
 import zmq.asyncio
 
 from ..models.resolve import resolve
-from ..text.chat_template import ChatTemplate
-from ..text.number_text import NumberText
+from ..text.model_text import ModelText, load_text, text_settings
 from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
-from ..text.tokenizer import Tokenizer
 from . import wire
 from .config import EngineConfig
-from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
+from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
 from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
 from .sampling_params import SamplingParams
 from .socket_folder import NAME, make_socket_folder
+from .vllm_arguments import engine_settings
 from .waiting_queue import QueueFull
 
 STOP_WAIT_S = 5.0
@@ -60,13 +60,12 @@ class EngineHealth:
 class AsyncEngine:
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | NumberText, chat_template: ChatTemplate | None
-    ) -> None:
+    def __init__(self, config: EngineConfig, text: ModelText) -> None:
         self.config = config
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self._processor = OutputProcessor(tokenizer)
+        self.tokenizer = text.tokenizer
+        self.chat_template = text.chat_template
+        self.sampling_defaults = text.defaults
+        self._processor = OutputProcessor(text.tokenizer)
         self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
@@ -88,13 +87,12 @@ class AsyncEngine:
             ValueError: the configuration or the model is at fault; the message says what to change.
             EngineDeadError: the process could not start for another reason.
         """
-        config = config if config is not None else EngineConfig(**settings)
+        config = config if config is not None else EngineConfig(**engine_settings(settings))
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        source = await asyncio.to_thread(resolve, config.model, load_format=config.load_format)
-        process_config = dataclasses.replace(config, model=str(source.path))
-        loading = asyncio.to_thread(lambda: (Tokenizer.from_source(source), ChatTemplate.from_source(source)))
+        find = functools.partial(resolve, config.model, load_format=config.load_format, revision=config.revision)
+        source = await asyncio.to_thread(find)
         directory = make_socket_folder()
-        text = asyncio.ensure_future(loading)
+        loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
         context = zmq.asyncio.Context()
         process = None
         try:
@@ -108,16 +106,20 @@ class AsyncEngine:
                 process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
             )
             assert process.stdin is not None
+            text = await loading
+            default_params(text.defaults)  # what is wrong with them is said now, not to the first client
+            ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+            process_config = dataclasses.replace(config, model=str(source.path), revision=None, eos_token_ids=ends)
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
             process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
-            engine = cls(config, *(await text))
+            engine = cls(config, text)
             engine._attach(process, socket, context)
             await engine._ready
             # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
             shutil.rmtree(directory, ignore_errors=True)
             return engine
         except BaseException:
-            text.cancel()
+            loading.cancel()
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
@@ -159,6 +161,10 @@ class AsyncEngine:
         """Process id of the engine."""
         return self._process.pid
 
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's files recommend, see ``EngineConfig.generation_config``."""
+        return default_params(self.sampling_defaults)
+
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -168,23 +174,29 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request as it stands after each step that has news for it; the last one is ``finished``.
 
         Args:
             prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
-            params: defaults to ``SamplingParams()``.
+            params: None: the model's own defaults (``default_sampling_params``).
             request_id: made up if not given.
             priority: lower runs earlier.
+            add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.
 
         Raises:
             ValueError: the request cannot be served as it is.
             QueueFull: too many requests wait; try again later.
             EngineDeadError: the engine has ended.
         """
-        text, ids = prompt_token_ids(prompt, self.tokenizer)
+        text, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
         name = request_id or uuid.uuid4().hex
-        stream = self.stream(ids, params or SamplingParams(), name, prompt=text, priority=priority)
+        params = self.default_sampling_params() if params is None else params
+        stream = self.stream(ids, params, name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
                 if update.final is not None:
@@ -261,6 +273,16 @@ class AsyncEngine:
         self._stats_waiters.append(waiter)
         await self._send(wire.StatsQuery())
         return await waiter
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self._check_alive()
+        await self._send(wire.ResetPrefixCache())
+        await self.stats()  # messages are taken in order: it has been done
 
     async def drain(self) -> None:
         """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""

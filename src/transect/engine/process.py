@@ -130,6 +130,8 @@ class _Loop:
                     self._core.abort(message.request_id, message.choice)
                 case wire.StatsQuery():
                     self._send(wire.Stats(self._core.stats()))
+                case wire.ResetPrefixCache():
+                    self._core.reset_prefix_cache()
                 case wire.Shutdown():
                     self._stopping = True
 

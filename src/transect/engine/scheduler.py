@@ -460,6 +460,10 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = Status.GONE
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs."""
+        self.cache.clear()
+
     def stats(self) -> SchedulerStats:
         """Gauges of this moment and counters since the start."""
         return SchedulerStats(

@@ -30,11 +30,15 @@ class StatsQuery(msgspec.Struct, tag="stats?"):
     """Answered by one ``Stats`` before the next step begins."""
 
 
+class ResetPrefixCache(msgspec.Struct, tag="reset"):
+    """Forget the KV of finished prompts; not answered."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process; requests still running are dropped."""
 
 
-ToEngine = Submit | Abort | StatsQuery | Shutdown
+ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -6,21 +6,24 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from .. import __version__
 from . import errors
 from .body import JsonRoute
-from .chat import Chat
+from .chat import Chat, chat_opens_a_turn
 from .completions import Completion
 from .deadline import Deadline
 from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError, ErrorBody
 from .gate import Gate
+from .generation import Prompt
 from .health import health_of, scrape
 from .long_replies import json_of
-from .prompts import chat_prompt, encode, most_counted
+from .operations import operations
+from .prompts import chat_prompt, encode, most_counted, truncated
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .rendering import Renderer
 from .replies import (
@@ -75,7 +78,18 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
+    app.include_router(operations)
     app.add_middleware(Gate, serving=serving)
+    if options.allowed_origins:
+        # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     return app
 
 
@@ -137,13 +151,24 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
         raise ApiError(400, "give either prompt or messages", param="prompt")
     async with _deadline(request):
         if body.messages is not None:
-            generation_prompt = body.add_generation_prompt is not False
-            tokens = (await chat_prompt(serving, body.messages, add_generation_prompt=generation_prompt)).token_ids
+            prompt = await chat_prompt(
+                serving,
+                body.messages,
+                add_generation_prompt=chat_opens_a_turn(body),
+                continue_final_message=bool(body.continue_final_message),
+                add_special=body.add_special_tokens is True,
+                truncate=body.truncate_prompt_tokens,
+                template_kwargs=body.chat_template_kwargs,
+            )
+            tokens = prompt.token_ids
         else:
-            add_special = body.add_special_tokens is not False
-            limit = most_counted(serving)
-            tokens = await encode(serving, body.prompt or "", add_special=add_special, limit=limit)
-    return TokenizeResponse(count=len(tokens), max_model_len=serving.engine.max_model_len, tokens=tokens)
+            add, parse = body.add_special_tokens is not False, body.parse_special is not False
+            most = most_counted(serving)
+            tokens = await encode(serving, body.prompt or "", add_special=add, parse_special=parse, limit=most)
+            tokens = truncated(serving, Prompt(body.prompt, tokens), body.truncate_prompt_tokens, 0).token_ids
+    texts = [serving.engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    limit = serving.engine.max_model_len
+    return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=texts)
 
 
 @api.post("/detokenize", response_model=DetokenizeResponse, tags=["tokenizer"])

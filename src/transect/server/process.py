@@ -11,8 +11,10 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,12 +73,47 @@ def _bind_error(host: str, port: int, error: OSError) -> ValueError:
     return ValueError(f"cannot listen on {host} port {port} ({error.strerror}): choose another --host or --port")
 
 
-def url_of(sock: socket.socket) -> str:
-    """Where a client on this machine reaches the socket."""
+def bind_unix(path: str) -> socket.socket:
+    """A bound Unix socket that does not listen yet, which this user alone may use. What a killed server left there is
+    replaced; the caller removes it in the end.
+
+    Raises:
+        ValueError: the path is taken by something else, or cannot be had.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _abandoned(path):
+            os.unlink(path)
+        mask = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(mask)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"--uds {path!r} cannot be bound ({error.strerror or error}): choose another path") from None
+    return sock
+
+
+def _abandoned(path: str) -> bool:
+    """Whether a socket is there that nobody listens on."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
+    """Where a client on this machine reaches the socket; ``unix:PATH`` of a Unix socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -176,6 +213,8 @@ async def _serve(
         log_config=None,
         server_header=False,
         timeout_graceful_shutdown=int(SETTLE_S),
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
     try:
         sock.listen(config.backlog)

@@ -12,6 +12,7 @@ What templates may use is what transformers gives them: ``messages``, ``add_gene
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -64,12 +65,28 @@ class ChatTemplate:
         """
         if source.kind == "shape" and not (source.path / "tokenizer.json").is_file():
             return None
-        if source.kind in ("hf", "shape"):
-            settings = read_hf_settings(source.path)
-            template, bos, eos = settings.chat_template, settings.bos_token or "", settings.eos_token or ""
-        else:
-            template, bos, eos = gguf_chat_template(source.gguf.metadata)
+        return cls.from_gguf(source.gguf.metadata) if source.kind == "gguf" else cls.from_hf(source.path)
+
+    @classmethod
+    def from_hf(cls, directory: Path) -> ChatTemplate | None:
+        """The template of a directory in Hugging Face layout; None when it has none. Raises as ``from_source``."""
+        settings = read_hf_settings(directory)
+        template = settings.chat_template
+        return None if template is None else cls(template, settings.bos_token or "", settings.eos_token or "")
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
+        """The template in the metadata of a GGUF file; None when it has none. Raises as ``from_source``."""
+        template, bos, eos = gguf_chat_template(metadata)
         return None if template is None else cls(template, bos, eos)
+
+    def with_source(self, source: str) -> ChatTemplate:
+        """Another template with the same special tokens.
+
+        Raises:
+            ValueError: it is not valid Jinja.
+        """
+        return ChatTemplate(source, self._bos, self._eos)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The text to encode with ``parse_special=True`` and ``add_special_tokens=False``.

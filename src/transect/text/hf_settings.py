@@ -29,8 +29,8 @@ def read_hf_settings(directory: Path) -> HFSettings:
     Raises:
         ValueError: one of the files is not JSON of the right form; the message names it.
     """
-    tokenizer = {**_read(directory / "special_tokens_map.json"), **_read(directory / "tokenizer_config.json")}
-    model = {**_read(directory / "config.json"), **_read(directory / "generation_config.json")}
+    tokenizer = read_object(directory / "special_tokens_map.json") | read_object(directory / "tokenizer_config.json")
+    model = read_object(directory / "config.json") | read_object(directory / "generation_config.json")
     read = Fields(model, f"config.json or generation_config.json of {directory}")
     bos = read.token_ids("bos_token_id")
     return HFSettings(
@@ -74,7 +74,12 @@ def _content(tokenizer: dict[str, Any], key: str, directory: Path) -> str | None
     return content
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file without its nulls; {} where there is no file.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     if not path.is_file():
         return {}
     return {key: entry for key, entry in read_json_object(path).items() if entry is not None}

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from .detokenizer import IncrementalDetokenizer, TokenTable
 from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
@@ -89,6 +89,8 @@ class Update:
     error: str | None = None
     aborts: list[tuple[str, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
+    times: Any = None
+    """The engine's ``RequestTimes``, where it sent them."""
     final: RequestOutput | None = None
 
     @property
@@ -104,6 +106,7 @@ class Update:
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.aborts.extend(later.aborts)
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.times = later.times if later.times is not None else self.times
         self.final = later.final
 
 
@@ -231,6 +234,7 @@ class OutputProcessor:
                 None if entry is None else self._position(entry) for entry in output.prompt_logprobs
             ]
         update = Update(output.request_id, output.index, num_cached_tokens=request.num_cached_tokens)
+        update.times = getattr(output, "times", None)
         stopped = self._take_tokens(request, choice, output, update)
         if stopped is not None:
             if output.finish_reason is None:

@@ -34,6 +34,7 @@ from .batches import Batch
 from .checkpoint import Checkpoint, Snapshot, Writer
 from .config import TrainConfig
 from .data import Position
+from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .memory import fit
 from .merged_layers import stack_of
@@ -57,6 +58,8 @@ class StepRecord:
     seconds: float
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
+    flops: float = 0.0
+    """Useful FLOPs of the step (``flops.py``); 0 where nobody counted."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the objective, such as margins and rewards."""
 
@@ -124,6 +127,7 @@ class Trainer:
         self.optimizer = build_optimizer(
             config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
         )
+        self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
         self.watch = LossWatch()
         self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
@@ -172,6 +176,7 @@ class Trainer:
             learning_rate=self.config.optimizer.learning_rate * rate,
             tokens=sum(batch.num_tokens for batch in batches),
             labels=labels,
+            flops=sum(self._flops(batch.lengths, batch.num_labels) for batch in batches if batch.num_labels),
             seconds=time.perf_counter() - begin,
             extra=self.objective.metrics(),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
