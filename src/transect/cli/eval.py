@@ -63,8 +63,7 @@ def command(
         "max_num_seqs": max_num_seqs,
     }
     config = engine_config(model, **settings, threads=threads, native=native, enable_prefix_caching=bool(names))
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    llm = LLM(values.pop("model"), **values)
+    llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
     found: dict[str, Any] = {"model": model, "kernels": llm.kernels}
     if text:
         found["text"] = _texts(llm, text, window, stride)

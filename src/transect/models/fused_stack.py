@@ -84,7 +84,9 @@ class FusedStack:
         self._fusions = fusions or Fusions()
         streams = self._ops.stream_products if self._fusions == Fusions() else None
         self._layers = [_FusedLayer(layer, index, config, streams) for index, layer in enumerate(_layers(model))]
-        self._streams = streams if all(layer.on_stream for layer in self._layers) else None
+        streamed = all(layer.on_stream for layer in self._layers)
+        self._on_stream = self._layers[0].on_stream if streamed else None
+        """The first layer's products on the stream, where all layers have them: they say which steps they take."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
         """For each position, cosines and then sines."""
@@ -111,7 +113,7 @@ class FusedStack:
         cos, sin = rotations_Td.chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         wanted = context.wanted
-        if wanted is None and self._streams is not None and self._streams.takes(x_TD, self._layers[0].sizes):
+        if wanted is None and self._on_stream is not None and self._on_stream.qkv.takes(x_TD, self._layers[0].sizes):
             return self._run_streams(x_TD, (cos, sin), context)
         for layer in self._layers:
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
@@ -231,9 +233,11 @@ class _StreamLayer(NamedTuple):
 
     @classmethod
     def of(cls, projections: Sequence[Weight], streams: StreamProducts) -> _StreamLayer | None:
-        """None where a projection has no such product, or one but the first a bias."""
+        """None where a projection has no such product, one but the first a bias, or they are of several kinds."""
         found = [weight.stream_product(streams) for weight in projections]
         if any(product is None for product in found) or any(product.biased for product in found[1:] if product):
+            return None
+        if len({type(product) for product in found}) > 1:  # they read what the others leave of a stream
             return None
         return cls(*(product for product in found if product is not None))
 

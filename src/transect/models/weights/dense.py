@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.linear.stream_products import Stream, StreamProducts
+from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat, dense_format
@@ -124,6 +124,9 @@ class DenseStream:
     def biased(self) -> bool:
         """Only ``linear`` adds a bias."""
         return self._bias is not None
+
+    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
+        return self._products.takes(x, sizes)
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         return self._products.add(x, self._weight, residual, scale, eps)

@@ -23,8 +23,10 @@ from ...formats.affine import AffineGroups
 from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
-from ...ops.linear.packed import int4_matmul
+from ...ops.linear.few_rows.cuda import Beside
+from ...ops.linear.packed import int4_matmul, int4_rows
 from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
+from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, WeightFormat, int4_format
@@ -47,6 +49,8 @@ class Int4Products:
     """``(x, arranged weight, outputs, bias)``, as ``int4_matmul.reference``."""
     gated: Callable[[Tensor, Tensor, int], Tensor]
     """``(x, arranged weight, outputs)`` -> ``silu(gate) * up [T, O / 2]``; blocks of rows are gate and up in turn."""
+    rows: int4_rows.CudaCodes | None = None
+    """The kernel that can have norms beside its product."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
@@ -63,7 +67,48 @@ class Int4Products:
                 return y
             return gate_up.gate_halves(product(x, weight, outputs), turns=BLOCK, dependent_launch=dependent)
 
-        return cls(product, gated)
+        return cls(product, gated, int4_matmul.rows_kernel(torch.device(device)) if dependent else None)
+
+
+class Int4Stream:
+    """The products of a matrix in 4 bits on the residual stream (``ops/linear/stream_products.py``)."""
+
+    def __init__(self, kernel: int4_rows.CudaCodes, weight: ServingInt4) -> None:
+        self._kernel, self._weight = kernel, weight
+
+    @property
+    def biased(self) -> bool:
+        """Only ``linear`` adds a bias."""
+        return self._weight.bias is not None
+
+    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
+        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes."""
+        if x.dtype != torch.bfloat16 or not 0 < len(x) <= int4_rows.ROWS[0]:
+            return False
+        gated = [(n, k) for n, k, gate in sizes if gate]
+        return all(self._kernel.gates(len(x), n, k, SERVING_GROUP, x.device) is not None for n, k in gated)
+
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+        total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
+        assert scaled is not None and squares is not None
+        return Stream(total, scaled, squares, eps)
+
+    def linear(self, stream: Stream) -> Tensor:
+        return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self._run(x, Beside())[0]
+
+    def gated(self, stream: Stream) -> Tensor:
+        return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
+
+    def _run(
+        self, x: Tensor, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weight = self._weight
+        return self._kernel.beside(
+            x, weight.arranged, weight.out_features, norm, bias, gated=gated, dependent_launch=True
+        )
 
 
 def _gated_by_torch(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
@@ -130,6 +175,11 @@ class ServingInt4(Weight):
             return None
         run, weight, outputs = self._products.gated, self.arranged, self.out_features
         return lambda x: run(self._filled(x), weight, outputs)
+
+    def stream_product(self, products: StreamProducts) -> Int4Stream | None:
+        kernel = self._products.rows
+        # The tensors of a norm are as wide as the model, not as whole groups.
+        return None if kernel is None or self._spare else Int4Stream(kernel, self)
 
     @property
     def _spare(self) -> int:

@@ -39,7 +39,7 @@ from ..storage import WeightFormat
 
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
-    from ...ops.linear.stream_products import Stream, StreamProducts
+    from ...ops.linear.stream_products import Size, Stream, StreamProducts
 
 Values = Tensor | QuantizedTensor
 """What a file holds for a matrix."""
@@ -52,6 +52,8 @@ class StreamProduct(Protocol):
 
     @property
     def biased(self) -> bool: ...
+
+    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool: ...
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream: ...
 

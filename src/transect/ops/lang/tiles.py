@@ -39,6 +39,19 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untype
 
 
 @kernel
+def also(mask, condition):  # type: ignore[no-untyped-def]
+    """``mask`` where a condition of the whole program holds too, and nowhere else.
+
+    The interpreter of Triton 3.9 forgets that such a condition is a boolean and refuses the mask, so there the mask is
+    made one again. Compiled code is that of ``&``.
+    """
+    both = mask & condition
+    if INTERPRETS:
+        both = both != 0
+    return both
+
+
+@kernel
 def dot(a, b, acc):  # type: ignore[no-untyped-def]
     """``acc + a @ b`` in float32; products of float32 inputs are not rounded to tf32."""
     if INTERPRETS:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
-from ..lang.tiles import let_next_begin, wait_for_previous
+from ..lang.tiles import also, let_next_begin, wait_for_previous
 from ..numerics import sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 
@@ -63,7 +63,7 @@ def _embed(
     angle = tl.arange(0, ANGLES)
     turn = tl.load(rotations_ptr + position * rotations_row + angle, mask=angle < n_angles)
     col = tl.arange(0, BLOCK)
-    row = tl.load(embedding_ptr + token * embedding_row + col, mask=(col < n_cols) & (place >= 0), other=0.0)
+    row = tl.load(embedding_ptr + token * embedding_row + col, mask=also(col < n_cols, place >= 0), other=0.0)
     tl.store(out_ptr + t * n_angles + angle, turn, mask=angle < n_angles)
     tl.store(x_ptr + t * n_cols + col, row, mask=col < n_cols)
 

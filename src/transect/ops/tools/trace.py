@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..lang.jit import INTERPRETED, triton
+from ..lang.jit import INTERPRETED, interpreter_refusal, triton
 from ..registry import Op, Trace, Unavailable
 
 Program = tuple[int, int, int]
@@ -104,6 +104,8 @@ def recording(watch: Sequence[str] = ()) -> Iterator[list[Launch]]:
     """
     if triton is None or not INTERPRETED:
         raise Unavailable("following a kernel needs Triton and its interpreter: set TRITON_INTERPRET=1")
+    if reason := interpreter_refusal(triton.__version__, np.__version__):
+        raise Unavailable(reason)
     from triton.runtime import interpreter
 
     builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor

@@ -1,12 +1,14 @@
 """``int4_matmul.cu``: its tilings everywhere, the kernel on a GPU."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cuda_kernels import check_int4_product, check_int4_tilings, int4_weight, loaded, product_inputs
 
+from transect.ops.linear.few_rows.cuda import Beside
 from transect.ops.linear.packed import int4_matmul, int4_rows
 from transect.ops.linear.packed.int4_rows import RowsTiling
 
@@ -130,6 +132,41 @@ def test_the_gate_in_the_epilogue(kernel: int4_rows.CudaCodes, m: int, n: int, k
     assert (got.double() - want).norm() <= 3e-3 * want.norm()
     for _ in range(3):
         assert torch.equal(got, kernel.gated(x, weight, n, dependent_launch=dependent_launch))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dependent_launch", [False, True])
+@pytest.mark.parametrize("m", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("d", "k", "n"), [(4096, 14336, 28672), (4096, 4096, 6144), (1024, 2048, 6144), (256, 512, 64)]
+)
+def test_norms_on_both_sides_of_products(
+    kernel: int4_rows.CudaCodes, m: int, d: int, k: int, n: int, dependent_launch: bool
+) -> None:
+    """To a stream of ``d`` numbers from ``k``, then the next norm, a product and a gate-up product of ``n`` rows."""
+    into, out = int4_weight(d, k, 128, "cuda"), int4_weight(n, d, 128, "cuda")
+    x, *_ = product_inputs(m, d, k)
+    residual, scale = torch.randn(m, d, device="cuda").bfloat16(), torch.rand(d, device="cuda").bfloat16() + 0.5
+    beside = partial(kernel.beside, dependent_launch=dependent_launch)
+    total, scaled, squares = beside(x, into, d, Beside(residual=residual, scale=scale))
+    want = int4_matmul.reference(x.double(), into, d) + residual.double()
+    assert (total.double() - want).norm() <= 4e-3 * want.norm()
+    assert scaled is not None and squares is not None
+    torch.testing.assert_close(scaled, (total.float() * scale.float()).bfloat16())
+    torch.testing.assert_close(squares, total.float().square().unflatten(1, (-1, 16)).sum(-1), rtol=1e-5, atol=1e-5)
+    norm = Beside(squares=squares, eps=1e-5)
+    rms = total.double().square().mean(1, keepdim=True).add(1e-5).rsqrt()
+    both = int4_matmul.reference(scaled.double() * rms, out, n)
+    plain, none, _ = beside(scaled, out, n, norm)
+    assert none is None and (plain.double() - both).norm() <= 4e-3 * both.norm()
+    turns = both.unflatten(-1, (-1, 2, 16))
+    gated = (F.silu(turns[:, :, 0]) * turns[:, :, 1]).flatten(1)
+    got = beside(scaled, out, n, norm, gated=True)[0]
+    assert (got.double() - gated).norm() <= 4e-3 * gated.norm()
+    for _ in range(3):
+        again = beside(x, into, d, Beside(residual=residual, scale=scale))
+        assert all(torch.equal(a, b) for a, b in zip(again, (total, scaled, squares), strict=True))
+        assert torch.equal(beside(scaled, out, n, norm, gated=True)[0], got)
 
 
 @pytest.mark.gpu

@@ -42,14 +42,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...lang.gluon_language import (
+    async_load,
+    block_barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    gluon_kernel,
+    mbarrier,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from ...lang.jit import kernel, tl
 from ...registry import Kernel
-from .hopper import fence_async_shared, gl, gluon, mbarrier, takes, tma, warpgroup_mma, warpgroup_mma_wait
+from .hopper import takes
 from .tiling import LOG2E, check, find_tile, fits_descriptor, seen
-
-warpgroup_mma_init: Any = None
-if gluon is not None:
-    from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init  # type: ignore[no-redef]
 
 BM = 64
 """Queries of a tile."""
@@ -59,29 +68,24 @@ STAGES = 3
 """Tiles of queries in shared memory."""
 
 
-def _kernel(function: Any) -> Any:
-    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
-    return function if gluon is None else gluon.jit(function)
-
-
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@_kernel
+@gluon_kernel
 def _copied(x, CONSTRAINT: gl.constexpr):  # type: ignore[no-untyped-def]
     """x, copied by an instruction that the compiler can neither move nor see through."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", CONSTRAINT, [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
-@_kernel
+@gluon_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, g, lse, delta, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, kv_full, full, empty, total, first_j,
     kv_head, low, high, end, tokens, GROUP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that has the copy engine bring k, v and the tiles of queries, and that brings L and D itself."""
     mbarrier.expect(kv_full, 2 * k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [first_j, kv_head, 0], kv_full, k_tile.index(0))
-    tma.async_copy_global_to_shared(v, [first_j, kv_head, 0], kv_full, v_tile.index(0))
+    async_load(k, [first_j, kv_head, 0], kv_full, k_tile.index(0))
+    async_load(v, [first_j, kv_head, 0], kv_full, v_tile.index(0))
     start = low
     head = kv_head * GROUP
     lane = gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -94,8 +98,8 @@ def _fetch(  # type: ignore[no-untyped-def]
         mbarrier.wait(empty.index(slot), (n // STAGES + 1) % 2)
         arrived = full.index(slot)
         mbarrier.expect(arrived, 2 * q.block_type.nbytes)
-        tma.async_copy_global_to_shared(q, [start, head, 0], arrived, q_ring.index(slot))
-        tma.async_copy_global_to_shared(g, [start, head, 0], arrived, g_ring.index(slot))
+        async_load(q, [start, head, 0], arrived, q_ring.index(slot))
+        async_load(g, [start, head, 0], arrived, g_ring.index(slot))
         lse_ring.index(slot).store(big_l)
         delta_ring.index(slot).store(at_delta)
         mbarrier.arrive(arrived, count=1)
@@ -105,7 +109,7 @@ def _fetch(  # type: ignore[no-untyped-def]
             head += 1
 
 
-@_kernel
+@gluon_kernel
 def _in_fragment_order(x, BM: gl.constexpr, DP: gl.constexpr):  # type: ignore[no-untyped-def]
     """dq of a tile, ``[BM * DP]``, in an order where the 4 numbers that a thread adds at a time are neighbours, and so
     are those of neighbouring threads: 512 bytes for each instruction of a warp. In the order of rows a warp would reach
@@ -114,7 +118,7 @@ def _in_fragment_order(x, BM: gl.constexpr, DP: gl.constexpr):  # type: ignore[n
     return x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([BM * DP])
 
 
-@_kernel
+@gluon_kernel
 def _work(  # type: ignore[no-untyped-def]
     dq, dk, dv, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, ds_tile, kv_full, full, empty, total, first_j,
     kv_head, low, high, end, first_block, blocks, scale, scale2, window, H: gl.constexpr, GROUP: gl.constexpr,
@@ -169,7 +173,7 @@ def _work(  # type: ignore[no-untyped-def]
         # Its own products of the step before, which read its rows of this tile (dk), are done; everyone's dq too.
         ds_at.store((p * (dp - at_delta[None, :])).to(HALF))
         fence_async_shared()
-        gl.thread_barrier()
+        block_barrier()
         # Every warp is past its products of the step before, so that step's tiles may be overwritten.
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
         grad_q = warpgroup_mma(ds_at.permute((1, 0)), keys, no_queries, use_acc=False, is_async=True)
@@ -192,7 +196,7 @@ def _work(  # type: ignore[no-untyped-def]
     gl.store(dv + out, grad_v.to(HALF), inside)
 
 
-@_kernel
+@gluon_kernel
 def gradient_kernel(  # type: ignore[no-untyped-def]
     q, k, v, g, lse, delta, dq, dk, dv, cu, documents, tokens, blocks, scale, scale2, window,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
@@ -294,8 +298,6 @@ def backward(
     Raises:
         ValueError: shapes that do not fit each other, or inputs that this kernel does not take.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     q, k, v = check(q, k, v, cu_seqlens)
     g, lse, delta = g.contiguous(), lse.contiguous(), delta.contiguous()
     if not takes(q, k, v) or not fits_descriptor(g):
@@ -309,8 +311,8 @@ def backward(
     documents = len(cu_seqlens) - 1
     blocks = tokens // BM + documents
     workspace = torch.zeros((heads, blocks, BM * columns), dtype=torch.float32, device=q.device)
-    q_tiles, g_tiles = (TensorDescriptor.from_tensor(t, [BM, 1, columns], _tile_layout()) for t in (q, g))
-    k_tiles, v_tiles = (TensorDescriptor.from_tensor(t, [BN, 1, columns], _tile_layout()) for t in (k, v))
+    q_tiles, g_tiles = (tensor_descriptor(t, [BM, 1, columns], _tile_layout()) for t in (q, g))
+    k_tiles, v_tiles = (tensor_descriptor(t, [BN, 1, columns], _tile_layout()) for t in (k, v))
     gradient_kernel[(tokens // BN + documents, k.shape[1])](
         q_tiles, k_tiles, v_tiles, g_tiles, lse, delta, workspace, dk, dv, cu_seqlens, documents, tokens,
         blocks, scale, scale * LOG2E, window or 0, H=heads, GROUP=heads // k.shape[1], D=d, DP=columns, BM=BM, BN=BN,

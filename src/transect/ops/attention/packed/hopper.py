@@ -43,29 +43,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...lang.gluon_language import (
+    GLUON_MISSING,
+    async_load,
+    fence_async_shared,
+    gl,
+    gluon,
+    gluon_kernel,
+    mbarrier,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...lang.jit import INTERPRETED, multiprocessors, triton
 from ...registry import Kernel, Unavailable
 from .tiling import LOG2E, check, fits_descriptor
-
-gluon: Any
-gl: Any
-mbarrier: Any
-tma: Any
-fence_async_shared: Any
-warpgroup_mma: Any
-warpgroup_mma_wait: Any
-try:
-    from triton.experimental import gluon  # type: ignore[no-redef]
-    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
-    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-except ImportError:
-    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
 
 ROWS = 64
 """Queries of a warpgroup."""
@@ -78,19 +70,10 @@ MAX_REGISTERS = {2: 168, 3: 128}
 HEAD_DIMS = (64, 96, 128)
 
 
-def _kernel(function: Any, sizes: Sequence[str] = ()) -> Any:
-    """``gluon.jit`` where Gluon is installed, else the function unchanged.
-
-    ``sizes``: integers that are compiled for any value; of others Triton compiles one kernel for 1, one for multiples
-    of 16 and one for the rest, seconds each.
-    """
-    return function if gluon is None else gluon.jit(function, do_not_specialize=sizes)
-
-
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@_kernel
+@gluon_kernel
 def _exp2(x):  # type: ignore[no-untyped-def]
     """2^x by the hardware's instruction; results under 2^-126 are 0."""
     return gl.inline_asm_elementwise(
@@ -98,7 +81,7 @@ def _exp2(x):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@_kernel
+@gluon_kernel
 def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Which of ``count`` runs of tokens a tile belongs to; they are numbered as in ``attention_tiles.find_tile``."""
     low = 0
@@ -112,7 +95,7 @@ def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped
     return low
 
 
-@_kernel
+@gluon_kernel
 def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first query, begin and end of its document, head) of piece ``index`` of the work.
 
@@ -129,7 +112,7 @@ def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):
     return begin + (tile - begin // ROWS - document) * ROWS, begin, end, head
 
 
-@_kernel
+@gluon_kernel
 def _reach(  # type: ignore[no-untyped-def]
     first_i, begin, end, window, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
 ):
@@ -154,7 +137,7 @@ def _reach(  # type: ignore[no-untyped-def]
     return low, gl.minimum(low_full, high_full), high_full, high
 
 
-@_kernel
+@gluon_kernel
 def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
     """Scores with -inf where query i must not see the key; the block begins at key ``start``."""
     j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
@@ -167,7 +150,7 @@ def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     return gl.where(seen, s, -float("inf"))
 
 
-@_kernel
+@gluon_kernel
 def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-def]
     """One step of the online softmax: (probabilities, m, l, what the output so far is to be multiplied by)."""
     top = gl.maximum(m, gl.max(s, 1) * scale2)
@@ -179,7 +162,7 @@ def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-de
     return p, top, l * fade + gl.sum(p, 1), fade
 
 
-@_kernel
+@gluon_kernel
 def _walk(  # type: ignore[no-untyped-def]
     acc, p, m, l, queue, queue_end, first, last, q, ring, full, empty, i, begin, end, window, scale2,
     SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
@@ -214,13 +197,13 @@ def _walk(  # type: ignore[no-untyped-def]
     return acc, p, m, l, queue
 
 
-@_kernel
+@gluon_kernel
 def _matrix(tile):  # type: ignore[no-untyped-def]
     """``[tokens, 1, d]`` in shared memory as ``[tokens, d]``."""
     return tile.reshape((tile.shape[0], tile.shape[2]))
 
 
-@_kernel
+@gluon_kernel
 def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, PARTS: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens,
     scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
@@ -288,7 +271,7 @@ def _attend(  # type: ignore[no-untyped-def]
         first_i, begin, end, head = _planned(plan, q_full, done)
 
 
-@_kernel
+@gluon_kernel
 def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
     """Wait for the next tile: (first query, begin and end of its document, head), head -1 when there is none."""
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -301,21 +284,21 @@ def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
     return first_i, begin, end, head
 
 
-@_kernel
+@gluon_kernel
 def _note(plan, place, value):  # type: ignore[no-untyped-def]
     plan.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
-@_kernel
+@gluon_kernel
 def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Ask for the next block of ``source`` at place ``queue`` of the ring, when that is free."""
     slot = queue % SLOTS
     mbarrier.wait(empty.index(slot), (queue // SLOTS & 1) ^ 1)
     mbarrier.expect(full.index(slot), source.block_type.nbytes)
-    tma.async_copy_global_to_shared(source, [token, head, 0], full.index(slot), ring.index(slot))
+    async_load(source, [token, head, 0], full.index(slot), ring.index(slot))
 
 
-@_kernel
+@gluon_kernel
 def _seek(  # type: ignore[no-untyped-def]
     index, counter, cu, documents, tiles, work, SHARE: gl.constexpr, ROWS: gl.constexpr, SHARED_OUT: gl.constexpr
 ):
@@ -331,7 +314,7 @@ def _seek(  # type: ignore[no-untyped-def]
     return index, first_i, begin, end, head
 
 
-@_kernel
+@gluon_kernel
 def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """The next piece of work that no program has begun."""
     index = work
@@ -340,7 +323,7 @@ def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-unty
     return index
 
 
-@_kernel
+@gluon_kernel
 def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
     """``count`` times the keys before token ``start`` and the values from it on."""
     COLUMNS: gl.constexpr = ring.shape[1]
@@ -352,7 +335,7 @@ def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.co
     return start, queue
 
 
-@_kernel
+@gluon_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles, work, window,
     PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
@@ -379,9 +362,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         _note(plan, 4 * buffer + 3, head)
         mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
-                q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part)
-            )
+            async_load(q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part))
         low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
         kv_head = head // GROUP
         start = begin + (high - 1) * COLUMNS
@@ -402,7 +383,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     mbarrier.arrive(q_full.index(buffer))
 
 
-@partial(_kernel, sizes=("documents", "tokens", "tiles", "work", "window"))
+@partial(gluon_kernel, sizes=("documents", "tokens", "tiles", "work", "window"))
 def forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, counter, cu, documents, tokens, tiles, work, scale2, window, PARTS: gl.constexpr,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
@@ -499,9 +480,7 @@ def _layout() -> Any:
 
 
 def _descriptor(t: Tensor, rows: int) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(t, [rows, 1, _columns(t.shape[2])], _layout())
+    return tensor_descriptor(t, [rows, 1, _columns(t.shape[2])], _layout())
 
 
 def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
@@ -589,8 +568,8 @@ def kernels() -> Sequence[Kernel]:
 
 def device_refusal() -> str | None:
     """Why no input at all can run here, or None."""
-    if triton is None or gluon is None:
-        return "the Hopper kernel needs Triton 3.6 with Gluon: pip install 'transect[gpu]'"
+    if gluon is None:
+        return f"the Hopper kernel needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:
         return "the Hopper kernel needs an NVIDIA GPU (sm_90)"
     if torch.cuda.get_device_capability() != (9, 0):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ... import tuning
 from ...lang.jit import INTERPRETED, kernel, multiprocessors, next_power_of_2, tl
-from ...lang.tiles import let_next_begin, wait_for_previous
+from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...registry import Kernel
 from ..packed.tiling import LOG2E, padded
 from .batch import PagedBatch
@@ -84,7 +84,7 @@ def _decode(  # type: ignore[no-untyped-def]
     high = tl.minimum(length, low + size)
     j = low + tl.arange(0, BN)
     table = tables + row.to(tl.int64) * table_b
-    block = tl.load(table + j // BLOCK, (j < high) & (j >= oldest) & (pieces > 0), 0, cache_modifier=".cg")
+    block = tl.load(table + j // BLOCK, also((j < high) & (j >= oldest), pieces > 0), 0, cache_modifier=".cg")
     wait_for_previous(DEPENDENT_LAUNCH)
     if pieces > 0:
         head = kv_head * G + tl.arange(0, BM)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
-from ...lang.tiles import after_previous
+from ...lang.tiles import after_previous, also
 from ...numerics import sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from .batch import PagedBatch
@@ -68,7 +68,7 @@ def _write_kernel(
     page, offset = slot(token, tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
     head = tl.arange(0, HEADS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
-    inside = (head < n_heads) & (col < size) & (page >= 0)
+    inside = also((head < n_heads) & (col < size), page >= 0)
     token = token.to(tl.int64)
     k = tl.load(k_ptr + token * k_token + head * k_head + col, mask=inside)
     v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=inside)

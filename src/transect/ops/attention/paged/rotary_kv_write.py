@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
-from ...lang.tiles import let_next_begin, wait_for_previous
+from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...norm import rms_norm
 from ...numerics import sample
 from ...position import rotary
@@ -99,7 +99,7 @@ def _kernel(
         wait_for_previous(DEPENDENT_LAUNCH)
         if group < q_groups + k_groups:
             head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
-            inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
+            inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = k_ptr + token * k_token + head * k_head + plane
             a, b = turned_by(x_ptr, k_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
             if k_out_ptr is not None:
@@ -111,7 +111,7 @@ def _kernel(
             tl.store(out + n_planes, b.to(k_cache_ptr.dtype.element_ty), mask=inside)
         else:
             head = (group - q_groups - k_groups) * HEADS + tl.arange(0, HEADS)[:, None]
-            inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
+            inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = v_ptr + token * v_token + head * v_head + plane
             first = tl.load(x_ptr, mask=inside)
             second = tl.load(x_ptr + n_planes, mask=inside)

@@ -30,31 +30,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...lang.gluon_language import (
+    GLUON_MISSING,
+    async_load,
+    block_barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    gluon_kernel,
+    mbarrier,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...lang.jit import INTERPRETED, next_power_of_2, triton
 from ...lang.tiles import fits_descriptor
 from ...registry import Kernel
 from .cuda import SHARED, Beside
-
-gluon: Any
-gl: Any
-mbarrier: Any
-tma: Any
-fence_async_shared: Any
-warpgroup_mma: Any
-warpgroup_mma_wait: Any
-try:
-    from triton.experimental import gluon  # type: ignore[no-redef]
-    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
-    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-except ImportError:
-    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
-
 
 PARTS = 1 << 20
 """How many numbers the programs of a launch may leave for each other at first: enough for 512 rows and 2048 columns."""
@@ -96,12 +88,7 @@ class GluonTiling:
         return None if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
 
 
-def _kernel(function: Any) -> Any:
-    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
-    return function if gluon is None else gluon.jit(function)
-
-
-@_kernel
+@gluon_kernel
 def _tell(instruction: gl.constexpr):  # type: ignore[no-untyped-def]
     """Run a PTX instruction that has no result."""
     gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -151,7 +138,7 @@ def _exchange(tiling: GluonTiling) -> dict[str, Any]:
     }
 
 
-@_kernel
+@gluon_kernel
 def early_weights(  # type: ignore[no-untyped-def]
     x, weight, bias, out, parts, residual, scale, scaled, left, squares, M, N, K, n_squares, eps,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
@@ -159,7 +146,7 @@ def early_weights(  # type: ignore[no-untyped-def]
     COUNT: gl.constexpr, LEAVING: gl.constexpr, LEFT: gl.constexpr, TAKING: gl.constexpr, TAKEN: gl.constexpr,
 ):  # fmt: skip
     """One tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row tiles;
-    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``small_matmul_triton._rows``.
+    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``few_rows/triton._rows``.
     """
     WIDTH: gl.constexpr = 2 * BN if GATED else BN
     BYTES: gl.constexpr = (WIDTH + BM) * BK * 2
@@ -186,12 +173,12 @@ def early_weights(  # type: ignore[no-untyped-def]
         there = barriers.index(i)
         mbarrier.expect(there, BYTES)  # with those of X
         if GATED:
-            tma.async_copy_global_to_shared(weight, [0, tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
+            async_load(weight, [0, tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
         else:
-            tma.async_copy_global_to_shared(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
+            async_load(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
     _tell("griddepcontrol.wait; // $0")
     for i in range(STAGES):
-        tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + i * BK], barriers.index(i), x_tiles.index(i))
+        async_load(x, [tile_m * BM, k0 + i * BK], barriers.index(i), x_tiles.index(i))
     rows = tile_m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, ROWS))
     columns = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
     at = rows[:, None] * N + columns[None, :]
@@ -214,9 +201,9 @@ def early_weights(  # type: ignore[no-untyped-def]
         acc = warpgroup_mma_wait(1, deps=[acc])
         after = i - 1 + STAGES
         if (i >= 1) & (after < CHUNKS):  # the buffer that all warps have read gets its next tile
-            gl.thread_barrier()
+            block_barrier()
             x_tile = x_tiles.index(after % STAGES)
-            tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + after * BK], barriers.index(after), x_tile)
+            async_load(x, [tile_m * BM, k0 + after * BK], barriers.index(after), x_tile)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if squares is not None:
         inverse = gl.convert_layout(gl.rsqrt(gl.sum(square, 1) / K + eps), gl.SliceLayout(1, SUMS))
@@ -260,9 +247,7 @@ def _layout(*tile: int) -> Any:
 
 
 def _describe(matrix: Tensor, *tile: int) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(matrix, list(tile), _layout(*tile))
+    return tensor_descriptor(matrix, list(tile), _layout(*tile))
 
 
 class GluonRows:
@@ -344,8 +329,10 @@ def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, tiling
 
 def device_refusal(device: torch.device) -> str | None:
     """Why nothing runs here on ``device``, or None."""
-    if gluon is None or INTERPRETED:
-        return "it needs Triton 3.6 with Gluon, and not its interpreter"
+    if gluon is None:
+        return f"it needs Triton's Gluon: {GLUON_MISSING}"
+    if INTERPRETED:
+        return "it needs Triton's compiler, and the interpreter is on"
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return f"it runs on an sm_90, and the inputs are on {device}"
     return None

@@ -8,7 +8,7 @@ cluster of ``ranks`` blocks shares K. Fewer and wider shares of rows mean that X
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from ...lang.cuda import bind
 from ...lang.jit import multiprocessors
 from ...tuning import choose
+from ..few_rows.cuda import Beside
 from .int4_packing import CHUNK, group_of, is_arranged
 
 SHARED = 227 * 1024
@@ -101,7 +102,7 @@ def shared_bytes(tiling: RowsTiling, m: int, group: int) -> int:
     stage = wide * (1024 + CHUNK // group * 64) + held * 272 + CHUNK // group * tiling.rows * known
     sent = -(-wide // tiling.ranks) * tiling.ranks * tiling.rows * 64 if tiling.ranks > 1 else 0
     left = (tiling.teams - 1) * tiling.warps * tiling.columns * tiling.rows * 64
-    return -(-(tiling.stages * 24 + 8) // 128) * 128 + sent + max(tiling.stages * stage, left)
+    return -(-(tiling.stages * 24 + 40) // 128) * 128 + sent + max(tiling.stages * stage, left)
 
 
 def tiling_of(
@@ -187,10 +188,12 @@ class Codes(ABC):
         Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
     """
 
-    def __init__(self, source: str, symbol: str, numbers: int) -> None:
-        """``numbers``: the count of numbers in a tiling."""
+    def __init__(self, source: str, symbol: str, numbers: int, norms: str = "") -> None:
+        """``numbers``: the count of numbers in a tiling; ``norms``: the types of the launcher's arguments for norms, as
+        letters of ``bind``."""
         self._source = f"{source}.cu"
-        self._launch = bind(source, symbol, "ppppiiiil" + "i" * (numbers + 1) + "p")
+        self._launch = bind(source, symbol, "ppppiiiil" + "i" * numbers + norms + "ip")
+        self._no_norms = (0,) * len(norms)
 
     @abstractmethod
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Tiling:
@@ -215,29 +218,29 @@ class Codes(ABC):
         if x.shape[0] == 0 or n == 0:
             return x.new_empty((x.shape[0], n))
         tiling = self.tiling(x, n, group_of(weight), config)
-        return self._run(tiling, x, weight, n, bias, n, dependent_launch)
+        out = x.new_empty((x.shape[0], n))
+        self._run(tiling, x, weight, n, bias, out, dependent_launch)
+        return out
 
     def _run(
-        self, tiling: Tiling, x: Tensor, weight: Tensor, n: int, bias: Tensor | None, outputs: int,
-        dependent_launch: bool,
-    ) -> Tensor:  # fmt: skip
+        self, tiling: Tiling, x: Tensor, weight: Tensor, n: int, bias: Tensor | None, out: Tensor,
+        dependent_launch: bool, norms: Sequence[int | float] = (),
+    ) -> None:  # fmt: skip
         m, k = x.shape
-        out = x.new_empty((m, outputs))
         code = self._launch(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, n, k,
-            group_of(weight), x.stride(0), *tiling.numbers, 2 if dependent_launch else 1,
+            group_of(weight), x.stride(0), *tiling.numbers, *(norms or self._no_norms), 2 if dependent_launch else 1,
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"{self._source}: the launch of {tiling} for {m} x {k} by {n} x {k} returned {code}")
-        return out
 
 
 class CudaCodes(Codes):
     """``int4_matmul`` by ``int4_matmul.cu``; raises the same errors as ``Codes``."""
 
     def __init__(self) -> None:
-        super().__init__("int4_matmul", "transect_int4_matmul", 10)
+        super().__init__("int4_matmul", "transect_int4_matmul", 10, "pppppf")
         self._at_once = bind("int4_matmul", "transect_int4_clusters", "i")
         self._clusters: dict[int, int] = {}
         self._tilings: dict[tuple[int, int, int, int], RowsTiling] = {}
@@ -269,19 +272,51 @@ class CudaCodes(Codes):
 
     def gated(self, x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
         """``silu(gate) * up [M, N / 2]`` of a weight whose sixteens of rows are gate and up in turn; None where the
-        epilogue cannot do that (K shared by blocks), or where it was not measured to pay (more than 8 rows)."""
+        epilogue cannot do that: for more than 8 rows, and where it is quicker for blocks to share K."""
         (m, k), group = x.shape, group_of(weight)
-        if m > ROWS[0] or cuda_refusal(x, weight, n) is not None:
+        if cuda_refusal(x, weight, n) is not None or self.gates(m, n, k, group, x.device) is None:
             return None
-        clusters, key = self.clusters(x.device), (m, n, k, group)
+        if self.tiling(x, n, group).ranks > 1:
+            return None
+        return self.beside(x, weight, n, Beside(), gated=True, dependent_launch=dependent_launch)[0]
+
+    def beside(
+        self, x: Tensor, weight: Tensor, n: int, norm: Beside, bias: Tensor | None = None, *, gated: bool = False,
+        dependent_launch: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """A product of up to 8 rows with a norm beside it: (result, scaled, squares). The last two are those of
+        ``stream_products.Stream``, or None where the result is not added to a stream. ``gated``: see the method of that
+        name.
+
+        Raises:
+            ValueError: the arguments do not fit, see ``cuda_refusal``, ``Beside.refusal`` and ``gated``.
+            RuntimeError: the launch failed.
+        """
+        (m, k), group = x.shape, group_of(weight)
+        tiling = self.gates(m, n, k, group, x.device) if gated else self.tiling(x, n, group)
+        reason = cuda_refusal(x, weight, n, bias) or norm.refusal(x, n)
+        if reason or tiling is None or m > ROWS[0]:
+            raise ValueError(f"{self._source}: {reason or 'norms and gates are for up to 8 rows that no blocks share'}")
+        out = x.new_empty((m, n // 2 if gated else n))
+        scaled = squares = None
+        if norm.residual is not None:
+            scaled, squares = x.new_empty((m, n)), x.new_empty((m, n // 16), dtype=torch.float32)
+        tensors = (norm.residual, norm.scale, scaled, squares, norm.squares)
+        norms = (*(0 if t is None else t.data_ptr() for t in tensors), norm.eps)
+        self._run(tiling, x, weight, n, bias, out, dependent_launch, norms)
+        return out, scaled, squares
+
+    def gates(self, m: int, n: int, k: int, group: int, device: torch.device) -> RowsTiling | None:
+        """The tiling of a product of m rows with the gate in its epilogue; None where there is none."""
+        clusters, key = self.clusters(device), (m, n, k, group)
         if key not in self._gated:
-            config = choose("int4_matmul.cu", (m, n, k), x.device, rule)
+            config = dict(choose("int4_matmul.cu", (m, n, k), device, rule))
+            config |= {"ranks": 1, "warps": min(config["warps"], MOST_GATED)}
             tiling = tiling_of(config, m, n, k, group, clusters, gated=True)
-            if not self._clusters:
-                return x.new_empty((m, n // 2))  # launches are skipped: see ``cuda.skipped``
+            if not self._clusters:  # launches are skipped: see ``cuda.skipped``
+                return tiling
             self._gated[key] = tiling
-        found = self._gated[key]
-        return None if found is None else self._run(found, x, weight, n, None, n // 2, dependent_launch)
+        return self._gated[key]
 
 
 def cuda_refusal(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> str | None:
