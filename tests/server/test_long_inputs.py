@@ -36,6 +36,7 @@ class Recording:
     """A tokenizer of one token for each character that notes which texts it was given."""
 
     longest_token = 100
+    special_texts = ()
 
     def __init__(self):
         self.texts = []

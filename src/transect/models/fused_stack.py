@@ -88,7 +88,7 @@ class FusedStack:
         ]
         streamed = all(layer.on_stream for layer in self._layers)
         self._on_stream = self._layers[0].on_stream if streamed else None
-        """The first layer's, where all layers can: it is asked which steps it takes."""
+        """The first layer's products on the stream, where all layers have them: they say which steps they take."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
         """For each position, cosines and then sines."""

@@ -14,7 +14,7 @@ from ..lang.tiles import let_next_begin, wait_for_previous
 from ..registry import Kernel
 
 CANDIDATES = 8192
-"""Tokens of a row that can be collected; as many can have a probability of 2**-13 at the most."""
+"""The most tokens of a row that can be collected; at most this many can have a probability of 2**-13."""
 
 
 @kernel
@@ -94,9 +94,9 @@ def _groups(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that.
 
-    Instructions are what bounds this pass over half logits: some nine an element are as many as its memory allows. So
-    few lanes share a group, each with four stretches of it to itself, and words of 32 bits are loaded if logits are
-    bfloat16 in PAIRS, since a half is a float32 after one instruction.
+    Instructions bound this pass over half logits: its memory allows about nine an element. So few lanes share a group,
+    each with four stretches of its own. With bfloat16 logits (PAIRS) it loads words of 32 bits, because one instruction
+    turns a half into a float32.
     """
     let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(1)
@@ -137,7 +137,8 @@ def _groups(  # type: ignore[no-untyped-def]
 
 @kernel
 def _fours(logits, ids, V):  # type: ignore[no-untyped-def]
-    """The logits at ``ids`` and at the three after each: with four a lane a warp has a group, and asks no other."""
+    """The logits at ``ids`` and at the three after each. With four a lane, a warp has a whole group and asks no
+    other."""
     x0 = tl.load(logits + ids, ids < V, -float("inf")).to(tl.float32)
     x1 = tl.load(logits + ids + 1, ids + 1 < V, -float("inf")).to(tl.float32)
     x2 = tl.load(logits + ids + 2, ids + 2 < V, -float("inf")).to(tl.float32)

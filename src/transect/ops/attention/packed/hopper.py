@@ -567,7 +567,7 @@ def kernels() -> Sequence[Kernel]:
 
 
 def device_refusal() -> str | None:
-    """Why no input at all can run here; None where some can."""
+    """Why no input at all can run here, or None."""
     if gluon is None:
         return f"the Hopper kernel needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:

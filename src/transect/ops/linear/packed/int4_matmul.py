@@ -62,7 +62,7 @@ from .triton import TRITON_CHOICES, by_triton, kernels, launcher, rebuilt, trito
 
 log = logging.getLogger(__name__)
 DENSE_ROWS = 65
-"""From so many rows on it is quicker to rebuild W and multiply by it."""
+"""From this number of rows on it is quicker to rebuild W and multiply by it."""
 
 
 def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:

@@ -189,8 +189,8 @@ class Codes(ABC):
     """
 
     def __init__(self, source: str, symbol: str, numbers: int, norms: str = "") -> None:
-        """``numbers``: how many a tiling has; ``norms``: letters of what the launcher is told of norms, as ``bind``
-        takes them."""
+        """``numbers``: the count of numbers in a tiling; ``norms``: the types of the launcher's arguments for norms, as
+        letters of ``bind``."""
         self._source = f"{source}.cu"
         self._launch = bind(source, symbol, "ppppiiiil" + "i" * numbers + norms + "ip")
         self._no_norms = (0,) * len(norms)
@@ -284,8 +284,9 @@ class CudaCodes(Codes):
         self, x: Tensor, weight: Tensor, n: int, norm: Beside, bias: Tensor | None = None, *, gated: bool = False,
         dependent_launch: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """As a call, of up to 8 rows, with a norm beside the product: (result, scaled, squares), the last two as in
-        ``stream_products.Stream``, or None where the result is not added to a stream. ``gated`` as in ``gated``.
+        """A product of up to 8 rows with a norm beside it: (result, scaled, squares). The last two are those of
+        ``stream_products.Stream``, or None where the result is not added to a stream. ``gated``: see the method of that
+        name.
 
         Raises:
             ValueError: the arguments do not fit, see ``cuda_refusal``, ``Beside.refusal`` and ``gated``.

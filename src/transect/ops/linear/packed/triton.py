@@ -26,9 +26,9 @@ from ..few_rows.triton import Counters, TritonTiling, add_parts
 from .int4_packing import CHUNK, group_of, is_arranged
 
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: -8}
-"""What comes on top of a code before the product."""
+"""The offset that is added to a code before the product."""
 REBUILT_ROWS = 64
-"""Of W, in a program that rebuilds it."""
+"""Rows of W in a program that rebuilds it."""
 TRITON_CHOICES = {"bn": (32, 64, 128), "split": (1, 2, 4, 8), "warps": (2, 4, 8), "stages": (2, 3, 4)}
 
 
@@ -156,7 +156,7 @@ def triton_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
 
 
 def rows_of_a_tile(m: int) -> int:
-    """Of X, in the Triton kernel."""
+    """Rows of X in a tile of the Triton kernel."""
     return max(16, min(64, next_power_of_2(m)))
 
 
@@ -189,7 +189,7 @@ def launcher() -> Callable[..., Tensor]:
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, config: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """As ``reference``, on the GPU. ``config``: of ``TRITON_CHOICES``, instead of the tuned one."""
+        """``reference`` on the GPU. ``config``: one of ``TRITON_CHOICES`` instead of the tuned one."""
         require("int4_matmul", *(t for t in (x, bias) if t is not None))
         _fitting(x, weight, n)
         m, k = x.shape
@@ -221,8 +221,8 @@ by_triton = launcher()
 
 
 def rebuilt(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
-    """As ``reference`` for many rows of bfloat16 or float16, on the GPU: W is rebuilt in that type, which rounds it,
-    and takes 2 N K bytes for the time of the call."""
+    """``reference`` for many rows of bfloat16 or float16, on the GPU. It rebuilds W in that type, which rounds it, and
+    takes 2 N K bytes for the time of the call."""
     require("int4_matmul", x)
     if x.element_size() != 2:
         raise ValueError(f"int4_matmul: a weight is rebuilt in bfloat16 or float16, not in {x.dtype}; use by_triton")
