@@ -17,7 +17,8 @@ from transect.text.tokenizer import Tokenizer
 from transect.train import tokenize as tokenizing
 from transect.train.batches import IGNORE, DocumentPlan, WindowPlan
 from transect.train.config import DataConfig
-from transect.train.data import Loader, Position, chat_tokens, load_stream
+from transect.train.data import Loader, Position, load_stream
+from transect.train.documents import chat_tokens
 from transect.train.tokens import TokenStream, join, open_tokens
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=40)
@@ -167,10 +168,10 @@ def test_chat_tokens_are_what_a_server_would_send_and_what_is_said(tiny) -> None
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 must be a JSON object"),
-        ('{"a": 1}', 'line 2 needs "messages"'),
-        ('{"messages": []}', "line 2: messages must be"),
+        ("{", "line 2: the line is not JSON"),
+        ("[1]", "line 2: a line must be a JSON object"),
+        ('{"a": 1}', "line 2: no layout is known with the keys a;"),
+        ('{"messages": []}', 'line 2: "messages" must be a list'),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the chat has no message of the assistant"),
     ],
 )

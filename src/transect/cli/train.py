@@ -46,7 +46,8 @@ def command(
             "another run_dir"
         )
     trainer = Trainer(settings, found)
-    print(f"transect: {trainer.memory.why}", file=sys.stderr)
+    for line in (trainer.memory.why, *trainer.objective.described()):
+        print(f"transect: {line}", file=sys.stderr)
     asked: list[int] = []
 
     def stop(signum: int, _frame: Any) -> None:

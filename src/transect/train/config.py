@@ -42,15 +42,18 @@ class DataConfig:
     """What is trained on.
 
     Attributes:
-        train, validation: files. ``.jsonl`` with ``messages`` are chats, trained on the assistant's tokens only;
-            ``.jsonl`` with ``text``, and any other file, are text; a ``.tokens`` directory is what
-            ``transect data tokenize`` wrote.
+        train, validation: files, by their endings: text, rows (JSON, JSON lines, CSV, parquet), directories of Hugging
+            Face ``datasets``, or a ``.tokens`` directory that ``transect data tokenize`` wrote (``files.py``). Rows may
+            be in any layout of ``layouts.py``; of a chat the assistant's tokens are trained on.
+        on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
+            (``skip``) and counted.
         seq_len: longest document, in tokens; longer ones are cut (text) or left out with a count (chats).
         micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
     """
 
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
+    on_bad_row: Literal["stop", "skip"] = "stop"
     seq_len: int = 1024
     micro_batch: int = 4096
 

@@ -19,6 +19,10 @@ class Objective(Protocol):
 
     position: Position
 
+    def described(self) -> Sequence[str]:
+        """What was read from each file, for the start of a run."""
+        ...
+
     def batches(self, step: int) -> Sequence[Batch]:
         """The micro-batches of ``step`` (from 0), on the host. A micro-batch counts by its ``num_labels``."""
         ...
