@@ -25,7 +25,7 @@ import difflib
 import math
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -204,6 +204,9 @@ class TrainConfig:
         memory: of the device, that the run stays within, such as ``24GB``; empty: what is free.
         merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
             model is of that kind; false: operator by operator.
+        on_spike: what happens when the loss jumps and the model, not the batch, is the cause: ``warn`` and go on,
+            ``skip`` the update, or ``stop`` the run. An unusual batch alone is only told of, or skipped where that is
+            asked for.
         seed: of initial weights, the order of the data and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
         eval_every: steps between measurements of the validation loss (0: at the end only).
@@ -222,8 +225,9 @@ class TrainConfig:
     checkpointing: Checkpointing = "auto"
     memory: str = ""
     merged: bool = True
+    on_spike: Literal["warn", "skip", "stop"] = "warn"
     seed: int = 0
-    save_every: int = 0
+    save_every: int = 500
     keep: int = 2
     eval_every: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -263,6 +267,30 @@ class TrainConfig:
         """From nested mappings, such as ``to_dict`` gives; errors as in ``from_toml``."""
         config: TrainConfig = _build(cls, values, "")
         return config
+
+    def changed(self, settings: Sequence[str]) -> TrainConfig:
+        """With ``key=value`` settings in place of its own, such as ``optimizer.clip=0.5``; values are TOML.
+
+        Raises:
+            ValueError: not such a setting, or as in ``from_toml``.
+        """
+        values = self.to_dict()
+        for setting in settings:
+            key, equals, text = setting.partition("=")
+            if not equals:
+                raise ValueError(f"--set takes key=value, such as optimizer.clip=0.5, not {setting!r}")
+            try:
+                value = tomllib.loads(f"value = {text}")["value"]
+            except tomllib.TOMLDecodeError:
+                value = text  # a bare word is a string
+            *tables, name = key.strip().split(".")
+            place = values
+            for table in tables:
+                place = place.setdefault(table, {})
+                if not isinstance(place, dict):
+                    raise ValueError(f"the setting {key} is not known: {table} is no table")
+            place[name] = value
+        return self.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from .batches import Batch, DocumentPlan, Plan, WindowPlan
 from .config import DataConfig
 from .documents import Document, Reader
 from .files import find
+from .identity import stream_identity
 from .tokens import SUFFIX, TokenStream, join, open_tokens, token_dtype
 
 log = logging.getLogger(__name__)
@@ -128,10 +128,10 @@ class Loader:
                 left_out, stream.num_documents, config.seq_len,
             )  # fmt: skip
 
-    def fingerprint(self) -> str:
-        """Changes when the same position would mean another batch."""
-        key = f"{self.stream.fingerprint()} {self.config.seq_len} {self.config.micro_batch} {self.seed}"
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
+    def identity(self) -> dict[str, str]:
+        """Digests of what the same position means the same batch by; see ``identity.py``."""
+        sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed}"
+        return {**stream_identity(self.stream), "sizes": sizes}
 
     def __next__(self) -> Batch:
         plan = self._plan(self.position.epoch)

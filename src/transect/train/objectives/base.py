@@ -39,6 +39,6 @@ class Objective(Protocol):
         """Validation: mean loss, number of labels, and bytes of text that these are (0: unknown); None without data."""
         ...
 
-    def fingerprint(self) -> str:
-        """Changes when the same position would mean other batches."""
+    def identity(self) -> dict[str, str]:
+        """Digests by part (``identity.py``): where they are the same, the same position means the same batches."""
         ...

@@ -12,7 +12,6 @@ pair.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +28,7 @@ from ..config import DataConfig, TrainConfig
 from ..data import Position
 from ..documents import Forms, said
 from ..files import find
+from ..identity import stream_identity
 from ..layouts import Form, Messages, Preference
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
@@ -114,8 +114,8 @@ class DPO:
         self._metrics = kept
         return total / pairs, pairs, 0
 
-    def fingerprint(self) -> str:
-        return self._train.fingerprint()
+    def identity(self) -> dict[str, str]:
+        return self._train.identity()
 
 
 class _Pairs:
@@ -158,9 +158,9 @@ class _Pairs:
             documents = [side for pair in pairs for side in (2 * pair, 2 * pair + 1)]
             self.reference[documents] = sums.float().cpu()
 
-    def fingerprint(self) -> str:
-        key = f"{self.stream.fingerprint()} {self.config.seq_len} {self.config.micro_batch} {self.seed} pairs"
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
+    def identity(self) -> dict[str, str]:
+        sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed} pairs"
+        return {**stream_identity(self.stream), "sizes": sizes}
 
 
 def read_pairs(

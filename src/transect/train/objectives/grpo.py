@@ -123,9 +123,9 @@ class GRPO:
     def evaluate(self) -> tuple[float, int, int] | None:
         return None
 
-    def fingerprint(self) -> str:
-        key = json.dumps([self._records, self._config.seed], sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
+    def identity(self) -> dict[str, str]:
+        records = json.dumps([self._records, self._prompts], sort_keys=True, ensure_ascii=False, default=str)
+        return {"data": hashlib.sha256(records.encode()).hexdigest(), "sizes": str(self._config.seed)}
 
     def _choose(self, count: int) -> list[int]:
         """The next prompts, in the shuffled order of their epoch."""

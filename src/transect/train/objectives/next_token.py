@@ -79,5 +79,5 @@ class NextToken:
             if token not in tokenizer.special_ids
         )
 
-    def fingerprint(self) -> str:
-        return self.loader.fingerprint()
+    def identity(self) -> dict[str, str]:
+        return self.loader.identity()
