@@ -25,7 +25,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-USAGE, INTERRUPTED = 2, 130
+USAGE, STOPPED, INTERRUPTED = 2, 3, 130
+"""Exit codes: wrong input; a training run that stopped because of what it saw; Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -63,7 +64,7 @@ def _run(arguments: list[str]) -> int:
             print(error.format_message())  # type: ignore[attr-defined]
             return 0
         print(f"transect: error: {_one_line(error)}", file=sys.stderr)
-        return USAGE
+        return STOPPED if type(error).__name__ == "TrainingStopped" else USAGE
 
 
 def _application() -> Any:
@@ -141,7 +142,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError) or type(error).__name__ == "EngineDeadError":
+    if isinstance(error, ValueError) or type(error).__name__ in ("EngineDeadError", "TrainingStopped"):
         return text
     return f"{type(error).__name__}: {text} (this should not happen; `transect --debug ...` shows where)"
 
