@@ -28,6 +28,10 @@ class Spy:
         handle = self.device.submit(batch)
 
         class Handle:
+            def draw(_self):
+                self.log.append(f"draw {batch.step}")
+                handle.draw()
+
             def result(_self):
                 self.log.append(f"result {batch.step}")
                 return handle.result()

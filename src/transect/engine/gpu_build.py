@@ -26,6 +26,7 @@ from ..ops.jit import dependent_launch as has_dependent_launch
 from ..ops.opset import OpSet, dependent_launch, resolve_ops
 from ..ops.registry import get
 from ..ops.stream_products import StreamProducts
+from ..text.grammar.constraint import MaskFiller
 from . import warm_kernels
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .compilers import Compilers
@@ -214,6 +215,7 @@ def build_gpu(
         **limits,
         graphs=config.cuda_graphs != "off",
         sample_on_device=config.device_sampling,
+        fill_masks=MaskFiller(),
         **tricks,
     )
     times.done("KV cache")
