@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from ..engine.sampling_params import SamplingParams
 from .errors import nearest
+from .structured import structured_outputs
 
 # Fields of OpenAI's API that change nothing about the tokens a local server returns.
 HARMLESS = frozenset(
@@ -45,7 +46,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "tool_calls": (None, []),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "reasoning_effort": (None, "none"),
@@ -139,8 +139,12 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
-PASSED_ON = tuple(field.name for field in dataclasses.fields(SamplingParams) if "log" not in field.name)
-"""What goes to ``SamplingParams`` under the same name; logit_bias and logprobs differ in form."""
+PASSED_ON = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if "log" not in field.name and field.name != "structured_outputs"
+)
+"""What goes to ``SamplingParams`` under the same name; logit_bias, logprobs and structured outputs differ in form."""
 
 
 class SamplingBody(Body):
@@ -158,7 +162,14 @@ class SamplingBody(Body):
     max_tokens: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
     # vLLM's extras
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -188,7 +199,8 @@ class SamplingBody(Body):
             ValueError: a value is out of range; the message begins with the field's name.
         """
         given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{**given, "logit_bias": self._bias(), **more})
+        form = {} if "structured_outputs" in more else {"structured_outputs": structured_outputs(self)}
+        return SamplingParams(**{**given, **form, "logit_bias": self._bias(), **more})
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:

@@ -5,10 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 ANY_TEXT = r"/(?s:.*)/"
 """A terminal: any text without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What an answer begins with before its form begins: thoughts.
+
+    Attributes:
+        rules: Lark rules that define ``lead``.
+        begins: a terminal of all texts that begin as a lead does, where the lead may be missing; other text must not.
+    """
+
+    rules: str
+    begins: str = ""
 
 
 def literal(text: str, special_ids: Mapping[str, int] | None = None) -> str:
@@ -33,3 +47,8 @@ def regex(pattern: str) -> str:
     """A terminal for a regular expression: its slashes are escaped as Lark wants them, and line breaks written out."""
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
     return "/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/"
+
+
+def escaped(text: str) -> str:
+    """Text inside a regular expression between slashes."""
+    return re.sub(r"([][\\.+*?(){}|^$/-])", r"\\\1", text)

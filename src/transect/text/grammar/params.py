@@ -32,6 +32,7 @@ class StructuredOutputsParams:
         whitespace_pattern: a regular expression of the white space between parts of JSON; None: at most a space, or a
             line break with its indentation, so that a model cannot go on with blanks for ever.
         lark: a grammar that this project has written itself; it is used as it is.
+        lead: Lark rules that define ``lead``, which the answer begins with, before the form that is asked for; ours too.
         field: the name to call all this in complaints.
 
     Raises:
@@ -48,6 +49,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     lark: str | None = None
+    lead: str | None = None
     field: str = "structured_outputs"
 
     def __post_init__(self) -> None:

@@ -31,6 +31,14 @@ def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] |
     Raises:
         ValueError: what is asked for cannot be read; the message begins with ``params.field``.
     """
+    grammar = _answer(params, special_ids or {})
+    if params.lead is None:
+        return grammar
+    answer = {"name": "answer", **json.loads(grammar)["grammars"][0]}
+    return json.dumps({"grammars": [{"lark_grammar": f"start: lead @answer\n{params.lead}"}, answer]})
+
+
+def _answer(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
     try:
         if params.lark is not None:
             return _lark(params.lark)
@@ -44,7 +52,7 @@ def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] |
             return _lark("start: " + " | ".join(map(lark.literal, params.choice)))
         if params.grammar is not None:
             return _lark(_context_free(params.grammar, params.field))
-        return _lark(structural_tag(params, special_ids or {}))
+        return _lark(structural_tag(params, special_ids))
     except RecursionError:
         raise ValueError(f"{params.field} is nested too deeply: it may be some hundred levels deep") from None
 
