@@ -50,6 +50,12 @@ def command(
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take in all.")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Longest request body.")] = 8 * 1024 * 1024,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="Form of tool calls: hermes, llama3_json, mistral, generic; auto asks the template.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How thoughts are marked: deepseek_r1, qwen3, mistral. Default: they are text.")
+    ] = None,
     hung_after: Annotated[
         float | None, typer.Option(help="Seconds of silence after which /health calls the engine hung.")
     ] = None,
@@ -87,6 +93,8 @@ def command(
         api_keys=(*(api_key or ()), *keys_in(api_key_file)),
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     sock = bind(host, port)

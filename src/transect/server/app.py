@@ -18,6 +18,9 @@ from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError, ErrorBody
 from .gate import Gate
 from .health import health_of, scrape
+from .messages import Messages, count_tokens
+from .messages import error_event as message_error
+from .messages_protocol import CountRequest, MessagesRequest
 from .prompts import chat_prompt, encode
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .replies import (
@@ -29,8 +32,11 @@ from .replies import (
     ModelList,
     TokenizeResponse,
 )
+from .responses import Responses, ResponseStore
+from .responses import error_event as response_error
+from .responses_protocol import ResponsesRequest
 from .serving import Engine, ServerOptions, Serving
-from .sse import EventStream
+from .sse import EventStream, Raw
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
@@ -68,6 +74,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     )
     serving = Serving(engine, options)
     app.state.serving = serving
+    app.state.responses = ResponseStore()
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
@@ -81,12 +88,13 @@ def _serving(request: Request, model: str | None = None) -> Serving:
     return serving
 
 
-async def _answer(request: Request, work: Chat | Completion) -> Response:
-    """Run the request as a stream or in one piece, for as long as the client is there."""
+async def _answer(request: Request, work: Chat | Completion | Messages | Responses, **stream: Any) -> Response:
+    """Run the request as a stream (``stream``: what ``EventStream`` is to do otherwise) or in one piece, for as long as
+    the client is there."""
     try:
         if work.body.stream:
-            return EventStream(await unless_disconnected(request.receive, work.begin()))
-        reply: BaseModel = await unless_disconnected(request.receive, work.whole())
+            return EventStream(await unless_disconnected(request.receive, work.begin()), **stream)
+        reply: BaseModel | Raw = await unless_disconnected(request.receive, work.whole())
     except ClientGone:
         return GONE
     return Response(reply.model_dump_json(), media_type="application/json")
@@ -102,6 +110,40 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """The next message of a conversation."""
     return await _answer(request, Chat(_serving(request, body.model), body))
+
+
+@api.post("/v1/responses", tags=["OpenAI"])
+async def responses(request: Request, body: ResponsesRequest) -> Response:
+    """An answer to a conversation, which is kept for the next request (``previous_response_id``)."""
+    work = Responses(_serving(request, body.model), request.app.state.responses, body)
+    return await _answer(request, work, done=b"", failed=response_error)
+
+
+@api.get("/v1/responses/{response_id}", tags=["OpenAI"])
+async def response_by_id(request: Request, response_id: str) -> dict[str, Any]:
+    """An answer that is kept."""
+    found: dict[str, Any] = request.app.state.responses.find(response_id)[0]
+    return found
+
+
+@api.delete("/v1/responses/{response_id}", tags=["OpenAI"])
+async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Keep it no longer."""
+    request.app.state.responses.forget(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@api.post("/v1/messages", tags=["Anthropic"])
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    """The next message of a conversation, as Anthropic's API has it."""
+    work = Messages(_serving(request, body.model), body)
+    return await _answer(request, work, done=b"", failed=message_error)
+
+
+@api.post("/v1/messages/count_tokens", tags=["Anthropic"])
+async def count_message_tokens(request: Request, body: CountRequest) -> dict[str, int]:
+    """Tokens of a prompt."""
+    return {"input_tokens": await count_tokens(_serving(request, body.model), body)}
 
 
 @api.get("/v1/models", response_model=ModelList, tags=["OpenAI"])

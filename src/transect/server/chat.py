@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from ..text.tools.spec import tool_use
+from .answers import AnswerReader, Answers, Piece
 from .errors import ApiError, bad_value
 from .generation import Event, Generation
 from .logprobs import chat_logprobs
@@ -18,6 +20,8 @@ from .replies import (
     ChatResponse,
     ChunkChoice,
     Delta,
+    FunctionCall,
+    ToolCall,
     Usage,
     finish_reason,
 )
@@ -26,6 +30,7 @@ from .sse import PLACE, TextEvents, event
 
 if TYPE_CHECKING:
     from ..text.outputs import CompletionOutput, PositionLogprobs
+    from ..text.tools.parser import CallDelta
 
 
 class Chat:
@@ -39,6 +44,7 @@ class Chat:
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         try:
             self.params = body.sampling_params(max_tokens=limit, logprobs=self.top if body.logprobs else None)
+            self.use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         except ValueError as error:
             raise bad_value(self._renamed(str(error)), FIELDS) from None
 
@@ -56,8 +62,14 @@ class Chat:
             self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,
             template_kwargs=self.body.chat_template_kwargs,
+            use=self.use,
         )
-        return Generation(self.serving, [prompt], self.params, self.body.priority or 0)
+        self.answers = Answers(self.serving, self.use, prompt.text or "")
+        try:
+            params = self.answers.params(self.params)
+        except ValueError as error:
+            raise bad_value(str(error), FIELDS) from None
+        return Generation(self.serving, [prompt], params, self.body.priority or 0)
 
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
@@ -72,11 +84,19 @@ class Chat:
         )
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
+        reader = self.answers.reader()
+        answer = reader.whole(output.text)
+        calls = [
+            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in answer.calls
+        ]
         return ChatChoice(
             index=output.index,
-            message=AssistantMessage(content=output.text),
+            message=AssistantMessage(
+                content=answer.text, reasoning_content=answer.thoughts, tool_calls=calls if calls else None
+            ),
             logprobs=self._logprobs(output.logprobs, output.token_ids),
-            finish_reason=finish_reason(output.finish_reason),
+            finish_reason=finish_reason(self.answers.finish_reason(output.finish_reason or "", reader)),
             stop_reason=output.stop_reason,
         )
 
@@ -88,6 +108,7 @@ class Chat:
 
     async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         texts: dict[int, TextEvents] = {}
+        readers: dict[int, AnswerReader] = {}
         async with generation:
             async for news in generation:
                 body = b""
@@ -96,23 +117,30 @@ class Chat:
                     body = event(self._chunk(generation, [first]))
                     choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
                     texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
-                update = news.update
-                if update.text and update.finish_reason is None and not self.body.logprobs:
-                    yield body + texts[news.choice].event(update.text)
+                    readers[news.choice] = self.answers.reader()
+                update, reader = news.update, readers[news.choice]
+                piece = reader.feed(update.text, last=update.finish_reason is not None)
+                only_text = not (piece.calls or piece.thoughts or update.finish_reason or self.body.logprobs)
+                if only_text:
+                    yield body + (texts[news.choice].event(piece.text) if piece.text else b"")
                 else:
-                    yield body + b"".join(event(self._chunk(generation, [piece])) for piece in self._pieces(news))
+                    chunks = self._pieces(news, piece, reader)
+                    yield body + b"".join(event(self._chunk(generation, [chunk])) for chunk in chunks)
             if self.body.include_usage:
                 yield event(self._chunk(generation, [], generation.usage()))
 
-    def _pieces(self, news: Event) -> list[ChunkChoice]:
+    def _pieces(self, news: Event, piece: Piece, reader: AnswerReader) -> list[ChunkChoice]:
         """The update as chunks: what is new, then the end by itself."""
         update, index = news.update, news.choice
-        pieces = []
-        if update.text or update.logprobs:
-            logprobs = self._logprobs(update.logprobs, update.token_ids)
-            pieces.append(ChunkChoice(index=index, delta=Delta(content=update.text), logprobs=logprobs))
+        deltas = [Delta(reasoning_content=piece.thoughts)] if piece.thoughts else []
+        if piece.text or (update.logprobs and not (deltas or piece.calls)):
+            deltas.append(Delta(content=piece.text))
+        deltas += [Delta(tool_calls=[_call(call)]) for call in piece.calls]
+        pieces = [ChunkChoice(index=index, delta=delta) for delta in deltas]
+        if pieces:
+            pieces[0].logprobs = self._logprobs(update.logprobs, update.token_ids)
         if update.finish_reason is not None:
-            reason = finish_reason(update.finish_reason)
+            reason = finish_reason(self.answers.finish_reason(update.finish_reason, reader))
             end = ChunkChoice(index=index, delta=Delta(), finish_reason=reason, stop_reason=update.stop_reason)
             pieces.append(end)
         return pieces
@@ -130,3 +158,10 @@ class Chat:
             choices=choices,
             usage=usage,
         )
+
+
+def _call(news: CallDelta) -> ToolCall:
+    """News of a call as a chunk has them: the beginning with ``id``, the rest with its place alone."""
+    function = FunctionCall(name=news.name, arguments=news.arguments)
+    kind = None if news.id is None else "function"
+    return ToolCall(index=news.index, id=news.id, type=kind, function=function)  # type: ignore[arg-type]

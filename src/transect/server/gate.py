@@ -54,7 +54,8 @@ class Gate:
         if self.serving.draining:
             message = "the server is shutting down: send the request to another one, or again in a moment"
             return ApiError(503, message, code="draining", headers={"Connection": "close", "Retry-After": "5"})
-        if self._keys and not self._known(headers.get(b"authorization", b"")):
+        known = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        if self._keys and not self._known(known):
             message = "a valid API key is needed: send it as 'Authorization: Bearer <key>'"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None

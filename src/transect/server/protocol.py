@@ -118,6 +118,22 @@ Content = Annotated[
 ]
 
 
+class CalledFunction(Body):
+    """A function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class MessageCall(Body):
+    """A call that the assistant has made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """One message of a conversation; ``developer`` is read as ``system``."""
 
@@ -125,6 +141,8 @@ class ChatMessage(Body):
     content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it."""
@@ -230,6 +248,9 @@ class ChatCompletionRequest(SamplingBody):
     top_logprobs: Whole | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(Body):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.sampling_params import SamplingParams
+from ..text.reasoning import thoughts_of
+from ..text.tools.registry import shape_of
 from .errors import ApiError, nearest
 from .metrics import Metrics
 
@@ -77,6 +79,8 @@ class ServerOptions:
         max_body_bytes: longest request body.
         request_timeout_s: seconds from arrival to the last token; None for no limit.
         max_prompts: prompts in one completions request.
+        tool_call_parser: the form of tool calls (``text.tools.registry``); ``auto``: what the chat template says.
+        reasoning_parser: how thoughts are marked (``text.reasoning``); None: they are text like any other.
     """
 
     model_names: tuple[str, ...]
@@ -84,6 +88,8 @@ class ServerOptions:
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float | None = None
     max_prompts: int = 256
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -94,6 +100,8 @@ class ServerOptions:
             raise ValueError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
+        shape_of(None, self.tool_call_parser)
+        thoughts_of(self.reasoning_parser)
 
 
 class Serving:
@@ -108,6 +116,12 @@ class Serving:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self.shape = shape_of(getattr(engine.chat_template, "source", None), options.tool_call_parser)
+        self.thoughts = thoughts_of(options.reasoning_parser)
+        tokenizer = engine.tokenizer
+        special = sorted(getattr(tokenizer, "special_ids", ()))
+        self.special_ids = {name: token for token in special if (name := tokenizer.token_text(token))}
+        """Special tokens by their spelling."""
 
     @property
     def model_name(self) -> str:

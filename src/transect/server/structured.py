@@ -71,7 +71,8 @@ def response_format(value: dict[str, Any]) -> StructuredOutputsParams | None:
         if not isinstance(schema, (dict, bool)):
             form = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
             raise ValueError(f"{field} must have the schema as an object: {form}")
-        return StructuredOutputsParams.of({"json": schema, "field": field})
+        lenient = isinstance(inner, dict) and inner.get("strict") is False
+        return StructuredOutputsParams.of({"json": schema, "field": field, "lenient": lenient})
     if kind == "structural_tag":
         tag = {name: each for name, each in value.items() if name != "type"}
         return StructuredOutputsParams.of({"structural_tag": tag, "field": field})

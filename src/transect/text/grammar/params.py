@@ -31,7 +31,8 @@ class StructuredOutputsParams:
         disable_additional_properties: objects of the schema have no properties but those that it names.
         whitespace_pattern: a regular expression of the white space between parts of JSON; None: at most a space, or a
             line break with its indentation, so that a model cannot go on with blanks for ever.
-        lark: a grammar that this project has written itself; it is used as it is.
+        lenient: what a grammar cannot keep to in a schema is left to the model, not refused.
+        lark: a grammar that this project has written itself; it may speak of one of the first six as ``@answer``.
         lead: Lark rules that define ``lead``, which the answer begins with, before the form that is asked for; ours too.
         field: the name to call all this in complaints.
 
@@ -48,15 +49,16 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    lenient: bool = False
     lark: str | None = None
     lead: str | None = None
     field: str = "structured_outputs"
 
     def __post_init__(self) -> None:
-        given = [name for name in (*KINDS, "lark") if getattr(self, name) not in (None, False)]
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if self.json is False:
             given.append("json")
-        if len(given) != 1:
+        if len(given) != 1 and (given or self.lark is None):
             found = " and ".join(given) or "none"
             raise ValueError(f"{self.field} must have exactly one of {', '.join(KINDS)}; {found} is given")
         for name, limit in (("regex", MAX_REGEX_BYTES), ("grammar", MAX_GRAMMAR_BYTES), ("lark", 4 * MAX_GRAMMAR_BYTES)):

@@ -31,17 +31,20 @@ def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] |
     Raises:
         ValueError: what is asked for cannot be read; the message begins with ``params.field``.
     """
+    first = params.lark
+    if first is None and params.lead is not None:
+        first = f"start: lead @answer\n{params.lead}"
+    if first is not None and "@answer" not in first:
+        return _lark(first)
     grammar = _answer(params, special_ids or {})
-    if params.lead is None:
+    if first is None:
         return grammar
     answer = {"name": "answer", **json.loads(grammar)["grammars"][0]}
-    return json.dumps({"grammars": [{"lark_grammar": f"start: lead @answer\n{params.lead}"}, answer]})
+    return json.dumps({"grammars": [{"lark_grammar": first}, answer]})
 
 
 def _answer(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
     try:
-        if params.lark is not None:
-            return _lark(params.lark)
         if params.json is not None:
             return _json(json_schema(params))
         if params.json_object:
@@ -82,9 +85,10 @@ def json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _with_options(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+    space: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or SHORT_SPACE}
     if params.disable_any_whitespace:
-        return {**schema, "x-guidance": {"whitespace_flexible": False}}
-    return {**schema, "x-guidance": {"whitespace_pattern": params.whitespace_pattern or SHORT_SPACE}}
+        space = {"whitespace_flexible": False}
+    return {**schema, "x-guidance": {**space, "lenient": params.lenient}}
 
 
 def tidy(schema: Any, *, close: bool = False) -> Any:

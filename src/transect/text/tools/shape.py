@@ -51,12 +51,15 @@ class CallShape:
         """What tells a call from text."""
         return self.begin or self.before_name
 
-    def grammar(self, use: ToolUse, special_ids: Mapping[str, int], lead: Lead | None = None) -> str:
+    def grammar(
+        self, use: ToolUse, special_ids: Mapping[str, int], lead: Lead | None = None, *, form: bool = False
+    ) -> str:
         """A grammar in Lark of answers that use tools so.
 
         Args:
             special_ids: special tokens by their spelling: the form may have some.
             lead: what the answer begins with.
+            form: an answer in text has a form, the grammar called ``@answer``.
         """
 
         def fixed(text: str) -> str:
@@ -67,8 +70,9 @@ class CallShape:
         again = f" ({fixed(self.separator)} {fixed(self.begin) if self.begins_each else ''} call)*" if use.parallel else ""
         lines += [f"call: {calls}", f"calls: {fixed(self.opening)} call{again} {fixed(self.close)}"]
         first, other = ("", "") if lead is None else ("lead ", f" & ~{lead.begins}" if lead.begins else "")
-        if use.mode != "auto":
-            lines.insert(0, f"start: {first}{fixed(self.begin)} calls")
+        if use.mode != "auto" or form:
+            text = "@answer | " if form and use.mode == "auto" else ""
+            lines.insert(0, f"start: {first}({text}{fixed(self.begin)} calls)")
         elif not self.begin:
             # No mark: what begins like a call is one.
             letter = self.before_name[:1]
@@ -81,6 +85,9 @@ class CallShape:
         return "\n".join(lines if lead is None else [*lines, lead.rules])
 
     def _call(self, number: int, tool: Tool, fixed: Any) -> str:
-        schema = {**tidy(tool.parameters), "x-guidance": {"whitespace_pattern": SHORT_SPACE}}
+        schema = {
+            **tidy(tool.parameters),
+            "x-guidance": {"whitespace_pattern": SHORT_SPACE, "lenient": not tool.strict},
+        }
         head = fixed(f"{self.before_name}{tool.name}{self.after_name}")
         return f"call_{number}: {head} {lark.schema(schema)} {fixed(self.end)}".rstrip()

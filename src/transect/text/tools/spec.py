@@ -19,11 +19,13 @@ class Tool:
         name: letters, digits, ``_``, ``-`` and ``.``, at most 64.
         parameters: JSON Schema of its arguments, an object.
         description: for the model.
+        strict: arguments keep to all of ``parameters``, or the tool is refused; else to what a grammar can keep to.
     """
 
     name: str
     parameters: dict[str, Any]
     description: str = ""
+    strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
         """The form that chat templates expect."""
@@ -81,7 +83,8 @@ def tools_of(values: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
         description = function.get("description")
         if not isinstance(description, (str, type(None))):
             raise ValueError(f"{where} description must be text")
-        found[name] = Tool(name, {"type": "object", **parameters}, description or "")
+        strict = function.get("strict") is True
+        found[name] = Tool(name, {"type": "object", **parameters}, description or "", strict)
     return tuple(found.values())
 
 
