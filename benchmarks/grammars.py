@@ -1,8 +1,9 @@
 """llguidance beside xgrammar: which of them keeps answers to a grammar here.
 
-Each case runs in a process of its own, with a limit of processor time and of memory, because both libraries can be made to hang:
+Each case runs in a process of its own, with a limit of processor time and of memory, because both libraries can be made
+to hang:
 
-* ordinary grammars: time to compile, and time to make the mask of each token of a random answer;
+* ordinary grammars: processor time to compile, and time to make the mask of each token of a random answer;
 * hostile grammars: how long until they are refused or ready, and how much memory that takes;
 * the cases of JSON-Schema-Test-Suite (draft 2020-12, ``--suite DIR``, the folder with ``type.json``): a valid instance
   must be accepted, an invalid one must not, and a schema that a library cannot keep to should be refused.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
 import record
 
 VOCAB = 151_936
@@ -79,13 +81,17 @@ HOSTILE: dict[str, Callable[[], tuple[str, str]]] = {
         {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {"const": 0}}} for c in "pq"]} for i in range(10)]}
     ),
     "patterns that meet in 2^24 states": lambda: _json(
-        {"allOf": [{"type": "string", "pattern": "(a|b)*a(a|b){%d}" % k} for k in range(8, 24)]}
+        {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{k}}}"} for k in range(8, 24)]}
     ),
     "regex of 2^25 states": lambda: ("regex", "(.|\n)*a(.|\n){25}"),
     "regex that repeats repeats": lambda: ("regex", "((a{1,1000}){1,1000}){1,1000}"),
     "regex of a million letters": lambda: ("regex", "a" * 1_000_000),
     "array of 100,000 arrays of 100,000": lambda: _json(
-        {"items": {"items": {"type": "integer"}, "type": "array", "maxItems": 10**5}, "type": "array", "minItems": 10**5}
+        {
+            "items": {"items": {"type": "integer"}, "type": "array", "maxItems": 10**5},
+            "type": "array",
+            "minItems": 10**5,
+        }
     ),
 }
 
@@ -217,17 +223,17 @@ def answer(library: Library, seed: int) -> Iterator[dict[str, float]]:
     rng = random.Random(seed)
     library.begin()
     for _ in range(ANSWER_TOKENS):
-        began = time.process_time()
+        began = time.perf_counter()
         mask = library.mask()
-        made = time.process_time()
+        made = time.perf_counter()
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not len(allowed):
             return
         token = int(allowed[rng.randrange(len(allowed))])
-        chosen = time.process_time()
+        chosen = time.perf_counter()
         going = library.accept(token)
-        yield {"mask": made - began, "accept": time.process_time() - chosen}
-        if not going or token == library.end or library.may_end() and rng.random() < 0.05:
+        yield {"mask": made - began, "accept": time.perf_counter() - chosen}
+        if not going or token == library.end or (library.may_end() and rng.random() < 0.05):
             return
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 
 class Steps:
-    """A constraint over few tokens. After the tokens t the allowed ones follow from hash((seed, t)); it is complete after
-    ``length`` tokens, or with ``end`` wherever that is allowed.
+    """A constraint over few tokens. After the tokens t the allowed ones follow from hash((seed, t)); it is complete
+    after ``length`` tokens, or with ``end`` wherever that is allowed.
 
     Args:
         fails_at: the number of tokens after which it cannot go on, as a real one may find; None: never.
@@ -54,4 +54,4 @@ def allowed_after(seed: int, vocab: int, tokens: Sequence[int], end: int = 0) ->
     found = {token for token in range(vocab) if hash((state, token)) % 3 == 0 and token != end}
     if state % 4 == 0:
         found.add(end)
-    return frozenset(found - {end} and found or {1 + state % (vocab - 1)})
+    return frozenset((found - {end} and found) or {1 + state % (vocab - 1)})

@@ -54,7 +54,7 @@ async def test_calls_are_read_from_whole_and_streamed_answers_alike(client, engi
 
 async def test_the_engine_gets_one_grammar_and_the_template_is_taught(client, engine):
     await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD], "tool_choice": "required"})
-    request_id, params, _ = engine.seen[0]
+    _, params, _ = engine.seen[0]
     assert params.structured_outputs.field == "tools" and '"<tool_call>"' in params.structured_outputs.lark
     answer = await client.post("/tokenize", json={"messages": ASK["messages"]})
     prompt = await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD]})
@@ -74,7 +74,9 @@ async def test_results_of_calls_go_back_in_the_conversation(client, engine):
 
 async def test_an_answer_that_is_cut_off_in_a_call(client, engine):
     engine.reply = CALLS
-    choice = (await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD], "max_tokens": 70})).json()["choices"][0]
+    choice = (await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD], "max_tokens": 70})).json()[
+        "choices"
+    ][0]
     assert choice["finish_reason"] == "length"
     arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
     assert arguments and ARGUMENTS[0].startswith(arguments) and arguments != ARGUMENTS[0]
@@ -150,7 +152,7 @@ async def test_messages_whole_and_streamed(client, engine):
     pieces = [event["delta"] for event in stream if event["type"] == "content_block_delta" and event["index"] == 1]
     assert "".join(piece["partial_json"] for piece in pieces) == ARGUMENTS[0]
     assert stream[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
-    count = (await client.post("/v1/messages/count_tokens", json={**body, "max_tokens": None} | {}))
+    count = await client.post("/v1/messages/count_tokens", json={**body, "max_tokens": None} | {})
     assert count.status_code == 400, "max_tokens is no field of it"
     del body["max_tokens"]
     counted = (await client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]

@@ -1,7 +1,8 @@
 """From logits to tokens without the host: what a step's graph ends with.
 
 Adjusted logits (``ops/adjust_logits.py``), masks of grammars (``ops/mask_logits.py``), draws (``ops/sampling.py``) and
-logprobs of the drawn tokens, all left in tensors on the device. ``LogprobTensors`` turns the last into what a ``StepResult`` holds, on the host.
+logprobs of the drawn tokens, all left in tensors on the device. ``LogprobTensors`` turns the last into what a
+``StepResult`` holds, on the host.
 """
 
 from __future__ import annotations

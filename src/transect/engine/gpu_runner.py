@@ -12,7 +12,8 @@ kernel by kernel, under the arithmetic of which the launches are hidden.
 
 Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
 step's graph is then another one. Where draws are under grammars a step is two graphs: layers and head when it is
-submitted, the draws when their masks are known (``mask_table.py``), while the device computes the first. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.
+submitted, the draws when their masks are known (``mask_table.py``), while the device computes the first.
+``prompt_logprobs`` are computed within ``submit``, which waits for the device.
 
 All of it runs on CPU tensors too, without graphs and at once: that is how it is tested without a GPU.
 """

@@ -1,15 +1,15 @@
-"""Requests whose grammars are being compiled. They join the engine's queue when that is done, and no step waits for it."""
+"""Requests whose grammars are being compiled. They join the engine's queue when that is done, and no step waits for
+it."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from ..text.grammar.params import StructuredOutputsParams
 from . import limits
-from .constraint import Constraint
 from .core import EngineCore
 from .request import Request
 from .waiting_queue import QueueFull
@@ -18,7 +18,7 @@ from .waiting_queue import QueueFull
 class Compiler(Protocol):
     """``text.grammar.compiler.GrammarCompiler``."""
 
-    def submit(self, params: StructuredOutputsParams) -> Future[Constraint]: ...
+    def submit(self, params: StructuredOutputsParams) -> Future[Any]: ...
 
 
 class GrammarQueue:
@@ -31,7 +31,7 @@ class GrammarQueue:
 
     def __init__(self, core: EngineCore, compiler: Compiler) -> None:
         self._core, self._compiler = core, compiler
-        self._late: dict[str, tuple[Request, Future[Constraint]]] = {}
+        self._late: dict[str, tuple[Request, Future[Any]]] = {}
 
     def __len__(self) -> int:
         """Requests that wait for their grammars."""

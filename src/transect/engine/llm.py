@@ -187,9 +187,7 @@ class LLM:
         self._next_id += 1
         structured = params.structured_outputs
         constraint = None if structured is None else self._grammars.compile(structured)
-        request = Request(
-            name, tuple(ids), params, priority=priority, eos_token_ids=self._eos, constraint=constraint
-        )
+        request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos, constraint=constraint)
         max_length(request, self._scheduler_config)
         return request
 

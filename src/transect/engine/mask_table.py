@@ -1,6 +1,7 @@
 """Masks of draws under grammars, on their way to the device, and the logits that wait for them there.
 
-A step's masks are known when the step before has been committed, which is after the step was launched. So it is launched
+A step's masks are known when the step before has been committed, which is after the step was launched. So it is
+launched
 in two parts: layers and head, whose logits are left here; and, once the masks are there, the draws.
 """
 

@@ -97,9 +97,7 @@ class LogitAdjuster:
         self._step = 0
         self._fill_masks = fill_masks
 
-    def apply(
-        self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]
-    ) -> dict[int, str]:
+    def apply(self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]) -> dict[int, str]:
         """Change ``logits_BV`` in place. Returns, by seq_id, why a grammar could not say what may come.
 
         Args:

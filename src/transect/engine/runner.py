@@ -66,9 +66,7 @@ class Runner:
         fill_masks: makes the masks of draws under a grammar.
     """
 
-    def __init__(
-        self, model: Decoder, k_cache: Tensor, v_cache: Tensor, *, fill_masks: MaskFiller = fill_each
-    ) -> None:
+    def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor, *, fill_masks: MaskFiller = fill_each) -> None:
         self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
         self._block_size = v_cache.shape[3]

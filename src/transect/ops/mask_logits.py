@@ -4,10 +4,11 @@ Row r of the logits has row m = index[r] of packed masks, 32 tokens in a word, o
 
     x[r, t] = -inf    where index[r] >= 0 and bit (t mod 32) of mask[m, t div 32] is 0
 
-Shapes: logits ``[R, V]``, float32 or 16-bit; mask int32 ``[M, ceil(V / 32)]``; index int32 ``[R]``. No gradient; no value
-is read on the host. Source: the packed form is the one of llguidance and xgrammar.
+Shapes: logits ``[R, V]``, float32 or 16-bit; mask int32 ``[M, ceil(V / 32)]``; index int32 ``[R]``. No gradient; no
+value is read on the host. Source: the packed form is the one of llguidance and xgrammar.
 
-Bound by bytes: V / 8 read of the mask, and what is written, at most 2 or 4 V a row: most tokens, where a grammar is tight.
+Bound by bytes: V / 8 read of the mask, and what is written, at most 2 or 4 V a row: most tokens, where a grammar is
+tight.
 """
 
 from __future__ import annotations

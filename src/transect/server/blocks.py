@@ -96,7 +96,9 @@ class Conversation:
         use: tools that may be called, or None.
     """
 
-    def __init__(self, serving: Serving, messages: list[ChatMessage], params: SamplingParams, use: ToolUse | None) -> None:
+    def __init__(
+        self, serving: Serving, messages: list[ChatMessage], params: SamplingParams, use: ToolUse | None
+    ) -> None:
         self.serving, self.messages, self.params, self.use = serving, messages, params, use
         self.blocks = Blocks()
         self.ending = Ending("stop", None)

@@ -59,7 +59,10 @@ class CountRequest(Body):
         if choice.get("type") not in modes:
             raise ApiError(400, "tool_choice type must be auto, any, tool or none", param="tool_choice")
         tools = [
-            {**{name: tool.get(name) for name in ("name", "description", "strict")}, "parameters": tool.get("input_schema")}
+            {
+                **{name: tool.get(name) for name in ("name", "description", "strict")},
+                "parameters": tool.get("input_schema"),
+            }
             if tool.get("type", "custom") == "custom"
             else {"type": tool["type"]}
             for tool in self.tools or ()
@@ -106,7 +109,9 @@ def _text(blocks: list[dict[str, Any]], where: str) -> str:
     for block in blocks:
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = str(block.get("type"))[:40]
-            raise ApiError(400, f"{where} holds a block of type {kind!r}; text is all this model can read", param="messages")
+            raise ApiError(
+                400, f"{where} holds a block of type {kind!r}; text is all this model can read", param="messages"
+            )
         texts.append(block["text"])
     return "\n".join(texts)
 
@@ -127,7 +132,9 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
             found.append(ChatMessage(role="tool", tool_call_id=str(block.get("tool_use_id")), content=text))
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            calls.append({"id": str(block.get("id")), "function": {"name": str(block.get("name")), "arguments": arguments}})
+            calls.append(
+                {"id": str(block.get("id")), "function": {"name": str(block.get("name")), "arguments": arguments}}
+            )
         elif kind == "thinking":
             thoughts += str(block.get("thinking", ""))
         elif kind != "redacted_thinking":

@@ -1,5 +1,5 @@
-"""``POST /v1/responses``: OpenAI's newer API. Conversations are remembered for a while, so that ``previous_response_id``
-works; they live in this process alone."""
+"""``POST /v1/responses``: OpenAI's newer API. Conversations are remembered for a while, so that
+``previous_response_id`` works; they live in this process alone."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Responses:
                 return self._event(f"response.{name}.delta", **place, delta=news.text)
             done = self._event(f"response.{name}.done", **place, name=block.name, arguments=block.content)
         else:
-            more = {"logprobs": []} if block.kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             if news.what == "more":
                 return self._event(f"response.{name}.delta", **part, delta=news.text, **more)
             done = self._event(f"response.{name}.done", **part, text=block.content, **more)

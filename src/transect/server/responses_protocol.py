@@ -79,7 +79,7 @@ class ResponsesRequest(Body):
 
     def sampling_params(self) -> SamplingParams:
         """Raises ApiError, 400, for values that are out of range."""
-        given = {"temperature": self.temperature, "top_p": self.top_p}
+        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         form = (self.text or {}).get("format")
         try:
             return SamplingParams(

@@ -1,4 +1,5 @@
-"""The form of an answer as requests ask for it: ``response_format``, vLLM's ``structured_outputs`` and ``guided_...``."""
+"""The form of an answer as requests ask for it: ``response_format``, vLLM's ``structured_outputs`` and
+``guided_...``."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
         params = response_format(body.response_format)
         found += [] if params is None else [params]
     if body.structured_outputs is not None:
-        given = {name: value for name, value in body.structured_outputs.items() if name not in ("lark", "lead", "field")}
+        given = {
+            name: value for name, value in body.structured_outputs.items() if name not in ("lark", "lead", "field")
+        }
         found.append(StructuredOutputsParams.of(given))
     for field, kind in GUIDED.items():
         value = getattr(body, field)

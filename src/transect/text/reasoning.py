@@ -1,8 +1,8 @@
 """Thoughts before an answer: ``<think>...</think>`` in the text of models that were taught to think aloud.
 
-``Thoughts.state`` says from the end of a prompt whether the model is thinking already (the template has opened the tag),
-may begin to, or may not (the template has closed it). ``Thoughts.lead`` is the grammar of the thoughts, so that the form of
-an answer is kept to after them; ``ThoughtParser`` parts them from the answer.
+``Thoughts.state`` says from the end of a prompt whether the model is thinking already (the template has opened the
+tag), may begin to, or may not (the template has closed it). ``Thoughts.lead`` is the grammar of the thoughts, so that
+the form of an answer is kept to after them; ``ThoughtParser`` parts them from the answer.
 """
 
 from __future__ import annotations

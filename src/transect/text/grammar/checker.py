@@ -189,7 +189,9 @@ def main() -> None:
     """The far side, until the pipe closes."""
     os.nice(5)
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    tokens, special, eos, size = msgspec.msgpack.decode(_read(stdin), type=tuple[list[bytes], list[int], list[int], int])
+    tokens, special, eos, size = msgspec.msgpack.decode(
+        _read(stdin), type=tuple[list[bytes], list[int], list[int], int]
+    )
     tokenizer = Vocabulary(tokens, special, eos, size).make()
     _write(stdout, b"")
     with contextlib.suppress(EOFError):

@@ -33,7 +33,8 @@ class StructuredOutputsParams:
             line break with its indentation, so that a model cannot go on with blanks for ever.
         lenient: what a grammar cannot keep to in a schema is left to the model, not refused.
         lark: a grammar that this project has written itself; it may speak of one of the first six as ``@answer``.
-        lead: Lark rules that define ``lead``, which the answer begins with, before the form that is asked for; ours too.
+        lead: Lark rules that define ``lead``, which the answer begins with, before the form that is asked for; ours
+            too.
         field: the name to call all this in complaints.
 
     Raises:
@@ -61,7 +62,11 @@ class StructuredOutputsParams:
         if len(given) != 1 and (given or self.lark is None):
             found = " and ".join(given) or "none"
             raise ValueError(f"{self.field} must have exactly one of {', '.join(KINDS)}; {found} is given")
-        for name, limit in (("regex", MAX_REGEX_BYTES), ("grammar", MAX_GRAMMAR_BYTES), ("lark", 4 * MAX_GRAMMAR_BYTES)):
+        for name, limit in (
+            ("regex", MAX_REGEX_BYTES),
+            ("grammar", MAX_GRAMMAR_BYTES),
+            ("lark", 4 * MAX_GRAMMAR_BYTES),
+        ):
             self._check_text(name, limit)
         self._check_text("whitespace_pattern", 1000)
         if isinstance(self.json, str):
@@ -102,7 +107,9 @@ class StructuredOutputsParams:
         try:
             return json.loads(self.json) if isinstance(self.json, str) else json.loads(json.dumps(self.json))
         except RecursionError:
-            raise ValueError(f"{self.field} json is nested too deeply: a schema may be some hundred levels deep") from None
+            raise ValueError(
+                f"{self.field} json is nested too deeply: a schema may be some hundred levels deep"
+            ) from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.field} json is not a JSON Schema: {error}") from None
 

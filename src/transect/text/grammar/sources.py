@@ -85,10 +85,15 @@ def json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _with_options(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
-    space: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or SHORT_SPACE}
-    if params.disable_any_whitespace:
-        space = {"whitespace_flexible": False}
-    return {**schema, "x-guidance": {**space, "lenient": params.lenient}}
+    space = "" if params.disable_any_whitespace else params.whitespace_pattern or SHORT_SPACE
+    return with_options(schema, space, lenient=params.lenient)
+
+
+def with_options(schema: dict[str, Any], space: str = SHORT_SPACE, *, lenient: bool = False) -> dict[str, Any]:
+    """A schema with what llguidance is to make of it: white space, escapes in strings (any letter may be written so),
+    and whether keywords that it cannot keep to are refused."""
+    options: dict[str, Any] = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
+    return {**schema, "x-guidance": {**options, "json_allow_general_unicode_escapes": True, "lenient": lenient}}
 
 
 def tidy(schema: Any, *, close: bool = False) -> Any:

@@ -67,7 +67,8 @@ class Vocabulary:
         """llguidance's tokenizer over this vocabulary."""
         import llguidance
 
-        return llguidance.LLTokenizer(_Words(self), n_vocab=len(self.tokens), eos_token=self.eos_ids)
+        words: Any = _Words(self)
+        return llguidance.LLTokenizer(words, n_vocab=len(self.tokens), eos_token=self.eos_ids)
 
     def spell(self, text: str) -> list[int]:
         """Tokens whose bytes are exactly this text: as the model's tokenizer has it, if that keeps to the bytes (one

@@ -1,7 +1,7 @@
 """For models whose template knows no tools: calls as Hermes has them, and a prompt that says so.
 
-The tools are described in a system message; calls and results in the conversation so far become text of the assistant and
-of the user, because such a template may print neither.
+The tools are described in a system message; calls and results in the conversation so far become text of the assistant
+and of the user, because such a template may print neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .spec import Tool, ToolUse
 
 SHAPE = replace(hermes.SHAPE, name="generic", taught=True)
 
-_TEACHING = """You can call functions. To call one, write exactly this, with the function's name and its arguments as JSON:
+_TEACHING = """You can call functions. To call one, write exactly this, with the name of the function and its arguments:
 <tool_call>
 {"name": "NAME", "arguments": {...}}
 </tool_call>

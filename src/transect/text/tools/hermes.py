@@ -1,4 +1,4 @@
-r"""Hermes 2 and 3, Qwen 2.5 and 3, and many others: ``<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>``."""
+r"""Hermes 2 and 3, Qwen 2.5 and 3, and others: ``<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>``."""
 
 from .shape import CallShape
 

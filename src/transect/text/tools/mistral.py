@@ -1,5 +1,5 @@
-"""Mistral 7B v0.3, Nemo, Small and their kin: ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``. The first word is
-a special token of their vocabularies."""
+"""Mistral 7B v0.3, Nemo, Small and their kin: ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``. The first word
+is a special token of their vocabularies."""
 
 from .shape import CallShape
 

@@ -1,8 +1,8 @@
 """From an answer's text, in pieces of any size, to its own text and the calls in it, in pieces too.
 
-The grammar of a ``CallShape`` has seen to it that all but names and arguments is the shape's literal text. So the parser
-only counts letters and looks for the end of a JSON object; what it hands out as arguments is what was written, letter by
-letter. An answer that was cut off ends in the middle of a call, with whatever of it was there.
+The grammar of a ``CallShape`` has seen to it that all but names and arguments is the shape's literal text. So the
+parser only counts letters and looks for the end of a JSON object; what it hands out as arguments is what was written,
+letter by letter. An answer that was cut off ends in the middle of a call, with whatever of it was there.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class ToolParser:
             self._held = held[at:]
             self._expect(self._opening(first=True))
             return held[:at].rstrip() if self._begun or held[:at].strip() else ""
-        keep = 0 if last else next((n for n in range(min(len(mark) - 1, len(held)), 0, -1) if mark.startswith(held[-n:])), 0)
+        sizes = range(min(len(mark) - 1, len(held)), 0, -1)
+        keep = 0 if last else next((n for n in sizes if mark.startswith(held[-n:])), 0)
         ready = held[: len(held) - keep]
         if not last:
             ready = ready.rstrip()

@@ -1,8 +1,8 @@
 """The literal text of a form of tool calls, and its grammar.
 
-A call reads ``begin + before_name + NAME + after_name + ARGUMENTS + end``. All but the name and the arguments (JSON of the
-tool's schema) is fixed to the letter: that is how the model was taught to write it, and it lets the parser find the parts
-without guessing.
+A call reads ``begin + before_name + NAME + after_name + ARGUMENTS + end``. All but the name and the arguments (JSON of
+the tool's schema) is fixed to the letter: that is how the model was taught to write it, and it lets the parser find the
+parts without guessing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..grammar import lark
 from ..grammar.lark import Lead
-from ..grammar.sources import SHORT_SPACE, tidy
+from ..grammar.sources import tidy, with_options
 from .spec import Tool, ToolUse
 
 
@@ -23,7 +23,8 @@ class CallShape:
 
     Attributes:
         name: for ``--tool-call-parser``.
-        begin: opens the calls, and each of them unless ``separator`` does; in free text it is the sign that a call comes.
+        begin: opens the calls, and each of them unless ``separator`` does; in free text it is the sign that a call
+            comes.
             Empty: an answer that begins with ``before_name`` is a call.
         before_name, after_name, end: see above.
         opening: between ``begin`` and the first call.
@@ -60,14 +61,24 @@ class CallShape:
             special_ids: special tokens by their spelling: the form may have some.
             lead: what the answer begins with.
             form: an answer in text has a form, the grammar called ``@answer``.
+
+        Raises:
+            ValueError: calls of this shape cannot be told from an answer that has a form.
         """
+        if form and use.mode == "auto" and not self.begin:
+            raise ValueError(
+                "tools and response_format do not go together here, because calls of this model have no mark of their "
+                "own: set tool_choice to required or none"
+            )
 
         def fixed(text: str) -> str:
             return lark.literal(text, special_ids)
 
         calls = " | ".join(f"call_{number}" for number in range(len(use.callable)))
         lines = [self._call(number, tool, fixed) for number, tool in enumerate(use.callable)]
-        again = f" ({fixed(self.separator)} {fixed(self.begin) if self.begins_each else ''} call)*" if use.parallel else ""
+        again = (
+            f" ({fixed(self.separator)} {fixed(self.begin) if self.begins_each else ''} call)*" if use.parallel else ""
+        )
         lines += [f"call: {calls}", f"calls: {fixed(self.opening)} call{again} {fixed(self.close)}"]
         first, other = ("", "") if lead is None else ("lead ", f" & ~{lead.begins}" if lead.begins else "")
         if use.mode != "auto" or form:
@@ -85,9 +96,6 @@ class CallShape:
         return "\n".join(lines if lead is None else [*lines, lead.rules])
 
     def _call(self, number: int, tool: Tool, fixed: Any) -> str:
-        schema = {
-            **tidy(tool.parameters),
-            "x-guidance": {"whitespace_pattern": SHORT_SPACE, "lenient": not tool.strict},
-        }
+        schema = with_options(tidy(tool.parameters), lenient=not tool.strict)
         head = fixed(f"{self.before_name}{tool.name}{self.after_name}")
         return f"call_{number}: {head} {lark.schema(schema)} {fixed(self.end)}".rstrip()
