@@ -12,6 +12,7 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``filling``: when prompts may be computed little by little.
 * ``waiting_queue``: who waits, in which order, and when the queue is full.
 * ``scheduler``: who runs in the next step; admission, preemption, forks, and what a step's tokens change.
+* ``constraint``: which tokens may come next in an answer that has a form, as the engine sees it.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
 
@@ -24,12 +25,12 @@ With tensors, or on the way to them:
   out as a step, in ``step_sizes`` of which there are few; ``step_inputs``: its numbers in one piece of memory;
   ``step_ring``: that memory for the steps under way, and its way to the device;
   ``sequence_table``: what they are filled from; ``gpu_graphs``: CUDA graphs of steps; ``device_sampling`` and
-  ``adjust_state``: draws, penalties and logprobs on the device.
+  ``adjust_state``: draws, penalties and logprobs on the device; ``mask_table``: masks of grammars on their way there.
 * ``gpu_build``, ``gpu_memory``: start-up on a GPU, and where its memory goes. ``warm_kernels``: which
   kernels an engine needs; ``compilers``: processes that compile them meanwhile.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
-  ``mailbox``: where a request's news wait for its task.
+  ``mailbox``: where a request's news wait for its task. ``grammar_queue``: requests whose grammars are being compiled.
 """

@@ -47,6 +47,7 @@ Before and after the layers, and for training:
 
 * ``ring_copy.py``: a step's inputs from the host's memory and its results there, as kernels of its graph
 * ``embed_tokens.py``: what a step begins with, embeddings and rotations of its tokens
+* ``mask_logits.py``: tokens that a grammar does not allow
 * ``adjust_logits.py``: bias, masks and penalties; ``sampling.py``: the next token of every row, on the device;
   ``philox.py``: its random numbers, without a state
 * ``linear_cross_entropy.py``: the loss without the logits; ``linear_cross_entropy_torch.py``,

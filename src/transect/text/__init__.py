@@ -10,6 +10,10 @@ On the way in:
 * ``chat_messages.py``   messages in the one form that templates expect
 * ``chat_template.py``   ChatTemplate: messages to one string, in a bounded Jinja sandbox
 
+* ``grammar/``             what an answer must look like, and which tokens may come next so that it does
+* ``tools/``               tool calls: their forms, as grammars and as parsers
+* ``reasoning.py``         thoughts before an answer: their grammar and parser
+
 On the way out:
 
 * ``number_text.py``       NumberText: what stands in for a tokenizer where a model has none
