@@ -306,6 +306,39 @@ def run_case(library: str, what: str, folder: str | None) -> None:
     print(json.dumps(result))
 
 
+def table(result: dict[str, Any]) -> str:
+    """For the page on structured output."""
+    libraries = result["libraries"]
+    names = [f"{name} {found['version']}" for name, found in libraries.items()]
+    lines = [f"| grammar | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case_name in (*ORDINARY, *HOSTILE):
+        cells = [_cell(found["cases"][case_name]) for found in libraries.values()]
+        lines.append(f"| {case_name} | {' | '.join(cells)} |")
+    for title, part, whole in (
+        ("schemas of the suite that are refused", "refused", "schemas"),
+        ("valid instances that are rejected", "valid_rejected", "valid"),
+        ("invalid instances that are accepted", "invalid_accepted", "invalid"),
+    ):
+        counts = [found["suite"] for found in libraries.values()]
+        lines.append(f"| {title} | {' | '.join(f'{count[part]} of {count[whole]}' for count in counts)} |")
+    machine = result["environment"]
+    lines.append(
+        f"\n`{result['command']}`: processor time to compile, then the median time of a mask, with
+        {result['vocabulary']} " f"tokens, on an {machine['processor']}, Python {machine['python']}, commit
+        {machine['commit']}.\n" ) return "\n".join(lines)
+
+
+def _cell(found: dict[str, Any]) -> str:
+    if "ended" in found:
+        return "not done in time" if "not done" in found["ended"] else "it crashes"
+    time_s = found["compile_s"]
+    spent = f"{time_s:.1f} s" if time_s >= 0.1 else f"{max(1, round(1e3 * time_s))} ms"
+    if "refused" in found:
+        return f"refused after {spent}"
+    mask = found["mask_us"]["median"]
+    return f"{spent}; {mask:.0f} µs" if mask < 1e4 else f"{spent}; {mask / 1e6:.1f} s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", type=Path)

@@ -42,6 +42,16 @@ def test_a_grammar_that_takes_too_much_memory_is_ended(checker):
         small.close()
 
 
+def test_ebnf_is_translated_where_it_can_be_ended(checker):
+    assert 'start: "x"' in checker.translate('root ::= "x"')
+    with pytest.raises(ValueError, match="Failed to convert"):
+        checker.translate("root ::= (")
+    many = "".join(f'a{n} ::= "x" a{n + 1}\n' for n in range(20_000))
+    with pytest.raises(ValueError, match="takes longer than"):
+        checker.translate(f"root ::= a0\n{many}")
+    assert checker.translate('root ::= "y"')
+
+
 def test_a_process_that_was_killed_is_started_again(checker):
     assert checker.check(grammar(regex="b")) is None
     checker._process.kill()

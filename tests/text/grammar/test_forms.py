@@ -71,7 +71,7 @@ def test_the_end_is_allowed_when_the_answer_is_complete_and_not_earlier():
         ({"choice": []}, "1 to"),
         ({"choice": "yes"}, "list of strings"),
         ({"grammar": "root ::= missing"}, "missing"),
-        ({"grammar": "start: ("}, ""),
+        ({"grammar": "start: ("}, "cannot be used"),
         ({"structural_tag": {"structures": [], "triggers": []}}, "two lists"),
         ({"structural_tag": {"structures": [{"begin": "x", "end": ""}], "triggers": ["y"]}}, "none of the triggers"),
     ],

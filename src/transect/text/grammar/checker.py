@@ -1,9 +1,9 @@
 """A process that compiles grammars on trial. A grammar from a request can keep the compiler busy for minutes and take
 gigabytes; here that can be ended, and nobody else waits for it.
 
-``Checker`` is the near side. The far side is ``python -m transect.text.grammar.checker``: it reads a vocabulary, then
-grammars, and answers each with what is wrong with it. It draws some tokens under a grammar, too: one whose masks take
-long would hold up the steps of everybody.
+``Checker`` is the near side. EBNF is translated here too. The far side is ``python -m transect.text.grammar.checker``:
+it reads a vocabulary, then grammars, and answers each with what is wrong with it. It draws some tokens under a grammar,
+too: one whose masks take long would hold up the steps of everybody.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import os
 import selectors
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from .sources import from_ebnf
 from .vocabulary import Vocabulary
 
 TRIAL_TOKENS = 48
@@ -27,6 +29,8 @@ PATIENCE_S = 30.0
 """For the process to start and take in the vocabulary."""
 POLL_S = 0.02
 LENGTH_BYTES = 8
+_CHECK, _TRANSLATE, _RIGHT, _WRONG = b"c", b"t", b"+", b"-"
+"""How messages and answers begin."""
 
 
 def limits() -> Any:
@@ -83,13 +87,31 @@ class Checker:
 
     def check(self, grammar: str) -> str | None:
         """What is wrong with a grammar, or None."""
+        try:
+            self._ask(_CHECK, grammar)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def translate(self, grammar: str) -> str:
+        """EBNF in Lark.
+
+        Raises:
+            ValueError: what is wrong with it.
+        """
+        return self._ask(_TRANSLATE, grammar)
+
+    def _ask(self, what: bytes, grammar: str) -> str:
         process = self._started()
         try:
-            _write(process.stdin, grammar.encode())
-            return self._answer(process)
+            _write(process.stdin, what + grammar.encode())
+            answer = self._answer(process)
         except (OSError, EOFError):
             self.close()
-            return "compiling it ended the compiler: make it simpler"
+            raise ValueError("compiling it ended the compiler: make it simpler") from None
+        if answer.startswith(_WRONG):
+            raise ValueError(answer[1:].decode())
+        return answer[1:].decode()
 
     def close(self) -> None:
         """End the process."""
@@ -122,16 +144,16 @@ class Checker:
         self._resting = _memory(process.pid)
         return process
 
-    def _answer(self, process: subprocess.Popen[bytes]) -> str | None:
+    def _answer(self, process: subprocess.Popen[bytes]) -> bytes:
         deadline = time.monotonic() + self._seconds
         while not _readable(process, POLL_S):
             if time.monotonic() > deadline:
                 self.close()
-                return f"compiling it takes longer than {self._seconds:g} s: make it simpler"
+                raise ValueError(f"compiling it takes longer than {self._seconds:g} s: make it simpler")
             if _memory(process.pid) > self._resting + self._nbytes:
                 self.close()
-                return f"compiling it takes more than {self._nbytes >> 20} MiB: make it simpler"
-        return _read(process.stdout).decode() or None
+                raise ValueError(f"compiling it takes more than {self._nbytes >> 20} MiB: make it simpler")
+        return _read(process.stdout)
 
 
 def _readable(process: subprocess.Popen[bytes], seconds: float) -> bool:
@@ -185,9 +207,17 @@ def trial(matcher: Any, words: int) -> str | None:
     return None
 
 
+def _end_with(parent: int) -> None:
+    """A compiler that is busy does not see the pipe close."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
 def main() -> None:
     """The far side, until the pipe closes."""
     os.nice(5)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     tokens, special, eos, size = msgspec.msgpack.decode(
         _read(stdin), type=tuple[list[bytes], list[int], list[int], int]
@@ -196,12 +226,16 @@ def main() -> None:
     _write(stdout, b"")
     with contextlib.suppress(EOFError):
         while True:
-            grammar = _read(stdin).decode()
+            message = _read(stdin)
+            grammar = message[1:].decode()
             try:
-                problem = trial(compile_matcher(tokenizer, grammar), -(-len(tokens) // 32))
+                if message.startswith(_TRANSLATE):
+                    answer = from_ebnf(grammar)
+                else:
+                    answer = trial(compile_matcher(tokenizer, grammar), -(-len(tokens) // 32)) or ""
+                _write(stdout, (_WRONG if answer and message.startswith(_CHECK) else _RIGHT) + answer.encode())
             except ValueError as error:
-                problem = str(error) or "it cannot be compiled"
-            _write(stdout, (problem or "").encode())
+                _write(stdout, _WRONG + (str(error) or "it cannot be compiled").encode())
 
 
 if __name__ == "__main__":

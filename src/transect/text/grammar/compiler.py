@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections import OrderedDict
@@ -12,7 +13,7 @@ from typing import Any
 from .checker import Checker, compile_matcher
 from .constraint import GrammarConstraint
 from .params import StructuredOutputsParams
-from .sources import grammar_of
+from .sources import from_ebnf, grammar_of, is_ebnf
 from .vocabulary import Vocabulary
 
 KEPT = 256
@@ -56,6 +57,8 @@ class GrammarCompiler:
             ValueError: the grammar is at fault; the message begins with ``params.field`` and says what to change.
         """
         vocabulary, tokenizer = self._ready()
+        if params.grammar is not None and is_ebnf(params.grammar):
+            params = dataclasses.replace(params, grammar=self._translate(params.grammar, params.field, vocabulary))
         grammar = grammar_of(params, vocabulary.special_names)
         with self._lock:
             found = self._known.get(grammar)
@@ -75,14 +78,24 @@ class GrammarCompiler:
         for checker in self._checkers:
             checker.close()
 
+    def _translate(self, grammar: str, field: str, vocabulary: Vocabulary) -> str:
+        try:
+            return self._checker(vocabulary).translate(grammar) if self._checked else from_ebnf(grammar)
+        except ValueError as error:
+            raise ValueError(f"{field} cannot be used: {error}") from None
+
+    def _checker(self, vocabulary: Vocabulary) -> Checker:
+        """This thread's."""
+        checker: Checker | None = getattr(self._local, "checker", None)
+        if checker is None:
+            checker = self._local.checker = Checker(vocabulary)
+            with self._lock:
+                self._checkers.append(checker)
+        return checker
+
     def _compile(self, grammar: str, vocabulary: Vocabulary, tokenizer: Any) -> Any | str:
         if self._checked:
-            checker = getattr(self._local, "checker", None)
-            if checker is None:
-                checker = self._local.checker = Checker(vocabulary)
-                with self._lock:
-                    self._checkers.append(checker)
-            problem = checker.check(grammar)
+            problem = self._checker(vocabulary).check(grammar)
             if problem is not None:
                 return problem
         try:

@@ -23,7 +23,7 @@ _VALUES = frozenset(("const", "enum", "default", "examples", "required", "x-guid
 
 
 def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] | None = None) -> str:
-    """The grammar of an answer.
+    """The grammar of an answer; ``params.grammar`` must be Lark.
 
     Args:
         special_ids: special tokens by their spelling, for tags.
@@ -54,7 +54,7 @@ def _answer(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> 
         if params.choice is not None:
             return _lark("start: " + " | ".join(map(lark.literal, params.choice)))
         if params.grammar is not None:
-            return _lark(_context_free(params.grammar, params.field))
+            return _lark(params.grammar)
         return _lark(structural_tag(params, special_ids))
     except RecursionError:
         raise ValueError(f"{params.field} is nested too deeply: it may be some hundred levels deep") from None
@@ -127,16 +127,20 @@ def _without_anchors(pattern: str) -> str:
     return pattern
 
 
-def _context_free(text: str, field: str) -> str:
-    """Lark as it is, EBNF translated."""
-    if "::=" not in text:
-        return text
+def is_ebnf(grammar: str) -> bool:
+    """Whether a grammar must be translated (``from_ebnf``) before ``grammar_of``."""
+    return "::=" in grammar
+
+
+def from_ebnf(grammar: str) -> str:
+    """EBNF in Lark. The time that this takes grows with the square of the number of rules.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from llguidance import grammar_from
 
-    try:
-        return grammar_from("ebnf", text)
-    except ValueError as error:
-        raise ValueError(f"{field} grammar cannot be read: {error}") from None
+    return grammar_from("ebnf", grammar)
 
 
 def structural_tag(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
