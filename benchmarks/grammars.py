@@ -323,9 +323,11 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {title} | {' | '.join(f'{count[part]} of {count[whole]}' for count in counts)} |")
     machine = result["environment"]
     lines.append(
-        f"\n`{result['command']}`: processor time to compile, then the median time of a mask, with
-        {result['vocabulary']} " f"tokens, on an {machine['processor']}, Python {machine['python']}, commit
-        {machine['commit']}.\n" ) return "\n".join(lines)
+        f"\n`{result['command']}`: processor time to compile, then the median time of a mask, with "
+        f"{result['vocabulary']} tokens, on an {machine['processor']}, Python {machine['python']}, commit "
+        f"{machine['commit']}.\n"
+    )
+    return "\n".join(lines)
 
 
 def _cell(found: dict[str, Any]) -> str:
