@@ -74,7 +74,7 @@ def random_answer(grammar: GrammarConstraint, rng: random.Random, most: int = 30
         choices = allowed(state)
         if END in choices and (len(choices) == 1 or rng.random() < 0.5):
             return found.decode()
-        closing = [token for token in choices if token in b'"}]']
+        closing = [token for token in choices if token in tuple(b'"}]')]
         plain = closing if closing and rng.random() < 0.4 else [token for token in choices if token < 256]
         token = rng.choice(plain)
         assert state.accept(token) is None
