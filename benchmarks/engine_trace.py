@@ -65,6 +65,9 @@ class _TimedHandle:
     def __init__(self, watch: _Watch, handle: Any) -> None:
         self.watch, self.handle = watch, handle
 
+    def draw(self) -> None:
+        self.handle.draw()
+
     def result(self) -> Any:
         ready = getattr(self.handle, "ready", None)
         if ready is not None:

@@ -19,6 +19,7 @@ import batching
 import cpu_lora
 import cpu_vs_llamacpp
 import engine_tables
+import grammars
 import http_vs_offline
 import issue_rates
 import ladder_tables
@@ -166,6 +167,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "many-rows-alone": ops_tables.many_rows_alone,
     "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
+    "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
     "kills": kills,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),

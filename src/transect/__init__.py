@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from .engine.async_engine import AsyncEngine
     from .engine.llm import LLM
     from .engine.sampling_params import SamplingParams
+    from .text.grammar.params import StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "transect.engine.llm",
     "AsyncEngine": "transect.engine.async_engine",
     "SamplingParams": "transect.engine.sampling_params",
+    "StructuredOutputsParams": "transect.text.grammar.params",
 }
 
 

@@ -28,6 +28,10 @@ class Spy:
         handle = self.device.submit(batch)
 
         class Handle:
+            def draw(_self):
+                self.log.append(f"draw {batch.step}")
+                handle.draw()
+
             def result(_self):
                 self.log.append(f"result {batch.step}")
                 return handle.result()
@@ -48,14 +52,15 @@ def run(lag: int):
 
 def test_without_lag_each_result_is_awaited_before_the_next_step_is_planned():
     log, tokens, outputs = run(0)
-    assert log == ["submit 1", "result 1", "submit 2", "result 2", "submit 3", "result 3"]
+    assert log == [f"{what} {step}" for step in (1, 2, 3) for what in ("submit", "draw", "result")]
     drawn = [output.new_token_ids[0] for output in outputs]
     assert tokens == [[1, 2, 3], drawn[:1], drawn[1:2]]
 
 
 def test_with_lag_the_next_step_is_submitted_on_placeholders():
     log, tokens, _ = run(1)
-    assert log == ["submit 1", "submit 2", "result 1", "submit 3", "result 2", "result 3"]
+    first, second = ["submit 1", "draw 1", "submit 2", "result 1", "draw 2"], ["submit 3", "result 2", "draw 3"]
+    assert log == [*first, *second, "result 3"]
     assert tokens == [[1, 2, 3], [PLACEHOLDER], [PLACEHOLDER]]
 
 

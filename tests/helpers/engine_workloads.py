@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from grammar_fakes import Steps, allowed_after
 from hypothesis import note
 from hypothesis import strategies as st
 from kv_checker import VOCAB, CheckedCache, CheckingExecutor, chain_of, check, draw_token, extend_chain
@@ -37,6 +38,8 @@ class Arrival:
     params: SamplingParams
     priority: int = 0
     fail: tuple[int, int] | None = None
+    grammar: tuple[int, int, int | None] | None = None
+    """Seed, length, and after how many tokens it cannot go on (``grammar_fakes.Steps``)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def _arrivals(storm: bool) -> st.SearchStrategy[Arrival]:
     """Prompts begin with a piece of one of two documents, so that prefixes are shared; in a storm outputs are long and
     all come at once."""
 
-    def build(step, document, head, tail, n, max_tokens, min_tokens, stop, bits, priority, seed, fail):  # type: ignore[no-untyped-def]
+    def build(step, document, head, tail, n, max_tokens, min_tokens, stop, bits, priority, seed, fail, grammar):  # type: ignore[no-untyped-def]
         prompt = _DOCUMENTS[document][:head] + tuple(tail)
         params = SamplingParams(
             n=n,
@@ -77,7 +80,9 @@ def _arrivals(storm: bool) -> st.SearchStrategy[Arrival]:
             prompt_logprobs=0 if bits & 12 == 12 else None,
             seed=seed,
         )
-        return Arrival(step, prompt or (1,), params, priority, fail)
+        if grammar is not None:  # min_tokens would hide the end where the grammar allows nothing else
+            params = params.with_(min_tokens=0)
+        return Arrival(step, prompt or (1,), params, priority, fail, grammar)
 
     return st.builds(
         build,
@@ -93,6 +98,11 @@ def _arrivals(storm: bool) -> st.SearchStrategy[Arrival]:
         st.integers(-1, 1),
         st.integers(0, 2),
         st.one_of(st.none(), st.none(), st.none(), st.tuples(st.integers(-1, 1), st.integers(0, 20))),
+        st.one_of(
+            st.none(),
+            st.none(),
+            st.tuples(st.integers(0, 5), st.integers(1, 12), st.sampled_from((None, None, None, 0, 3))),
+        ),
     )
 
 
@@ -161,11 +171,18 @@ def expected_tokens(arrival: Arrival, config: SchedulerConfig, choice: int) -> t
         if arrival.fail == (choice, position):
             return tokens, "error", None
         early = len(tokens) < params.min_tokens
-        token = draw_token(seed, choice, chain, stops if early else ())
+        masked = set(stops if early else ())
+        if arrival.grammar is not None:
+            masked.update(set(range(VOCAB)) - allowed_after(arrival.grammar[0], VOCAB, tokens))
+        token = draw_token(seed, choice, chain, masked)
+        if arrival.grammar is not None and arrival.grammar[2] == len(tokens):
+            return tokens, "error", None
         tokens.append(token)
         chain = extend_chain(chain, token)
         if token in stops and not early:
             return tokens, "stop", None if token in eos else token
+        if arrival.grammar is not None and (token == _EOS or len(tokens) == arrival.grammar[1]):
+            return tokens, "stop", None
         if len(tokens) == params.max_tokens or position + 1 == config.max_model_len:
             return tokens, "length", None
 
@@ -198,7 +215,11 @@ class Run:
         self.scheduler.cache = cache
         self.scheduler.blocks = blocks_class(cache, config.block_size)
         self.executor = CheckingExecutor(
-            config, late=workload.late, fails=self._fails, on_submit=lambda: self._abort(in_flight=True)
+            config,
+            late=workload.late,
+            fails=self._fails,
+            on_submit=lambda: self._abort(in_flight=True),
+            ended=lambda seq_id: self._choices[seq_id].finish_reason is not None,
         )
         cache.on_garbage = self.executor.poison
         self.core = EngineCore(self.scheduler, self.executor, lag=workload.lag)
@@ -207,6 +228,7 @@ class Run:
         self.prompt_logprobs: dict[str, list] = {}
         self.steps = 0
         self._sequence_ids: dict[int, tuple[Arrival, int]] = {}
+        self._choices: dict[int, Sequence] = {}
         self._leader: tuple | None = None
         self._stalled = 0
 
@@ -229,7 +251,11 @@ class Run:
     def _add(self, index: int, arrival: Arrival) -> bool:
         """False when the queue is full and the request must come again."""
         name = f"r{index}"
-        request = Request(name, arrival.prompt, arrival.params, arrival.priority, None, (_EOS,))
+        grammar = None
+        if arrival.grammar is not None:
+            seed, length, fails_at = arrival.grammar
+            grammar = Steps(seed, VOCAB, length, fails_at=fails_at)
+        request = Request(name, arrival.prompt, arrival.params, arrival.priority, None, (_EOS,), grammar)
         try:
             self.core.add(request)
         except QueueFull as full:
@@ -244,6 +270,7 @@ class Run:
         for seq in self.scheduler._requests[name].choices:
             self.records[name, seq.index] = _Record()
             self._sequence_ids[seq.seq_id] = (arrival, seq.index)
+            self._choices[seq.seq_id] = seq
         return True
 
     def _abort(self, *, in_flight: bool) -> None:

@@ -65,7 +65,7 @@ def _from_plain(plain: dict[str, Any]) -> Workload:
     arrivals = (
         each
         | {"prompt": tuple(each["prompt"]), "params": SamplingParams(**each["params"])}
-        | ({"fail": tuple(each["fail"])} if "fail" in each else {})
+        | {name: tuple(each[name]) for name in ("fail", "grammar") if name in each}
         for each in plain["arrivals"]
     )
     parts = {

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from grammar_fakes import Steps
+
 from transect.engine.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from transect.engine.kv_cache import KVCache
 from transect.engine.scheduler_config import SchedulerConfig
@@ -99,6 +101,7 @@ class CheckingExecutor:
         fails: (seq_id, position) -> error message or None, for draws (position of the token) and for prompt chunks
             without draws (position of the chunk's last token).
         on_submit: called while the batch is in flight.
+        ended: seq_id -> whether the sequence has ended; what is still drawn for it is thrown away.
     """
 
     def __init__(
@@ -108,11 +111,13 @@ class CheckingExecutor:
         late: bool,
         fails: Callable[[int, int], str | None] = lambda seq_id, position: None,
         on_submit: Callable[[], None] = lambda: None,
+        ended: Callable[[int], bool] = lambda seq_id: False,
     ) -> None:
         self.config = config
         self.late = late
         self.fails = fails
         self.on_submit = on_submit
+        self.ended = ended
         self.slots = [[_POISON] * config.block_size for _ in range(config.num_blocks)]
         self.truths: dict[int, _Truth] = {}
         self.done_step = 0
@@ -126,7 +131,7 @@ class CheckingExecutor:
     def submit(self, batch: ScheduledBatch) -> _Handle:
         self._check_limits(batch)
         handle = _Handle(self, batch)
-        if not self.late:
+        if not self.late and not handle.constrained:
             handle.result()
         self.on_submit()
         return handle
@@ -146,8 +151,22 @@ class CheckingExecutor:
             chunk = config.max_prefill_chunk
             check(chunk is None or row.num_tokens <= chunk, f"{row.num_tokens} tokens exceed max_prefill_chunk")
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
+    def masks(self, batch: ScheduledBatch) -> dict[int, frozenset[int]]:
+        """What the grammars allow, by seq_id. They must stand right before the tokens to draw."""
+        found = {}
+        for row in batch.rows:
+            for draw in row.draws:
+                grammar = draw.constraint
+                if isinstance(grammar, Steps):
+                    before = row.end - len(draw.prompt_token_ids)
+                    current = self.ended(draw.seq_id) or len(grammar.accepted) == before
+                    check(current, f"a mask after {grammar.accepted}, not {before} tokens")
+                    found[draw.seq_id] = grammar.allowed()
+        return found
+
+    def execute(self, batch: ScheduledBatch, masks: dict[int, frozenset[int]]) -> StepResult:
         """Copy, write, read, draw."""
+        self._masks = masks
         check(batch.step == self.done_step + 1, f"step {batch.step} runs after step {self.done_step}")
         self.done_step = batch.step
         self._copy(batch.block_copies)
@@ -231,7 +250,10 @@ class CheckingExecutor:
             truth.failed = True
             result.errors[draw.seq_id] = error
             return
-        token = draw_token(draw.seed, draw.choice, truth.chains[row.end - 1], draw.masked_at(row.end))
+        masked = set(draw.masked_at(row.end))
+        if draw.constraint is not None:
+            masked.update(set(range(VOCAB)) - self._masks[draw.seq_id])
+        token = draw_token(draw.seed, draw.choice, truth.chains[row.end - 1], masked)
         truth.append(token)
         result.tokens[draw.seq_id] = token
         if draw.params.logprobs is not None:
@@ -243,8 +265,17 @@ class _Handle:
         self._executor = executor
         self._batch = batch
         self._result: StepResult | None = None
+        self._masks: dict[int, frozenset[int]] | None = None
+        self.constrained = any(draw.constraint is not None for row in batch.rows for draw in row.draws)
+
+    def draw(self) -> None:
+        check(self._masks is None, "draws are asked for twice")
+        self._masks = self._executor.masks(self._batch)
+        if not self._executor.late:
+            self.result()
 
     def result(self) -> StepResult:
+        check(self._masks is not None or not self.constrained, "a result before its draws were asked for")
         if self._result is None:
-            self._result = self._executor.execute(self._batch)
+            self._result = self._executor.execute(self._batch, self._masks or {})
         return self._result

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 from kv_checker import CheckedCache
 
 from transect.engine.outputs import EngineOutput
@@ -187,6 +188,42 @@ class LetsDecodesWait(Scheduler):
         self._mixed = config.max_num_batched_tokens
 
 
+class SharesOneGrammar(Scheduler):
+    """The choices of a request move one grammar on together."""
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        first, *others = self._requests[request.request_id].choices
+        for choice in others:
+            choice.constraint = first.constraint
+            choice.draws = (msgspec.structs.replace(choice.draws[0], constraint=first.constraint),)
+
+
+class TellsGrammarsTooLate(Scheduler):
+    """A grammar learns of a token only when the next step has been planned, after its mask was made."""
+
+    def __init__(self, config, clock) -> None:
+        super().__init__(config, clock)
+        self._late: list[tuple] = []
+
+    def schedule(self):
+        batch = super().schedule()
+        for accept, token in self._late:
+            accept(token)
+        self._late = []
+        return batch
+
+    def _advance(self, choice, result, now) -> EngineOutput:
+        grammar = choice.constraint
+        if grammar is None or grammar.terminated:
+            return super()._advance(choice, result, now)
+        self._late.append((grammar.accept, result.tokens[choice.seq_id]))
+        choice.constraint = None
+        output = super()._advance(choice, result, now)
+        choice.constraint = grammar
+        return output
+
+
 MUTANTS = [
     {"blocks_class": WritesSharedBlocks},
     {"blocks_class": FreesUnderTheStepInFlight},
@@ -206,6 +243,8 @@ MUTANTS = [
     {"scheduler_class": EndsTwice},
     {"scheduler_class": LetsSmallOnesOvertake},
     {"scheduler_class": LetsDecodesWait},
+    {"scheduler_class": SharesOneGrammar},
+    {"scheduler_class": TellsGrammarsTooLate},
 ]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from grammar_fakes import Steps
+
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
 from transect.engine.request import Request
@@ -57,7 +59,10 @@ def random_arrivals(rng: random.Random, vocab: int, count: int, longest_prompt: 
     for index in range(count):
         stem = rng.choice(stems)[: rng.randint(0, longest_prompt - 1)]
         prompt = (*stem, *(rng.randrange(vocab) for _ in range(rng.randint(1, longest_prompt - len(stem)))))
-        request = Request(str(index), prompt, random_params(rng, vocab), eos_token_ids=(rng.randrange(vocab),))
+        eos = rng.randrange(vocab)
+        grammar = Steps(rng.randrange(100), vocab, rng.randint(2, 14), eos) if rng.random() < 0.2 else None
+        params = random_params(rng, vocab)
+        request = Request(str(index), prompt, params, eos_token_ids=(eos,), constraint=grammar)
         abort_after = rng.randint(1, 10) if rng.random() < 0.15 else None
         arrivals.append(Arrival(request, rng.randint(0, 12), abort_after))
     return arrivals

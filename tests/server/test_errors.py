@@ -11,6 +11,7 @@ from transect.server.serving import ServerOptions
 from transect.text.number_text import NumberText
 
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PROMPT = {"model": "fake-model", "prompt": "Hi"}
 
 
@@ -48,8 +49,18 @@ def detail(response, status):
         ({"stop_token_ids": [-1]}, "stop_token_ids", []),
         ({"stream_options": {"include_usage": True}}, "stream_options", ["stream=true"]),
         ({"stream": True, "stream_options": {"include_usag": True}}, "include_usag", ["'include_usage'"]),
-        ({"tools": [{"type": "function"}]}, "tools", ["tool calling (tools)", "not supported"]),
-        ({"response_format": {"type": "json_object"}}, "response_format", ["not supported"]),
+        ({"tools": [{"type": "function"}]}, "tools", ["tools[0]", "name"]),
+        ({"tools": [{"type": "web_search"}]}, "tools", ["'web_search'", "function"]),
+        ({"tools": [TOOL, TOOL]}, "tools", ["tools[1]", "another tool"]),
+        ({"tools": [TOOL], "tool_choice": "ad"}, "tool_choice", ["one of the tools (add)"]),
+        ({"tool_choice": "required"}, "tool_choice", ["needs tools"]),
+        ({"response_format": {"type": "xml"}}, "response_format", ["json_schema", "'xml'"]),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", ["schema"]),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", ["exactly one", "json and regex"]),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs", ["'jsn'"]),
+        ({"guided_choice": []}, "guided_choice", ["1 to"]),
+        ({"guided_choice": [""]}, "guided_choice", ["empty"]),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", ["give one"]),
         ({"messages": []}, "messages", ["is empty: give at least 1"]),
         ({"messages": "Hi"}, "messages", []),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages", ["messages[0].role"]),

@@ -35,6 +35,7 @@ class Step:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    complete: bool = False
 
 
 class TickingClock:

@@ -69,6 +69,12 @@ def command(
     receive_timeout: Annotated[
         float, typer.Option(help="Seconds for the head of a request, and the beginning of its body, to arrive.")
     ] = 20.0,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="Form of tool calls: hermes, llama3_json, mistral, generic; auto asks the template.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How thoughts are marked: deepseek_r1, qwen3, mistral. Default: they are text.")
+    ] = None,
     hung_after: Annotated[
         float | None,
         typer.Option(help="Seconds of silence after which /health calls the engine hung."),
@@ -144,6 +150,8 @@ def command(
         root_path=root_path,
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     configure(request_log, log_level)  # type: ignore[arg-type]

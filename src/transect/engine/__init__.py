@@ -12,6 +12,7 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``filling``: when prompts may be computed little by little.
 * ``waiting_queue``: who waits, in which order, and when the queue is full.
 * ``scheduler``: who runs in the next step; admission, preemption, forks, and what a step's tokens change.
+* ``constraint``: which tokens may come next in an answer that has a form, as the engine sees it.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
 
@@ -26,4 +27,5 @@ With tensors, or on the way to them:
   ``interrupts``: Ctrl-C between steps. ``vllm_arguments``: what programs written for vLLM pass.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
   ``mailbox``: where a request's news wait for its task. ``socket_folder``: where their socket lies.
+  ``grammar_queue``: requests whose grammars are being compiled.
 """

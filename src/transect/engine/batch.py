@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from .constraint import Constraint
 from .sampling_params import SamplingParams
 
 PLACEHOLDER = -1
@@ -51,6 +52,8 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     """EOS (unless ignored) and stop tokens."""
     min_position: int = 0
     """Tokens at positions below this one must not be among ``stop_ids``: ``min_tokens`` is not reached."""
+    constraint: Constraint | None = None
+    """Which tokens may come; it stands before the token to draw when ``Handle.draw`` is called, and not earlier."""
 
     def masked_at(self, position: int) -> tuple[int, ...]:
         """Token ids that must not be drawn at ``position``."""
@@ -158,8 +161,11 @@ class StepResult:
 
 
 class Handle(Protocol):
-    """A submitted batch. ``result`` blocks until the device is done and may be called once or more."""
+    """A submitted batch. ``draw`` is called once, when the tokens of all batches before this one are known and taken
+    in: draws with a ``constraint`` must wait for it. Then ``result``, which blocks until the device is done and may be
+    called once or more."""
 
+    def draw(self) -> None: ...
     def result(self) -> StepResult: ...
 
 

@@ -10,6 +10,11 @@ import torch
 from ..models.cost import Storage, kv_bytes_per_token
 from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
+from ..text.grammar.compiler import GrammarCompiler
+from ..text.grammar.constraint import MaskFiller
+from ..text.grammar.vocabulary import Vocabulary
+from ..text.number_text import NumberText
+from ..text.tokenizer import Tokenizer
 from .batch import Executor
 from .clock import WallClock
 from .config import EngineConfig
@@ -37,6 +42,17 @@ class BuiltEngine:
     """Which kernels run, and why: the start-up line."""
     report: tuple[str, ...] = ()
     """On a GPU: where its memory went, and what starting took."""
+
+    def grammars(self, *, checked: bool) -> GrammarCompiler:
+        """What compiles grammars for this model; see ``GrammarCompiler``. The tokenizer is read when it is needed."""
+
+        def vocabulary() -> Vocabulary:
+            found = Tokenizer.from_source(self.source)
+            if isinstance(found, NumberText):
+                raise ValueError("structured_outputs need a tokenizer, and this model has none")
+            return Vocabulary.of(found, self.eos_token_ids, self.vocab_size)
+
+        return GrammarCompiler(vocabulary, checked=checked)
 
     @property
     def vocab_size(self) -> int:
@@ -116,4 +132,5 @@ def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSiz
         bytes_per_token=kv_bytes_per_token(source.config, Storage(kv=cache_type.itemsize * 8)),
         free_bytes=free_memory(),
     )
-    return Runner(model, *model.new_kv_cache(size.num_blocks, config.block_size, cache_type)), size, why
+    caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
+    return Runner(model, *caches, fill_masks=MaskFiller()), size, why

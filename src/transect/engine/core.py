@@ -3,7 +3,8 @@
 With ``lag=0`` a step is planned when all tokens are known. With ``lag=1`` step n + 1 is planned and submitted while
 step n is still on the device, so that the device never waits for Python; the scheduler then works with sequences whose
 last token is not known yet. A sequence that step n turns out to have finished has by then one token too many under way,
-which is thrown away. The outputs are the same.
+which is thrown away. The outputs are the same. Draws under a grammar wait, on the device, until the tokens of the step
+before are known (``Handle.draw``); what comes before them in a step does not.
 """
 
 from __future__ import annotations
@@ -64,8 +65,12 @@ class EngineCore:
         batch = self.scheduler.schedule()
         if batch is not None:
             self._in_flight.append((batch, self.executor.submit(batch)))
+            if len(self._in_flight) == 1:
+                self._in_flight[0][1].draw()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
             done, handle = self._in_flight.popleft()
             self._ready.extend(self.scheduler.commit(done, handle.result()))
+            if batch is not None and self._in_flight:
+                self._in_flight[0][1].draw()  # all tokens before it are known now
         outputs, self._ready = self._ready, []
         return outputs

@@ -53,6 +53,7 @@ class LLM:
             built = build_engine(self.config, compilers, began)
         self._core = built.core
         self._scheduler_config = built.core.scheduler.config
+        self._grammars = built.grammars(checked=False)
         self._next_id = 0
         self.kernels = built.kernels
         self.max_model_len = built.max_model_len
@@ -202,7 +203,9 @@ class LLM:
         check_token_ids(ids, params, self.vocab_size, self._eos)
         name = str(self._next_id)
         self._next_id += 1
-        request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos)
+        structured = params.structured_outputs
+        constraint = None if structured is None else self._grammars.compile(structured)
+        request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos, constraint=constraint)
         max_length(request, self._scheduler_config)
         return request
 

@@ -35,6 +35,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
     prompt token, None for the first of them."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; None while the choice goes on."""
+    complete: bool = False
+    """With "stop": the answer is complete under its grammar, and its last token is part of it."""
     stop_reason: int | str | None = None
     """With "stop": the id out of ``stop_token_ids`` that ended it; None for EOS."""
     num_cached_tokens: int = 0

@@ -24,12 +24,16 @@ from .config import EngineConfig
 from .core import EngineCore
 from .gpu.compilers import compiling
 from .gpu.options import GPUOptions
+from .grammar_queue import GrammarQueue
 from .request import Request
 from .sampling_params import SamplingParams
 from .waiting_queue import QueueFull
 
 if TYPE_CHECKING:
     from .build import BuiltEngine
+
+GRAMMAR_POLL_MS = 5
+"""While nothing runs, how often grammars that are being compiled are looked at."""
 
 
 def main() -> None:
@@ -93,6 +97,8 @@ class _Loop:
     def __init__(self, socket: zmq.Socket[bytes], built: BuiltEngine) -> None:
         self._socket = socket
         self._core: EngineCore = built.core
+        self._compiler = built.grammars(checked=True)
+        self._grammars = GrammarQueue(self._core, self._compiler)
         self._eos = built.eos_token_ids
         self._stopping = False
         self._last_sent = 0.0
@@ -100,14 +106,18 @@ class _Loop:
 
     def run(self) -> None:
         while not self._stopping:
-            if self._core.has_work or self._socket.poll(int(wire.HEARTBEAT_S * 1000)):
+            patience = GRAMMAR_POLL_MS if self._grammars else int(wire.HEARTBEAT_S * 1000)
+            if self._core.has_work or self._socket.poll(patience):
                 self._take_messages()
+            for request_id, error in self._grammars.admit() if self._grammars else ():
+                self._refuse(request_id, error)
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
                 if outputs:
                     self._send(wire.Outputs(outputs))
             if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
                 self._send(wire.Alive())
+        self._compiler.close()
 
     def _take_messages(self) -> None:
         before = self._submits
@@ -127,7 +137,7 @@ class _Loop:
                 case wire.Submit():
                     self._submit(message)
                 case wire.Abort():
-                    self._core.abort(message.request_id, message.choice)
+                    self._grammars.abort(message.request_id, message.choice)
                 case wire.StatsQuery():
                     self._send(wire.Stats(self._core.stats()))
                 case wire.ResetPrefixCache():
@@ -138,7 +148,7 @@ class _Loop:
     def _submit(self, message: wire.Submit) -> None:
         self._submits += 1
         try:
-            self._core.add(
+            self._grammars.add(
                 Request(
                     message.request_id,
                     tuple(message.prompt_token_ids),
@@ -147,10 +157,14 @@ class _Loop:
                     eos_token_ids=self._eos,
                 )
             )
-        except QueueFull as error:
-            self._send(wire.Refused(message.request_id, str(error), (error.waiting, error.retry_after)))
-        except ValueError as error:
-            self._send(wire.Refused(message.request_id, str(error)))
+        except (QueueFull, ValueError) as error:
+            self._refuse(message.request_id, error)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        full = (error.waiting, error.retry_after) if isinstance(error, QueueFull) else None
+        if full is None and not isinstance(error, ValueError):
+            traceback.print_exception(error)
+        self._send(wire.Refused(request_id, str(error), full))
 
     def _send(self, message: wire.FromEngine) -> None:
         self._socket.send(wire.encode(message))

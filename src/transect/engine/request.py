@@ -7,6 +7,7 @@ from enum import Enum
 import msgspec
 
 from .batch import Draw, TokenLogprobs
+from .constraint import Constraint
 from .outputs import RequestTimes
 from .sampling_params import SamplingParams
 
@@ -29,6 +30,7 @@ class Request(msgspec.Struct, frozen=True):
         arrival_time: seconds on the engine's clock; None for the moment of ``Scheduler.add``. For metrics only, the
             order is the order of ``add``.
         eos_token_ids: the model's end-of-sequence tokens.
+        constraint: what the answers must look like, at their beginning; each choice gets a fork of it.
 
     Raises:
         ValueError: the prompt is empty or holds something that is not a token id.
@@ -40,6 +42,7 @@ class Request(msgspec.Struct, frozen=True):
     priority: int = 0
     arrival_time: float | None = None
     eos_token_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         prompt = tuple(self.prompt_token_ids)
@@ -78,6 +81,7 @@ class Sequence:
     __slots__ = (
         "block_hashes",
         "block_ids",
+        "constraint",
         "draws",
         "finish_reason",
         "first_token_time",
@@ -132,6 +136,8 @@ class Sequence:
         """Its first token is out, and no logprobs are wanted: a token is all there is to report of a step."""
         self.num_cached = 0
         """``RequestState.num_cached_tokens``, once ``plain``."""
+        self.constraint = None if spec.constraint is None else spec.constraint.fork()
+        """Has accepted ``output_token_ids``."""
         self.draws = (
             Draw(
                 seq_id=seq_id,
@@ -142,6 +148,7 @@ class Sequence:
                 output_token_ids=self.output_token_ids,
                 stop_ids=self.stop_ids,
                 min_position=self.prompt_len + params.min_tokens,
+                constraint=self.constraint,
             ),
         )
 

@@ -6,14 +6,17 @@ and attends through the block tables. Logits are computed only where a token is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..models.context import PagedContext
 from ..models.decoder import Decoder
-from .batch import PLACEHOLDER, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from .batch import PLACEHOLDER, Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from .constraint import MaskFiller, fill_each
 from .penalties import Pick
 from .sampler import Sampler, token_logprobs
 
@@ -27,9 +30,30 @@ class Done:
 
     step_result: StepResult
 
+    def draw(self) -> None:
+        """It has been done."""
+
     def result(self) -> StepResult:
         """What the step drew."""
         return self.step_result
+
+
+@dataclass(slots=True)
+class Waiting:
+    """The handle of a batch whose draws wait for the tokens of the batch before."""
+
+    work: Callable[[], Handle]
+    _drawn: Handle | None = None
+
+    def draw(self) -> None:
+        """Make the draws, or start them."""
+        if self._drawn is None:
+            self._drawn = self.work()
+
+    def result(self) -> StepResult:
+        """What the step drew, after ``draw``."""
+        assert self._drawn is not None, "the result is wanted before the draws were made"
+        return self._drawn.result()
 
 
 class Runner:
@@ -39,19 +63,21 @@ class Runner:
         model: computes hidden states and logits.
         k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model wants
             (``Decoder.new_kv_cache``).
+        fill_masks: makes the masks of draws under a grammar.
     """
 
-    def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor) -> None:
+    def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor, *, fill_masks: MaskFiller = fill_each) -> None:
         self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
         self._block_size = v_cache.shape[3]
-        self._sampler = Sampler()
+        self._sampler = Sampler(fill_masks)
         self._drawn: dict[int, int] = {}
         """Tokens of the step before, by seq_id: with async scheduling the next batch was planned without them."""
 
     @torch.inference_mode()
-    def submit(self, batch: ScheduledBatch) -> Done:
-        """Copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""
+    def submit(self, batch: ScheduledBatch) -> Handle:
+        """Copy blocks, compute the rows, draw (under a grammar: when told to). A row whose logits are not finite fails
+        alone."""
         if batch.block_copies:
             sources, targets = (torch.tensor(column) for column in zip(*batch.block_copies, strict=True))
             for cache in (self._k_cache, self._v_cache):
@@ -63,9 +89,22 @@ class Runner:
             if row.draws:
                 picks.extend(Pick(draw, row.end, len(last_tokens)) for draw in row.draws)
                 last_tokens.append(start + row.num_tokens - 1)
+        logits_RV = self._model.logits(hidden_TD[torch.tensor(last_tokens)]) if picks else None
+        if any(pick.draw.constraint is not None for pick in picks):
+            return Waiting(partial(self._draw, batch, hidden_TD, starts, logits_RV, picks))
+        return self._draw(batch, hidden_TD, starts, logits_RV, picks)
+
+    @torch.inference_mode()
+    def _draw(
+        self,
+        batch: ScheduledBatch,
+        hidden_TD: Tensor,
+        starts: Sequence[int],
+        logits_RV: Tensor | None,
+        picks: Sequence[Pick],
+    ) -> Done:
         result = StepResult({})
-        if picks:
-            logits_RV = self._model.logits(hidden_TD[torch.tensor(last_tokens)])
+        if logits_RV is not None:
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
             result = StepResult(samples.tokens, samples.logprobs, {}, samples.errors, samples.sound)
         for row, start in zip(batch.rows, starts, strict=True):

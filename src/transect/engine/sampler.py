@@ -28,6 +28,7 @@ import torch
 
 from ..ops.lang.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
 from .batch import TokenLogprobs
+from .constraint import MaskFiller, fill_each
 from .penalties import LogitAdjuster, Pick, is_adjusted
 from .sampling_params import MAX_LOGPROBS
 
@@ -41,7 +42,7 @@ NOT_FINITE = (
     "the model's logits are not finite at this position (NaN or infinity): check the weights, or load the model with "
     'dtype="float32"'
 )
-NOTHING_LEFT = "no token may be drawn: min_tokens or logit_bias excludes every one"
+NOTHING_LEFT = "no token may be drawn: min_tokens, logit_bias or the answer's grammar excludes every one"
 
 
 @dataclass(slots=True)
@@ -58,8 +59,8 @@ class Samples:
 class Sampler:
     """Draws the tokens of a step. Keeps between steps the counts of used tokens (see penalties.py) and two buffers."""
 
-    def __init__(self) -> None:
-        self._adjuster = LogitAdjuster()
+    def __init__(self, fill_masks: MaskFiller = fill_each) -> None:
+        self._adjuster = LogitAdjuster(fill_masks)
         self._buffers: dict[int, torch.Tensor] = {}
 
     def sample(
@@ -102,9 +103,10 @@ class Sampler:
         logits_BV = self._scratch(0, len(picks), logits_RV)
         torch.index_select(logits_RV, 0, rows, out=logits_BV)
         adjusted = [b for b, pick in enumerate(picks) if is_adjusted(pick)]
+        failed: dict[int, str] = {}
         if adjusted:
             part = take_rows(logits_BV, adjusted)
-            self._adjuster.apply(part, [picks[b] for b in adjusted], previous)
+            failed = self._adjuster.apply(part, [picks[b] for b in adjusted], previous)
             if part is not logits_BV:
                 logits_BV[torch.tensor(adjusted, device=logits_BV.device)] = part
         best = argmax(logits_BV)
@@ -113,7 +115,9 @@ class Sampler:
         best_ids = best.tolist()
         random: list[int] = []
         for b, pick in enumerate(picks):
-            if not drawable[b]:
+            if pick.draw.seq_id in failed:
+                samples.errors[pick.draw.seq_id] = failed[pick.draw.seq_id]
+            elif not drawable[b]:
                 samples.errors[pick.draw.seq_id] = NOTHING_LEFT
                 samples.sound.add(pick.draw.seq_id)
             elif pick.draw.params.greedy:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
+from ..text.grammar.params import StructuredOutputsParams
+
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOPS = 128
@@ -47,6 +49,7 @@ class SamplingParams:
         prompt_logprobs: the same for every prompt token but the first.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: end the text after, not before, the stop string.
+        structured_outputs: what the answer must look like; it ends when it is complete. ``min_tokens`` yields to it.
 
     Raises:
         ValueError: a value is out of its range; the message names the field, the range and the value.
@@ -71,6 +74,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -84,6 +88,8 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {form}, got {value!r}")
         if not isinstance(self.logit_bias, (dict, NoneType)):
             raise ValueError(f"logit_bias must be a dict of token ids and their biases, got {self.logit_bias!r}")
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         object.__setattr__(self, "stop", tuple(stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._validate()

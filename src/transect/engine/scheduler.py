@@ -401,6 +401,9 @@ class Scheduler:
         """The token that a step drew for ``choice``: append it, and see whether it is the last."""
         state = choice.request
         token = result.tokens[choice.seq_id]
+        constraint = choice.constraint
+        if constraint is not None and (problem := constraint.accept(token)) is not None:
+            return self._end(choice, "error", problem)
         choice.output_token_ids.append(token)
         self._generation_tokens += 1
         length = choice.prompt_len + len(choice.output_token_ids)
@@ -411,11 +414,14 @@ class Scheduler:
             choice.first_token_time = now
             output.times = state.times(choice, None)
             output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
-            choice.plain = state.spec.params.logprobs is None
+            choice.plain = state.spec.params.logprobs is None and constraint is None
             choice.num_cached = state.num_cached_tokens
         if token in state.stop_ids and length > choice.draws[0].min_position:
             self._finish(choice, "stop")
             output.stop_reason = None if token in state.eos else token
+        elif constraint is not None and constraint.terminated:
+            self._finish(choice, "stop")
+            output.complete = True
         elif length == choice.max_length:
             self._finish(choice, "length")
         else:

@@ -9,8 +9,12 @@
   ``errors.py``: what they hear when they sent something else.
 * ``prompts.py``: chat template and tokenizer. ``rendering.py``, ``encoding.py``: so that neither holds up others.
 * ``generation.py``: the engine requests behind one HTTP request.
+* ``structured.py``: the form that an answer shall have. ``answers.py``: its thoughts, text and calls, whole or in
+  pieces.
 * ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers;
   ``long_replies.py``: the long ones, little by little.
+* ``responses.py``, ``messages.py`` (bodies: ``responses_protocol.py``, ``messages_protocol.py``): two more APIs, which
+  show answers as ``blocks.py``.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
 * ``request_log.py``: one line for each request.
 * ``operations.py``: further routes for operators.

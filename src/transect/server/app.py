@@ -22,6 +22,9 @@ from .gate import Gate
 from .generation import Prompt
 from .health import health_of, scrape
 from .long_replies import json_of
+from .messages import Messages, count_tokens
+from .messages import error_event as message_error
+from .messages_protocol import CountRequest, MessagesRequest
 from .operations import operations
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -35,8 +38,11 @@ from .replies import (
     ModelList,
     TokenizeResponse,
 )
+from .responses import Responses, ResponseStore
+from .responses import error_event as response_error
+from .responses_protocol import ResponsesRequest
 from .serving import Engine, ServerOptions, Serving
-from .sse import EventStream
+from .sse import EventStream, Raw
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
@@ -75,6 +81,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     )
     serving = Serving(engine, options, renderer)
     app.state.serving = serving
+    app.state.responses = ResponseStore()
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
@@ -103,12 +110,13 @@ def _deadline(request: Request) -> Deadline:
     return Deadline(_serving(request).options.request_timeout_s, request.state.arrival)
 
 
-async def _answer(request: Request, work: Chat | Completion) -> Response:
-    """Run the request as a stream or in one piece, for as long as the client is there."""
+async def _answer(request: Request, work: Chat | Completion | Messages | Responses, **stream: Any) -> Response:
+    """Run the request as a stream (``stream``: what ``EventStream`` is to do otherwise) or in one piece, for as long as
+    the client is there."""
     try:
         if work.body.stream:
-            return EventStream(await unless_disconnected(request.receive, work.begin()))
-        reply: BaseModel = await unless_disconnected(request.receive, work.whole())
+            return EventStream(await unless_disconnected(request.receive, work.begin()), **stream)
+        reply: BaseModel | Raw = await unless_disconnected(request.receive, work.whole())
     except ClientGone:
         return GONE
     return Response(await json_of(reply), media_type="application/json")
@@ -124,6 +132,41 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """The next message of a conversation."""
     return await _answer(request, Chat(_serving(request, body.model), body, _deadline(request)))
+
+
+@api.post("/v1/responses", tags=["OpenAI"])
+async def responses(request: Request, body: ResponsesRequest) -> Response:
+    """An answer to a conversation, which is kept for the next request (``previous_response_id``)."""
+    work = Responses(_serving(request, body.model), request.app.state.responses, body, _deadline(request))
+    return await _answer(request, work, done=b"", failed=response_error)
+
+
+@api.get("/v1/responses/{response_id}", tags=["OpenAI"])
+async def response_by_id(request: Request, response_id: str) -> dict[str, Any]:
+    """An answer that is kept."""
+    found: dict[str, Any] = request.app.state.responses.find(response_id)[0]
+    return found
+
+
+@api.delete("/v1/responses/{response_id}", tags=["OpenAI"])
+async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Keep it no longer."""
+    request.app.state.responses.forget(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@api.post("/v1/messages", tags=["Anthropic"])
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    """The next message of a conversation, as Anthropic's API has it."""
+    work = Messages(_serving(request, body.model), body, _deadline(request))
+    return await _answer(request, work, done=b"", failed=message_error)
+
+
+@api.post("/v1/messages/count_tokens", tags=["Anthropic"])
+async def count_message_tokens(request: Request, body: CountRequest) -> dict[str, int]:
+    """Tokens of a prompt."""
+    async with _deadline(request):
+        return {"input_tokens": await count_tokens(_serving(request, body.model), body)}
 
 
 @api.get("/v1/models", response_model=ModelList, tags=["OpenAI"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from ..text.tools.spec import tool_use
+from .answers import AnswerReader, Answers, Piece
 from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation
@@ -20,6 +22,8 @@ from .replies import (
     ChatResponse,
     ChunkChoice,
     Delta,
+    FunctionCall,
+    ToolCall,
     Usage,
     finish_reason,
 )
@@ -28,6 +32,7 @@ from .sse import PLACE, TextEvents, event
 
 if TYPE_CHECKING:
     from ..text.outputs import CompletionOutput, PositionLogprobs
+    from ..text.tools.parser import CallDelta
 
 
 def chat_opens_a_turn(body: ChatCompletionRequest | TokenizeRequest) -> bool:
@@ -60,6 +65,7 @@ class Chat:
                 logprobs=self.top if body.logprobs else None,
                 prompt_logprobs=body.prompt_logprobs,
             )
+            self.use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         except ValueError as error:
             raise bad_value(self._renamed(str(error)), FIELDS) from None
 
@@ -81,8 +87,14 @@ class Chat:
             room=self.params.max_tokens or 1,
             add_special=self.body.add_special_tokens is True,
             template_kwargs=self.body.chat_template_kwargs,
+            use=self.use,
         )
-        return Generation(self.serving, [prompt], self.params, self.body.priority or 0, self.deadline)
+        self.answers = Answers(self.serving, self.use, prompt.text or "")
+        try:
+            params = self.answers.params(self.params)
+        except ValueError as error:
+            raise bad_value(str(error), FIELDS) from None
+        return Generation(self.serving, [prompt], params, self.body.priority or 0, self.deadline)
 
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
@@ -100,15 +112,23 @@ class Chat:
         )
 
     async def _choice(self, output: CompletionOutput) -> ChatChoice:
+        reader = self.answers.reader()
+        answer = reader.whole(output.text)
+        calls = [
+            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in answer.calls
+        ]
         logprobs: ChatLogprobs | None = None
         if output.logprobs is not None and self.body.logprobs:
             tokenizer = self.serving.engine.tokenizer
             logprobs = await all_chat_logprobs(output.logprobs, output.token_ids, self.top, tokenizer)
         return ChatChoice(
             index=output.index,
-            message=AssistantMessage(content=output.text),
+            message=AssistantMessage(
+                content=answer.text, reasoning_content=answer.thoughts, tool_calls=calls if calls else None
+            ),
             logprobs=logprobs,
-            finish_reason=finish_reason(output.finish_reason),
+            finish_reason=finish_reason(self.answers.finish_reason(output.finish_reason or "", reader)),
             stop_reason=output.stop_reason,
             token_ids=list(output.token_ids) if self.body.return_token_ids else None,
         )
@@ -122,6 +142,7 @@ class Chat:
 
     async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         texts: dict[int, TextEvents] = {}
+        readers: dict[int, AnswerReader] = {}
         async with generation:
             async for news in generation:
                 body = b""
@@ -133,25 +154,32 @@ class Chat:
                     body = event(chunk)
                     choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
                     texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
-                update = news.update
+                    readers[news.choice] = self.answers.reader()
+                update, reader = news.update, readers[news.choice]
+                piece = reader.feed(update.text, last=update.finish_reason is not None)
                 plain = not (self.body.logprobs or self.body.continuous_usage or self.body.return_token_ids)
-                if update.text and update.finish_reason is None and plain:
-                    yield body + texts[news.choice].event(update.text)
+                if plain and not (piece.calls or piece.thoughts or update.finish_reason):
+                    yield body + (texts[news.choice].event(piece.text) if piece.text else b"")
                 else:
-                    yield body + b"".join(event(self._chunk(generation, [piece])) for piece in self._pieces(news))
+                    chunks = self._pieces(news, piece, reader)
+                    yield body + b"".join(event(self._chunk(generation, [chunk])) for chunk in chunks)
             if self.body.include_usage:
                 yield event(self._chunk(generation, [], generation.usage()))
 
-    def _pieces(self, news: Event) -> list[ChunkChoice]:
+    def _pieces(self, news: Event, piece: Piece, reader: AnswerReader) -> list[ChunkChoice]:
         """The update as chunks: what is new, then the end by itself."""
         update, index = news.update, news.choice
-        pieces = []
         ids = update.token_ids if self.body.return_token_ids else None
-        if update.text or update.logprobs or ids:
-            logprobs = self._logprobs(update.logprobs, update.token_ids)
-            pieces.append(ChunkChoice(index=index, delta=Delta(content=update.text), logprobs=logprobs, token_ids=ids))
+        deltas = [Delta(reasoning_content=piece.thoughts)] if piece.thoughts else []
+        if piece.text or ((update.logprobs or ids) and not (deltas or piece.calls)):
+            deltas.append(Delta(content=piece.text))
+        deltas += [Delta(tool_calls=[_call(call)]) for call in piece.calls]
+        pieces = [ChunkChoice(index=index, delta=delta) for delta in deltas]
+        if pieces:
+            pieces[0].logprobs = self._logprobs(update.logprobs, update.token_ids)
+            pieces[0].token_ids = ids
         if update.finish_reason is not None:
-            reason = finish_reason(update.finish_reason)
+            reason = finish_reason(self.answers.finish_reason(update.finish_reason, reader))
             end = ChunkChoice(index=index, delta=Delta(), finish_reason=reason, stop_reason=update.stop_reason)
             pieces.append(end)
         return pieces
@@ -169,3 +197,10 @@ class Chat:
             choices=choices,
             usage=generation.usage() if self.body.continuous_usage else usage,
         )
+
+
+def _call(news: CallDelta) -> ToolCall:
+    """News of a call as a chunk has them: the beginning with ``id``, the rest with its place alone."""
+    function = FunctionCall(name=news.name, arguments=news.arguments)
+    kind = None if news.id is None else "function"
+    return ToolCall(index=news.index, id=news.id, type=kind, function=function)  # type: ignore[arg-type]

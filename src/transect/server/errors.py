@@ -171,13 +171,23 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return from_http(error, request).response()
+        return _shaped(from_http(error, request), request)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return from_validation(error).response()
+        return _shaped(from_validation(error), request)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         # Starlette logs the traceback; the client gets no part of it.
-        return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()
+        return _shaped(
+            ApiError(500, "internal error; the server's log has the details", code="internal_error"), request
+        )
+
+
+def _shaped(error: ApiError, request: Request) -> JSONResponse:
+    """OpenAI's shape, in which Anthropic's clients find what they look for too where the route is theirs."""
+    response = error.response()
+    if request.url.path.startswith("/v1/messages"):
+        return JSONResponse({"type": "error", **error.body}, error.status_code, dict(error.headers or {}))
+    return response

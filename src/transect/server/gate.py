@@ -85,7 +85,8 @@ class Gate:
         headers = dict(scope["headers"])
         if self.serving.draining:
             return DRAINING
-        if self._keys and not self._known(headers.get(b"authorization", b"")):
+        known = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        if self._keys and not self._known(known):
             message = "a valid API key is needed: send it as 'Authorization: Bearer <key>'"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None

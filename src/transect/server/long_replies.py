@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from .logprobs import chat_logprobs, completion_logprobs
 from .replies import ChatLogprobs, ChatResponse, CompletionLogprobs, CompletionResponse
 from .serving import TokenizerLike
+from .sse import Raw
 
 if TYPE_CHECKING:
     from ..text.outputs import PositionLogprobs
@@ -52,7 +53,7 @@ async def all_completion_logprobs(
     return whole
 
 
-async def json_of(reply: BaseModel) -> bytes:
+async def json_of(reply: BaseModel | Raw) -> bytes:
     """The bytes of ``reply.model_dump_json()``."""
     if not isinstance(reply, (ChatResponse, CompletionResponse)) or all(
         each.logprobs is None for each in reply.choices

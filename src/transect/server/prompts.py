@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..text.inert import ChatRendering
+from ..text.tools.generic import taught
+from ..text.tools.spec import ToolUse
 from .encoding import TooManyTokens
 from .errors import ApiError
 from .generation import Prompt
@@ -122,8 +124,10 @@ async def chat_prompt(
     truncate: int | None = None,
     room: int = 1,
     template_kwargs: dict[str, Any] | None = None,
+    use: ToolUse | None = None,
 ) -> Prompt:
-    """A conversation through the model's chat template. What looks like a special token in a message stays text.
+    """A conversation through the model's chat template; ``use``: the tools that it may use. What looks like a special
+    token in a message stays text.
 
     Raises:
         ApiError: 400 where the model has no template, the template refuses the messages, or the result is too long.
@@ -133,7 +137,12 @@ async def chat_prompt(
         message = "this model brings no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     plain = [message.plain() for message in messages]
-    extra = template_kwargs or {}
+    extra = dict(template_kwargs or {})
+    if serving.shape.taught:
+        if use is not None or any(message.role == "tool" or message.tool_calls for message in messages):
+            plain = taught(plain, use)
+    elif use is not None:
+        extra["tools"] = [tool.as_openai() for tool in use.tools]
     reserved = sorted(RESERVED & extra.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")

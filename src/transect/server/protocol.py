@@ -27,6 +27,7 @@ from ..text.sampling_defaults import SamplingDefaults
 from . import unsupported
 from .bounds import MAX_TEMPLATE_ARGUMENTS, AnyPrompt, FewParts, Listed, at_most
 from .errors import nearest
+from .structured import structured_outputs
 
 # Fields of OpenAI's API that change nothing about the tokens a local server returns.
 HARMLESS = frozenset(
@@ -49,7 +50,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "tool_calls": (None, []),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "reasoning_effort": (None, "none"),
@@ -131,6 +131,22 @@ Content = Annotated[
 ]
 
 
+class CalledFunction(Body):
+    """A function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class MessageCall(Body):
+    """A call that the assistant has made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """One message of a conversation; ``developer`` is read as ``system``."""
 
@@ -138,6 +154,7 @@ class ChatMessage(Body):
     content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[MessageCall] | None = None
     reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -157,8 +174,12 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-PASSED_ON = tuple(field.name for field in dataclasses.fields(SamplingParams) if "log" not in field.name)
-"""What goes to ``SamplingParams`` under the same name; logit_bias and logprobs differ in form."""
+PASSED_ON = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if "log" not in field.name and field.name != "structured_outputs"
+)
+"""What goes to ``SamplingParams`` under the same name; logit_bias, logprobs and structured outputs differ in form."""
 
 
 class SamplingBody(Body):
@@ -176,7 +197,14 @@ class SamplingBody(Body):
     max_tokens: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
     # vLLM's extras
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -222,7 +250,8 @@ class SamplingBody(Body):
             ValueError: a value is out of range; the message begins with the field's name.
         """
         given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{**defaults.values, **given, "logit_bias": self._bias(), **more})
+        form = {} if "structured_outputs" in more else {"structured_outputs": structured_outputs(self)}
+        return SamplingParams(**{**defaults.values, **given, **form, "logit_bias": self._bias(), **more})
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
@@ -268,6 +297,9 @@ class ChatCompletionRequest(SamplingBody):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_TEMPLATE_ARGUMENTS)] = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(Body):

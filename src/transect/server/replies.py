@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(BaseModel):
@@ -89,12 +89,43 @@ class CompletionResponse(BaseModel):
     usage: Usage | None = None
 
 
+class Brief(BaseModel):
+    """An object in which fields that are null are left out."""
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+
+class FunctionCall(Brief):
+    """A function and its arguments as JSON text; in a stream what is new of them."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(Brief):
+    """A call that the model asks for; ``index`` only in a stream, ``id`` and ``type`` with a call's first piece."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
-    """The model's answer."""
+    """The model's answer. Without calls and thoughts it has no fields for them."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_missing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        missing = [name for name in ("reasoning_content", "tool_calls") if getattr(self, name) is None]
+        return {name: value for name, value in handler(self).items() if name not in missing}
 
 
 class ChatChoice(BaseModel):
@@ -121,15 +152,13 @@ class ChatResponse(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class Delta(BaseModel):
+class Delta(Brief):
     """What is new in a message; what is not new is left out."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChunkChoice(BaseModel):
@@ -224,5 +253,5 @@ class Health(BaseModel):
 
 def finish_reason(reason: str | None) -> FinishReason:
     """The engine's reason as OpenAI's; aborts and errors have become ``ApiError`` before they get here."""
-    assert reason in ("stop", "length"), reason
+    assert reason in ("stop", "length", "tool_calls"), reason
     return reason  # type: ignore[return-value]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.sampling_params import SamplingParams
+from ..text.reasoning import thoughts_of
+from ..text.tools.registry import shape_of
 from .encoding import Encoder
 from .errors import ApiError, nearest
 from .metrics import Metrics
@@ -101,6 +103,8 @@ class ServerOptions:
             (CORS); ``*`` is all.
         root_path: where a proxy shows this server: ``/llm``.
         ssl_certfile, ssl_keyfile: PEM files; where they are given the server speaks TLS.
+        tool_call_parser: the form of tool calls (``text.tools.registry``); ``auto``: what the chat template says.
+        reasoning_parser: how thoughts are marked (``text.reasoning``); None: they are text like any other.
     """
 
     model_names: tuple[str, ...]
@@ -117,6 +121,8 @@ class ServerOptions:
     root_path: str = ""
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -134,6 +140,8 @@ class ServerOptions:
             raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
         if not self.receive_timeout_s > 0:
             raise ValueError(f"receive_timeout_s must be above 0, got {self.receive_timeout_s}")
+        shape_of(None, self.tool_call_parser)
+        thoughts_of(self.reasoning_parser)
 
 
 def _check_tls(certificate: str | None, key: str | None) -> None:
@@ -162,6 +170,12 @@ class Serving:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self.shape = shape_of(getattr(engine.chat_template, "source", None), options.tool_call_parser)
+        self.thoughts = thoughts_of(options.reasoning_parser)
+        tokenizer = engine.tokenizer
+        special = sorted(getattr(tokenizer, "special_ids", ()))
+        self.special_ids = {name: token for token in special if (name := tokenizer.token_text(token))}
+        """Special tokens by their spelling."""
 
     @property
     def model_name(self) -> str:

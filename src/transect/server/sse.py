@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from pydantic import BaseModel
@@ -30,6 +31,22 @@ def event(chunk: BaseModel) -> bytes:
     return b"data: " + chunk.model_dump_json().encode() + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """An event with a name, as the APIs have them that know several kinds."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Raw:
+    """A body that is plain data already."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def model_dump_json(self) -> str:
+        """As pydantic's models have it."""
+        return msgspec.json.encode(self._value).decode()
+
+
 class TextEvents:
     """Events like the one of ``chunk``, whose text is ``PLACE``, with other texts."""
 
@@ -45,7 +62,7 @@ class TextEvents:
 
 
 class EventStream(Response):
-    """Sends events (bytes, from ``event`` or ``TextEvents``) as they come, then ``data: [DONE]``, exactly once.
+    """Sends events (bytes, from ``event`` or ``TextEvents``) as they come, then ``done``, exactly once.
 
     An error in the middle becomes one error event in OpenAI's shape, followed by the end. Where the client goes away
     the iterator is closed at once.
@@ -53,10 +70,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        *,
+        done: bytes = DONE,
+        failed: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._done, self._failed = done, failed or _error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
@@ -80,9 +104,11 @@ class EventStream(Response):
             except Exception:
                 log.exception("a stream failed")
                 await self._error(send, ApiError(500, "internal error; the server's log has the details"))
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
-    @staticmethod
-    async def _error(send: Send, error: ApiError) -> None:
-        payload = json.dumps(error.body).encode()
-        await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+    async def _error(self, send: Send, error: ApiError) -> None:
+        await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: " + json.dumps(error.body).encode() + b"\n\n"

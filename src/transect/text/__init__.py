@@ -16,6 +16,10 @@ On the way in:
 * ``template_worker.py``   TemplateWorker: templates in a process that can be ended
 * ``inert.py``           chat_tokens: messages to ids, where no message can speak the protocol
 
+* ``grammar/``             what an answer must look like, and which tokens may come next so that it does
+* ``tools/``               tool calls: their forms, as grammars and as parsers
+* ``reasoning.py``         thoughts before an answer: their grammar and parser
+
 On the way out:
 
 * ``number_text.py``       NumberText: what stands in for a tokenizer where a model has none

@@ -7,7 +7,8 @@ be a step ahead when a stop string turns up). The server and ``LLM`` share this 
 Rules:
 
 * A token that the engine says ended the choice (finish_reason "stop": end of sequence or a stop token) is the last of
-  ``token_ids`` and is charged for, but leaves no text unless ``include_stop`` is set.
+  ``token_ids`` and is charged for, but leaves no text unless ``include_stop`` is set, or the answer is complete under
+  its grammar with it.
 * A stop string ends the choice at the token that completes it. That token is charged for and keeps its logprobs; later
   tokens of the same step are dropped with theirs. ``Update.aborts`` tells the engine to end the choice.
 * The text of the first ``min_tokens`` tokens is not searched for stop strings.
@@ -61,6 +62,8 @@ class EngineOutputLike(Protocol):
     def prompt_logprobs(self) -> Sequence[TokenLogprobsLike | None] | None: ...
     @property
     def finish_reason(self) -> str | None: ...
+    @property
+    def complete(self) -> bool: ...
     @property
     def stop_reason(self) -> int | str | None: ...
     @property
@@ -284,7 +287,7 @@ class OutputProcessor:
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
         request.metrics.last_token_time = now
-        ended_by_last = output.finish_reason == "stop" and not request.include_stop
+        ended_by_last = output.finish_reason == "stop" and not (request.include_stop or output.complete)
         stopped: str | None = None
         for position, token in enumerate(tokens):
             update.token_ids.append(token)

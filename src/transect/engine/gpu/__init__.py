@@ -12,5 +12,6 @@
   memory
 * ``step_ring.py``: that memory for the steps in flight, and its way to the device
 * ``graphs.py``: CUDA graphs of steps
+* ``mask_table.py``: masks of grammars on their way to the device
 * ``device_sampling.py``, ``adjust_state.py``: draws, penalties and logprobs on the device
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...models.decoder import Decoder
+from ...text.grammar.constraint import MaskFiller
 from ..kv_size import KVSize
 from .runner import GPURunner
 from .setup import Setup
@@ -27,6 +28,7 @@ def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) ->
         **limits,
         graphs=config.cuda_graphs != "off",
         sample_on_device=config.gpu.device_sampling,
+        fill_masks=MaskFiller(),
         **setup.tricks,
     )
     times.done("KV cache")

@@ -1,8 +1,8 @@
 """From logits to tokens without the host: the end of a step's graph.
 
-Adjusted logits (``ops/sampling/adjust_logits.py``), draws (``ops/sampling/sampling.py``) and logprobs of the drawn
-tokens stay in tensors on the device. ``LogprobTensors`` turns the logprobs into the entries of a ``StepResult``, on the
-host.
+Adjusted logits (``ops/sampling/adjust_logits.py``), masks of grammars (``ops/sampling/mask_logits.py``), draws
+(``ops/sampling/sampling.py``) and logprobs of the drawn tokens stay in tensors on the device. ``LogprobTensors`` turns
+the logprobs into the entries of a ``StepResult``, on the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.sampling import adjust_logits, sampling
+from ...ops.sampling import adjust_logits, mask_logits, sampling
 from ..batch import TokenLogprobs
 from ..sampler import group_mass
 from ..sampling_params import MAX_LOGPROBS
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
     """uint8 (bool on the device): there was a token to draw."""
     raw_finite: Any
     """uint8 (bool on the device): the model's own logits had a largest one, and it was finite. Only where logits are
-    adjusted, else it is ``finite``."""
+    adjusted or masked, else it is ``finite``."""
 
     @classmethod
     def tensors(cls, memory: Tensor, draws: int) -> Drawn:
@@ -102,30 +102,41 @@ def measure_logprobs(logits_RV: Tensor, token_R: Tensor) -> LogprobTensors:
     )
 
 
-DeviceSampler = Callable[[Tensor, Fields, Drawn, AdjustState, bool, bool], LogprobTensors | None]
+DeviceSampler = Callable[..., LogprobTensors | None]
 
 
 def device_sampler(device: torch.device) -> DeviceSampler:
-    """``(logits_RV, fields, drawn, state, adjust, logprobs)``: draws into ``drawn``, with logprobs where they are
-    wanted.
+    """``(logits_RV, fields, drawn, state, adjust, logprobs, masks)``: draws into ``drawn``, with logprobs where they
+    are wanted. ``masks``: ``MaskTable.words``, where draws are under grammars.
 
     On a GPU with Triton it runs the kernels, elsewhere the references of the operators.
     """
-    adjust, count = adjust_logits.reference, adjust_logits.reference_count
+    adjust, count, mask = adjust_logits.reference, adjust_logits.reference_count, mask_logits.reference
     draw: Callable[..., object] = _draw_reference
     if device.type == "cuda":
         adjust, count, draw = adjust_logits.triton_adjust, adjust_logits.triton_count, sampling.sample
+        mask = mask_logits.triton_mask
 
     def sample(
-        logits_RV: Tensor, fields: Fields, drawn: Drawn, state: AdjustState, adjusts: bool, wants_logprobs: bool
+        logits_RV: Tensor,
+        fields: Fields,
+        drawn: Drawn,
+        state: AdjustState,
+        adjusts: bool,
+        wants_logprobs: bool,
+        masks: Tensor | None = None,
     ) -> LogprobTensors | None:
         rows = len(logits_RV)
         token, finite, raw_finite = (field[:rows] for field in drawn)
         final_RV = logits_RV
-        if adjusts:
+        if adjusts or masks is not None:
             raw_finite.copy_(torch.isfinite(logits_RV.amax(-1)))
+        if adjusts:
             penalties = (fields.repetition, fields.frequency, fields.presence)
             final_RV = adjust(logits_RV, state.counts, state.bias, fields.state, *penalties)
+        if masks is not None:
+            final_RV = logits_RV.clone() if final_RV is logits_RV and wants_logprobs else final_RV
+            mask(final_RV, masks, fields.mask)
         parameters = (fields.temperature, fields.top_k, fields.top_p, fields.min_p)
         key = (fields.seed, fields.choice, fields.draw_position)
         draw(final_RV, *parameters, *key, out=token, finite=finite)

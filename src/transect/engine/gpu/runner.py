@@ -10,17 +10,19 @@ Padding rows belong to no sequence and have length 0. Small steps with prefill c
 comes again (their padding rows write to a block of the cache that no sequence has). Large ones are launched kernel by
 kernel; the arithmetic hides the launches.
 
-Penalties, logit_bias, min_tokens and logprobs of drawn tokens are part of the graph where a step has them; the step's
-graph is then another one. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.
+Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
+step's graph is then another one. Where draws are under grammars a step is two graphs: layers and head when it is
+submitted, the draws when their masks are known (``mask_table.py``), while the device computes the first.
+``prompt_logprobs`` are computed within ``submit``, which waits for the device.
 
 All of it also runs on CPU tensors, without graphs and at once: that is how it is tested without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,12 +34,14 @@ from ...models.context import PagedContext, Wanted, WholePrompts
 from ...models.decoder import Decoder
 from ...ops.attention.paged.batch import PagedBatch
 from ..batch import Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from ..constraint import MaskFiller, fill_each
 from ..penalties import Pick
-from ..runner import Done
+from ..runner import Done, Waiting
 from ..sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
 from .adjust_state import AdjustState
 from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
 from .graphs import GraphCache
+from .mask_table import MaskTable
 from .step_inputs import Fields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant
 from .step_ring import StepRing, whole_lines
@@ -61,12 +65,17 @@ class _Pending:
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
     max_draws: int
     adjusted: bool
-    """Logits were adjusted before the draws."""
+    """Logits were adjusted or masked before the draws."""
     logprobs: LogprobTensors | None = None
     """On the host once ``ready``."""
     alternatives: Sequence[int] = ()
     """For each draw, how many; -1 for none."""
+    problems: Mapping[int, str] = field(default_factory=dict)
+    """By seq_id, why a grammar could not say what may come."""
     _result: StepResult | None = None
+
+    def draw(self) -> None:
+        """The draws are on their way."""
 
     def result(self) -> StepResult:
         """The result of the step; blocks until the device is done with it."""
@@ -90,8 +99,13 @@ class _Pending:
                 result.errors[seq_id] = NOTHING_LEFT if nothing_left else NOT_FINITE
                 if nothing_left:
                     result.sound.add(seq_id)
+        for seq_id, problem in self.problems.items():
+            result.tokens.pop(seq_id, None)
+            result.errors[seq_id] = problem
+            result.sound.add(seq_id)
         if self.logprobs is not None:
-            wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and finite[i]]
+            drawn_at = [seq_id in result.tokens for seq_id in self.seq_ids]
+            wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and drawn_at[i]]
             entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
             result.logprobs.update(zip((self.seq_ids[i] for i in wanted), entries, strict=True))
         return result
@@ -116,6 +130,7 @@ class GPURunner:
             from (keys and values for all).
         copy_kernels: the copies of inputs and results are kernels of the step, not copies before and after it; None: on
             a GPU.
+        fill_masks: makes the masks of draws under a grammar.
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
             kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
     """
@@ -137,6 +152,7 @@ class GPURunner:
         fine_rows: bool = False,
         copy_kernels: bool | None = None,
         pad_tokens: int | None = None,
+        fill_masks: MaskFiller = fill_each,
     ) -> None:
         self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
@@ -147,7 +163,8 @@ class GPURunner:
         self._max_draws = row_bucket(max_num_seqs)
         self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
         self._sampler = device_sampler(self._device)
-        self._host_sampler = None if sample_on_device else Sampler()
+        self._host_sampler = None if sample_on_device else Sampler(fill_masks)
+        self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
         self._host_tokens: dict[int, int] = {}
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
@@ -199,11 +216,38 @@ class GPURunner:
                 for row, start in zip(plan.rows, plan.starts, strict=True)
                 if row.prompt_logprobs is not None and row.next_prompt_token_ids
             }
-            logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
-            output, ready = self._ring.results(turn, self._stream)
+            if turn is None:
+                return Waiting(partial(self._draw_masked, plan, prompt_logprobs))
             if self._host_sampler is not None:
-                return Done(self._draw_on_host(self._host_sampler, batch, plan, sampled, prompt_logprobs))
-        more = plan.variant.adjust, logprobs, plan.alternatives
+                self._ring.results(turn, self._stream)
+                draw = partial(self._draw_on_host, self._host_sampler, batch, plan, sampled, prompt_logprobs)
+                return Waiting(draw) if plan.variant.masked else draw()
+            return self._pending(turn, plan, sampled, prompt_logprobs)
+
+    @torch.inference_mode()
+    def _draw_masked(self, plan: StepPlan, prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]) -> Handle:
+        """The second part of a step with draws under grammars."""
+        constraints = [draw.constraint for draw in plan.draws if draw.constraint is not None]
+        ids = [draw.seq_id for draw in plan.draws if draw.constraint is not None]
+        with self._on_stream():
+            found = zip(ids, self._masks.send(constraints), strict=True)
+            problems = {seq_id: problem for seq_id, problem in found if problem is not None}
+            generation = self._adjust.generation if plan.variant.adjust else 0
+            key = "draws", plan.layout.draws, plan.layout, plan.variant, generation
+            sampled = self._launch(key, partial(self._second_part, plan), plan)
+            return self._pending(self._ring.ended(), plan, sampled, prompt_logprobs, problems)
+
+    def _pending(
+        self,
+        turn: int,
+        plan: StepPlan,
+        sampled: Sampled,
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
+        problems: Mapping[int, str] | None = None,
+    ) -> _Pending:
+        logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
+        output, ready = self._ring.results(turn, self._stream)
+        more = plan.variant.adjust or plan.variant.masked, logprobs, plan.alternatives, problems or {}
         return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, *more)
 
     @torch.inference_mode()
@@ -282,42 +326,62 @@ class GPURunner:
             fields = layout.numpy(memory.memory)
             fields.start[:] = np.arange(layout.rows + 1) * (layout.tokens // layout.rows) if starts is None else starts
             fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws)
-            fields.table[:], fields.state[:] = self._padding_block, -1
+            fields.table[:], fields.state[:], fields.mask[:] = self._padding_block, -1, -1
             fields.source[:] = self._planner.token_source(layout)
             plan = StepPlan(layout, True, [], (), Variant(), (), [])
             turn, _, _ = self._run(plan._replace(**changes), eager)
+            if turn is None:
+                self._launch((), partial(self._second_part, plan._replace(**changes)), plan, eager=True)
+                turn = self._ring.ended()
             self._ring.results(turn, self._stream)
 
     # ---- on the device
 
-    def _run(self, plan: StepPlan, eager: bool = False) -> tuple[int, Tensor, Sampled]:
-        """Launch a step whose numbers are in the ring's memory; its turn there, and what ``_compute`` returns."""
-        work: Callable[[], tuple[Tensor, Sampled]] = partial(self._step, plan)
-        generation = self._adjust.generation if plan.variant.adjust else 0
-        key = plan.layout, plan.variant, generation
+    def _run(self, plan: StepPlan, eager: bool = False) -> tuple[int | None, Tensor, Sampled]:
+        """Launch a step whose numbers are in the ring's memory; its turn there, and what ``_compute`` returns. Where
+        draws wait for masks the turn is None, and goes on with ``_second_part``."""
+        waits = plan.variant.masked and self._host_sampler is None
+        variant = Variant(masked=True) if waits else plan.variant
+        generation = self._adjust.generation if variant.adjust else 0
+        self._ring.send(plan.layout.nbytes)
+        key = plan.layout, variant, generation
+        hidden, sampled = self._launch(key, partial(self._step, plan, waits), plan, eager)
+        return None if waits else self._ring.ended(), hidden, sampled
+
+    def _launch(self, key: Hashable, work: Callable[[], Any], plan: StepPlan, eager: bool = False) -> Any:
+        """Run work of a step, by a graph if it is of a kind that comes again."""
         try:
-            self._ring.send(plan.layout.nbytes)
             if self.graphs is None or eager or not (plan.decode or plan.graph):
-                hidden, sampled = work()
-            elif plan.decode:
-                hidden, sampled = self.graphs.run(key, work)
-            else:
-                hidden, sampled = self.graphs.run_rare((*key, plan.prune, plan.chunk_rows), work)
-            return self._ring.ended(), hidden, sampled
+                return work()
+            if plan.decode:
+                return self.graphs.run(key, work)
+            return self.graphs.run_rare((key, plan.prune, plan.chunk_rows), work)
         except BaseException:  # no memory for a graph, say: the step itself has run then
             self._ring.failed()
             raise
 
-    def _step(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
-        """Everything that happens on the device in a step."""
+    def _step(self, plan: StepPlan, waits: bool) -> tuple[Tensor, Sampled]:
+        """Everything that happens on the device in a step, or what does not wait for masks."""
         self._ring.take(plan.layout.nbytes)
-        found = self._compute(plan)
-        self._ring.give()
+        found = self._compute(plan, waits)
+        if not waits:
+            self._ring.give()
         return found
 
-    def _compute(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
+    def _second_part(self, plan: StepPlan) -> Sampled:
+        """The draws of a step, from the logits that its first part has left."""
+        fields = self._fields(plan.layout)
+        logits_RV = self._masks.kept(plan.layout.draws)
+        adjusts, wants_logprobs, _ = plan.variant
+        masks = self._masks.words
+        sampled = self._sampler(logits_RV, fields, self._drawn, self._adjust, adjusts, wants_logprobs, masks)
+        self._ring.give()
+        return sampled
+
+    def _compute(self, plan: StepPlan, waits: bool = False) -> tuple[Tensor, Sampled]:
         """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
-        arena, and logprobs returned (or, where the host draws, the logits)."""
+        arena, and logprobs returned (or, where the host draws, the logits). ``waits``: the logits are left for
+        ``_second_part``."""
         fields = self._fields(plan.layout)
         context = PagedContext(
             self._k_cache,
@@ -338,7 +402,11 @@ class GPURunner:
         logits_RV = self._model.head(hidden_RD)
         if self._host_sampler is not None:
             return hidden_TD, logits_RV
-        return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, *plan.variant)
+        if waits:
+            self._masks.keep(logits_RV)
+            return hidden_TD, None
+        adjusts, wants_logprobs, _ = plan.variant
+        return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, adjusts, wants_logprobs)
 
     def _wanted(self, fields: Fields) -> Wanted:
         """The tokens that the draws need: the last token of each draw's sequence, which then is ``draw_position``
@@ -348,6 +416,7 @@ class GPURunner:
         rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1, fresh=True)
         return Wanted(fields.last, rows)
 
+    @torch.inference_mode()
     def _draw_on_host(
         self,
         sampler: Sampler,
@@ -355,18 +424,20 @@ class GPURunner:
         plan: StepPlan,
         logits_RV: Sampled,
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
-    ) -> StepResult:
+    ) -> Done:
         """Draws as ``Runner`` makes them; the tokens go back to the device for the next step."""
         ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
         picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
         if not picks:
-            return StepResult({}, prompt_logprobs=prompt_logprobs)
+            return Done(StepResult({}, prompt_logprobs=prompt_logprobs))
         assert isinstance(logits_RV, Tensor)
-        samples = sampler.sample(logits_RV.float(), picks, self._host_tokens)
+        with self._on_stream():
+            samples = sampler.sample(logits_RV.float(), picks, self._host_tokens)
         self._host_tokens = samples.tokens
         drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
-        self._drawn.token[: len(drawn)].copy_(drawn)
-        return StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors, samples.sound)
+        with self._on_stream():
+            self._drawn.token[: len(drawn)].copy_(drawn)
+        return Done(StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors, samples.sound))
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:

@@ -48,6 +48,8 @@ class Fields(NamedTuple):
     """int32 ``[D]``."""
     state: Any
     """int32 ``[D]``: row of ``AdjustState``, or -1."""
+    mask: Any
+    """int32 ``[D]``: row of ``MaskTable.words``, or -1."""
     temperature: Any
     """float32 ``[D]``, as are the rest."""
     top_p: Any

@@ -56,6 +56,8 @@ class Variant(NamedTuple):
 
     adjust: bool = False
     logprobs: bool = False
+    masked: bool = False
+    """Draws under a grammar are among them: all draws wait for their masks."""
 
 
 class StepPlan(NamedTuple):
@@ -346,10 +348,14 @@ class StepPlanner:
         adjusted = table.adjusted[slots] | (positions < table.masked_until[slots])
         for index in np.flatnonzero(adjusted).tolist():
             fields.state[index] = self._adjust.line(draws[index], int(positions[index]), step)
+        fields.mask[:] = -1
+        masked = [index for index, draw in enumerate(draws) if draw.constraint is not None]
+        fields.mask[masked] = np.arange(len(masked))
         self._note_draws(slots, positions)
         alternatives = table.logprobs[slots]
         wanted = bool((alternatives >= 0).any())
-        return Variant(bool(adjusted.any()), wanted), alternatives.tolist() if wanted else ()
+        variant = Variant(bool(adjusted.any()), wanted, bool(masked))
+        return variant, alternatives.tolist() if wanted else ()
 
     def _note_draws(self, slots: np.ndarray, positions: np.ndarray) -> None:
         """Where this step's tokens will be found."""

@@ -95,7 +95,7 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
 @torch.inference_mode()
 def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
     """All kinds of steps on a layer or two, then ``all_needed``, then those that only requests with penalties
-    make."""
+    or grammars make."""
     # Norms in the products on both sides of them stand between two layers.
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
@@ -126,6 +126,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
             plain.compile(task.rows, task.tokens_each, task.rows if task.tokens_each == 1 else 0)
     all_needed()
     drawing.compile(1, 1, 1, Variant(adjust=True, logprobs=False))
+    drawing.compile(1, 1, 1, Variant(masked=True))
     del model.stack, stacks  # they and the model hold each other, and with that the memory
 
 

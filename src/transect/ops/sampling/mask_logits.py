@@ -1,0 +1,117 @@
+r"""Logits under grammars: -inf for every token that an answer's grammar does not allow next, on the device, in place.
+
+Row r of the logits has row m = index[r] of packed masks, 32 tokens in a word, or none (-1):
+
+    x[r, t] = -inf    where index[r] >= 0 and bit (t mod 32) of mask[m, t div 32] is 0
+
+Shapes: logits ``[R, V]``, float32 or 16-bit; mask int32 ``[M, ceil(V / 32)]``; index int32 ``[R]``. No gradient; no
+value is read on the host. Source: the packed form is the one of llguidance and xgrammar.
+
+Bound by bytes: V / 8 read of the mask, and what is written, at most 2 or 4 V a row: most tokens, where a grammar is
+tight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl
+from ..numerics import sample
+from ..registry import Case, Cost, Implementation, Kernel, Op, register
+
+
+def reference(logits: Tensor, mask: Tensor, index: Tensor) -> None:
+    """Masked in place."""
+    bits = torch.arange(32, device=mask.device, dtype=torch.int32)
+    allowed_MV = (mask[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+    banned_RV = ~allowed_MV[index.clamp(min=0).long()] if len(mask) else torch.zeros_like(logits, dtype=torch.bool)
+    logits.masked_fill_(banned_RV & (index >= 0)[:, None], float("-inf"))
+
+
+@kernel
+def _mask(logits, mask, index, V, row_stride, mask_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A piece (axis 1) of one row (axis 0)."""
+    row = tl.program_id(0)
+    line = tl.load(index + row).to(tl.int64)
+    if line >= 0:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < V
+        word = tl.load(mask + line * mask_stride + column // 32, inside, -1)
+        banned = inside & (((word >> (column % 32)) & 1) == 0)
+        place = logits + row.to(tl.int64) * row_stride + column
+        tl.store(place, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), banned)
+
+
+def triton_mask(logits: Tensor, mask: Tensor, index: Tensor) -> None:
+    """``reference`` in Triton; can be captured in a CUDA graph."""
+    require("mask_logits", logits)
+    rows, vocab = logits.shape
+    if logits.stride(1) != 1 or mask.stride(1) != 1:
+        raise ValueError("mask_logits: the elements of a row must lie side by side")
+    if mask.dtype != torch.int32 or mask.shape[1] != -(-vocab // 32):
+        raise ValueError(f"mask_logits: the mask must be int32 [rows, {-(-vocab // 32)}], not {list(mask.shape)}")
+    if logits.numel():
+        block = 256 if INTERPRETED else 2048
+        _mask[(rows, -(-vocab // block))](
+            logits, mask, index.contiguous(), vocab, logits.stride(0), mask.stride(0), BLOCK=block
+        )
+
+
+def cost(logits: Tensor, mask: Tensor, index: Tensor) -> Cost:
+    """Every row has a mask, and half of the tokens are banned."""
+    elements = logits.numel()
+    return Cost(elements, elements // 8 + index.nbytes, logits.nbytes // 2)
+
+
+def _inputs(logits: Tensor, masks: int, seed: int) -> dict[str, Any]:
+    rows, vocab = logits.shape
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    options: dict[str, Any] = {"device": logits.device, "generator": generator}
+    words = torch.randint(-(2**31), 2**31, (masks, -(-vocab // 32)), dtype=torch.int64, **options).to(torch.int32)
+    index = torch.randint(-1, masks, (rows,), dtype=torch.int32, **options)
+    return {"logits": logits, "mask": words, "index": index}
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    return [_inputs(4 * sample(*shape), shape[0] + 2, 1) for shape in ((1, 300), (5, 1000), (3, 17), (0, 5), (2, 64))]
+
+
+def _cases() -> Sequence[Case]:
+    def case(model: shapes.ModelShape, rows: int) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+            return _inputs(4 * torch.randn(rows, model.vocab_size, **options), rows, seed)
+
+        return Case(f"{model.name}, {rows} rows", make)
+
+    return [case(model, rows) for model in (shapes.LLAMA_8B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS]
+
+
+def _kernels() -> Sequence[Kernel]:
+    types = {"logits": "*bf16", "mask": "*i32", "index": "*i32"}
+    types |= dict.fromkeys(("V", "row_stride", "mask_stride"), "i32")
+    return [Kernel("mask", _mask, types, {"BLOCK": 2048}, ("V", "row_stride", "mask_stride"))]
+
+
+register(
+    Op(
+        name="mask_logits",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
+            "triton": Implementation("triton", available(triton_mask), TRITON_TARGETS, batch_invariant=True),
+        },
+        examples=_examples,
+        peers={"torch": reference},
+        mutates=("logits",),
+        cases=_cases,
+        kernels=_kernels,
+    )
+)

@@ -1,0 +1,151 @@
+"""An answer as a row of blocks, one after another: thoughts, text, calls. ``/v1/responses`` and ``/v1/messages`` show
+answers so, whole and as they come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..engine.sampling_params import SamplingParams
+from ..text.tools.spec import ToolUse
+from .answers import AnswerReader, Answers, Piece
+from .deadline import Deadline
+from .errors import bad_value
+from .generation import Generation
+from .prompts import chat_prompt
+from .protocol import FIELDS, ChatMessage
+from .serving import Serving
+
+Kind = Literal["thoughts", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer. ``content`` is text, or the arguments of a call as JSON text; it grows while they come."""
+
+    kind: Kind
+    index: int
+    content: str = ""
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What happened to a block: it ``begin``s, has ``more`` (``text``), or is at its ``end``."""
+
+    what: Literal["begin", "more", "end"]
+    block: Block
+    text: str = ""
+
+
+class Blocks:
+    """The blocks of one answer so far."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open = False
+
+    def feed(self, piece: Piece) -> list[News]:
+        """What a piece of the answer changes."""
+        news: list[News] = []
+        if piece.thoughts:
+            news += self._more("thoughts", piece.thoughts)
+        if piece.text:
+            news += self._more("text", piece.text)
+        for call in piece.calls:
+            if call.name is not None:
+                news += [*self.close(), *self._begin(Block("call", len(self.blocks), "", call.id or "", call.name))]
+            if call.arguments:
+                self.blocks[-1].content += call.arguments
+                news.append(News("more", self.blocks[-1], call.arguments))
+        return news
+
+    def close(self) -> list[News]:
+        """The last block is at its end."""
+        was_open, self._open = self._open, False
+        return [News("end", self.blocks[-1])] if was_open else []
+
+    def _more(self, kind: Kind, text: str) -> list[News]:
+        news: list[News] = []
+        if not self._open or self.blocks[-1].kind != kind:
+            news += [*self.close(), *self._begin(Block(kind, len(self.blocks)))]
+        self.blocks[-1].content += text
+        return [*news, News("more", self.blocks[-1], text)]
+
+    def _begin(self, block: Block) -> list[News]:
+        self.blocks.append(block)
+        self._open = True
+        return [News("begin", block)]
+
+
+@dataclass(slots=True)
+class Ending:
+    """How an answer ended: ``stop``, ``length`` or ``tool_calls``; ``stop_reason``: by which stop string, if by one."""
+
+    reason: str
+    stop_reason: int | str | None
+
+
+class Conversation:
+    """One answer to a conversation, on its way.
+
+    Args:
+        messages: in the form of the chat API.
+        params: for one choice.
+        use: tools that may be called, or None.
+        deadline: when the last token must have come.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        messages: list[ChatMessage],
+        params: SamplingParams,
+        use: ToolUse | None,
+        deadline: Deadline,
+    ) -> None:
+        self.serving, self.messages, self.params, self.use = serving, messages, params, use
+        self.deadline = deadline
+        self.blocks = Blocks()
+        self.ending = Ending("stop", None)
+
+    async def start(self, template_kwargs: dict[str, Any] | None = None, priority: int = 0) -> Generation:
+        """Submit; a refusal is raised here.
+
+        Raises:
+            ApiError: the conversation or the parameters are at fault, or the engine refuses.
+        """
+        async with self.deadline:
+            room = self.params.max_tokens or 1
+            prompt = await chat_prompt(
+                self.serving, self.messages, room=room, template_kwargs=template_kwargs, use=self.use
+            )
+        self._answers = Answers(self.serving, self.use, prompt.text or "")
+        try:
+            params = self._answers.params(self.params)
+        except ValueError as error:
+            raise bad_value(str(error), FIELDS) from None
+        self.generation = Generation(self.serving, [prompt], params, priority, self.deadline)
+        await self.generation.start()
+        return self.generation
+
+    async def news(self) -> AsyncGenerator[list[News], None]:
+        """What changes, update by update; then ``ending`` is known. Closing it ends the request."""
+        reader: AnswerReader = self._answers.reader()
+        async with self.generation:
+            async for event in self.generation:
+                update = event.update
+                news = self.blocks.feed(reader.feed(update.text, last=update.finished))
+                if update.finish_reason is not None:
+                    news += self.blocks.close()
+                    reason = self._answers.finish_reason(update.finish_reason, reader)
+                    self.ending = Ending(reason, update.stop_reason)
+                yield news
+
+    async def whole(self) -> list[Block]:
+        """All blocks, when the answer has ended."""
+        async for _ in self.news():
+            pass
+        return self.blocks.blocks

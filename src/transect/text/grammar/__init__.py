@@ -1,0 +1,15 @@
+"""Grammars: what an answer must look like, and which tokens may come next so that it does.
+
+llguidance does the work underneath (MIT licence); nothing outside this folder knows it. docs/structured-output.md says
+why it was chosen. In the order of a request:
+
+* ``params.py``      StructuredOutputsParams: what a caller asks for, checked as far as that costs nothing
+* ``sources.py``     from that to one grammar in llguidance's form; what users' schemas get so that they work
+* ``lark.py``        small helpers to write such grammars: literals, special tokens, text up to a mark
+* ``vocabulary.py``  the bytes of the model's tokens, for grammars
+* ``compiler.py``    GrammarCompiler: from a grammar to a constraint, off the step, with limits; keeps what comes again
+* ``checker.py``     a process that compiles a grammar first, where it can be ended
+* ``constraint.py``  GrammarConstraint: the state of one answer; masks of many answers at once
+
+Nothing here imports torch.
+"""

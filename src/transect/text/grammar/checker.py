@@ -1,0 +1,242 @@
+"""A process that compiles grammars on trial. A grammar from a request can keep the compiler busy for minutes and take
+gigabytes; here that can be ended, and nobody else waits for it.
+
+``Checker`` is the near side. EBNF is translated here too. The far side is ``python -m transect.text.grammar.checker``:
+it reads a vocabulary, then grammars, and answers each with what is wrong with it. It draws some tokens under a grammar,
+too: one whose masks take long would hold up the steps of everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from .sources import from_ebnf
+from .vocabulary import Vocabulary
+
+TRIAL_TOKENS = 48
+SLOWEST_MASK_S = 0.1
+PATIENCE_S = 30.0
+"""For the process to start and take in the vocabulary."""
+POLL_S = 0.02
+LENGTH_BYTES = 8
+_CHECK, _TRANSLATE, _RIGHT, _WRONG = b"c", b"t", b"+", b"-"
+"""How messages and answers begin."""
+
+
+def limits() -> Any:
+    """What a grammar may cost: symbols, states and time, in llguidance's units."""
+    import llguidance
+
+    return llguidance.LLParserLimits(
+        max_grammar_size=100_000,
+        step_max_items=20_000,
+        max_items_in_row=2000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+def compile_matcher(tokenizer: Any, grammar: str) -> Any:
+    """llguidance's matcher for a grammar.
+
+    Raises:
+        ValueError: the grammar cannot be compiled; the message is the library's, made shorter.
+    """
+    import llguidance
+
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise ValueError(explain(matcher.get_error()))
+    return matcher
+
+
+def explain(error: str) -> str:
+    """The library's complaint in one line, with advice where there is some."""
+    line = " ".join(error.split())[:300]
+    if "Unimplemented keys" in line:
+        return f"the schema uses keywords that cannot be kept to ({line.partition(':')[2].strip()}): leave them out"
+    if "oneOf constraints" in line:
+        return "oneOf can be kept to only where its alternatives exclude each other (by a const, say): use anyOf"
+    if "too big" in line or "too large" in line or "fuel" in line or "too complex" in line.lower():
+        return f"it is too large or too complex ({line}): make it simpler"
+    return line
+
+
+class Checker:
+    """One such process, started when it is first needed; for one thread.
+
+    Args:
+        seconds, nbytes: what compiling may take, in time and in memory beyond what the process has anyway.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, seconds: float = 1.5, nbytes: int = 512 * 2**20) -> None:
+        self._vocabulary = vocabulary
+        self._seconds, self._nbytes = seconds, nbytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._resting = 0
+
+    def check(self, grammar: str) -> str | None:
+        """What is wrong with a grammar, or None."""
+        try:
+            self._ask(_CHECK, grammar)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def translate(self, grammar: str) -> str:
+        """EBNF in Lark.
+
+        Raises:
+            ValueError: what is wrong with it.
+        """
+        return self._ask(_TRANSLATE, grammar)
+
+    def _ask(self, what: bytes, grammar: str) -> str:
+        process = self._started()
+        try:
+            _write(process.stdin, what + grammar.encode())
+            answer = self._answer(process)
+        except (OSError, EOFError):
+            self.close()
+            raise ValueError("compiling it ended the compiler: make it simpler") from None
+        if answer.startswith(_WRONG):
+            raise ValueError(answer[1:].decode())
+        return answer[1:].decode()
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transect.text.grammar.checker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        self._process = process
+        words = self._vocabulary
+        _write(process.stdin, msgspec.msgpack.encode((words.tokens, words.special_ids, words.eos_ids, words.size)))
+        if not _readable(process, PATIENCE_S):
+            self.close()
+            raise RuntimeError(f"the process that checks grammars did not start within {PATIENCE_S:.0f} s")
+        _read(process.stdout)
+        self._resting = _memory(process.pid)
+        return process
+
+    def _answer(self, process: subprocess.Popen[bytes]) -> bytes:
+        deadline = time.monotonic() + self._seconds
+        while not _readable(process, POLL_S):
+            if time.monotonic() > deadline:
+                self.close()
+                raise ValueError(f"compiling it takes longer than {self._seconds:g} s: make it simpler")
+            if _memory(process.pid) > self._resting + self._nbytes:
+                self.close()
+                raise ValueError(f"compiling it takes more than {self._nbytes >> 20} MiB: make it simpler")
+        return _read(process.stdout)
+
+
+def _readable(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    with selectors.DefaultSelector() as selector:
+        assert process.stdout is not None
+        selector.register(process.stdout.fileno(), selectors.EVENT_READ)
+        return bool(selector.select(seconds))
+
+
+def _memory(pid: int) -> int:
+    """Resident bytes of a process; 0 where that is not told."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _write(pipe: IO[bytes] | None, data: bytes) -> None:
+    assert pipe is not None
+    pipe.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes] | None) -> bytes:
+    assert pipe is not None
+    head = pipe.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
+        raise EOFError
+    return pipe.read(int.from_bytes(head, "little"))
+
+
+def trial(matcher: Any, words: int) -> str | None:
+    """Draw tokens as chance has it; complains where a mask takes too long or cannot be made."""
+    import random
+
+    import numpy as np
+
+    mask = np.zeros(words, np.int32)
+    chance = random.Random(0)
+    for _ in range(TRIAL_TOKENS):
+        began = time.perf_counter()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            return explain(matcher.get_error())
+        if time.perf_counter() - began > SLOWEST_MASK_S:
+            return "it takes too long to see which tokens may come next: make it simpler"
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if matcher.is_stopped() or not len(allowed):
+            break
+        matcher.consume_token(int(allowed[chance.randrange(len(allowed))]))
+    return None
+
+
+def _end_with(parent: int) -> None:
+    """A compiler that is busy does not see the pipe close."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
+def main() -> None:
+    """The far side, until the pipe closes."""
+    os.nice(5)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    tokens, special, eos, size = msgspec.msgpack.decode(
+        _read(stdin), type=tuple[list[bytes], list[int], list[int], int]
+    )
+    tokenizer = Vocabulary(tokens, special, eos, size).make()
+    _write(stdout, b"")
+    with contextlib.suppress(EOFError):
+        while True:
+            message = _read(stdin)
+            grammar = message[1:].decode()
+            try:
+                if message.startswith(_TRANSLATE):
+                    answer = from_ebnf(grammar)
+                else:
+                    answer = trial(compile_matcher(tokenizer, grammar), -(-len(tokens) // 32)) or ""
+                _write(stdout, (_WRONG if answer and message.startswith(_CHECK) else _RIGHT) + answer.encode())
+            except ValueError as error:
+                _write(stdout, _WRONG + (str(error) or "it cannot be compiled").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The state of one answer under a grammar, and the masks of many answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+FEW = 4
+"""So many masks are made one after another; more of them by several threads."""
+
+
+class GrammarConstraint:
+    """What may come next in one answer; ``engine.constraint.Constraint`` says what an engine expects of it.
+
+    Args:
+        matcher: llguidance's, at the beginning of an answer; this object owns it.
+        field: what to call the grammar in complaints.
+    """
+
+    __slots__ = ("_field", "_matcher")
+
+    def __init__(self, matcher: Any, field: str) -> None:
+        self._matcher = matcher
+        self._field = field
+
+    def fork(self) -> GrammarConstraint:
+        """Another answer in the same state, which goes its own way."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._field)
+
+    @property
+    def terminated(self) -> bool:
+        """Nothing but the end can follow (or the grammar has failed)."""
+        return self._matcher.is_stopped()
+
+    @property
+    def may_end(self) -> bool:
+        """The answer so far is complete."""
+        return self._matcher.is_accepting()
+
+    def accept(self, token: int) -> str | None:
+        """The next token of the answer. Returns what is wrong with it, or None."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            return None  # the end itself, or a token that nobody will see
+        return None if self._matcher.consume_token(token) else self._complaint()
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next, because nothing else can."""
+        return self._matcher.compute_ff_tokens()
+
+    def fill(self, words: np.ndarray) -> str | None:
+        """Write the mask of the next token: int32 ``[ceil(V / 32)]``, bit i of word w is token 32 w + i.
+
+        Returns what is wrong, or None.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return self._complaint() if self._matcher.is_error() else None
+
+    def _complaint(self) -> str:
+        reason = self._matcher.get_error().split("\n")[0][:200]
+        return f"the answer cannot go on under the grammar of {self._field}: {reason}"
+
+
+class MaskFiller:
+    """Masks of a step's rows, by several threads where there are several rows."""
+
+    def __init__(self) -> None:
+        self._executor: Any = None
+
+    def __call__(self, constraints: Sequence[GrammarConstraint], words: np.ndarray) -> list[str | None]:
+        """Fill row i of int32 ``[rows, W]`` for constraint i; for each what is wrong, or None."""
+        if len(constraints) <= FEW:
+            return [constraint.fill(words[row]) for row, constraint in enumerate(constraints)]
+        if self._executor is None:
+            import llguidance
+
+            self._executor = llguidance.LLExecutor()
+        pairs = [(constraint._matcher, row) for row, constraint in enumerate(constraints)]
+        self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.strides[0], len(words))
+        return [each._complaint() if each._matcher.is_error() else None for each in constraints]

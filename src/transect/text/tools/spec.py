@@ -1,0 +1,117 @@
+"""Tools and ``tool_choice`` as requests have them, in one checked form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        name: letters, digits, ``_``, ``-`` and ``.``, at most 64.
+        parameters: JSON Schema of its arguments, an object.
+        description: for the model.
+        strict: arguments keep to all of ``parameters``, or the tool is refused; else to what a grammar can keep to.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    description: str = ""
+    strict: bool = False
+
+    def as_openai(self) -> dict[str, Any]:
+        """The form that chat templates expect."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request wants of tools.
+
+    Attributes:
+        tools: those that may be called; the model is told of all of them.
+        mode: ``auto``: text, or text and then calls; ``required``: calls; ``named``: one call of ``name``.
+        parallel: several calls may follow each other.
+    """
+
+    tools: tuple[Tool, ...]
+    mode: Literal["auto", "required", "named"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call."""
+        return tuple(tool for tool in self.tools if self.name in (None, tool.name))
+
+
+def tools_of(values: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """Tools in OpenAI's form, ``{"type": "function", "function": {"name": ...}}``, or with the function's fields at the
+    top, as ``/v1/responses`` has them.
+
+    Raises:
+        ValueError: one of them is malformed; the message begins with ``tools``.
+    """
+    if len(values) > MAX_TOOLS:
+        raise ValueError(f"tools holds {len(values)} functions; {MAX_TOOLS} are the most")
+    found: dict[str, Tool] = {}
+    for number, value in enumerate(values):
+        where = f"tools[{number}]"
+        if value.get("type", "function") != "function":
+            kind = str(value.get("type"))[:40]
+            raise ValueError(f"{where} is of type {kind!r}; this server knows tools of type 'function' only")
+        function = value.get("function", value)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"{where} must have a name of 1 to 64 letters, digits, _, - and ., got {str(name)[:80]!r}")
+        if name in found:
+            raise ValueError(f"{where} has the name {name!r}, which another tool has too")
+        parameters = function.get("parameters")
+        if parameters is None:
+            parameters = {"type": "object", "properties": {}}
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            raise ValueError(f'{where} parameters must be a JSON Schema of {{"type": "object"}}')
+        description = function.get("description")
+        if not isinstance(description, (str, type(None))):
+            raise ValueError(f"{where} description must be text")
+        strict = function.get("strict") is True
+        found[name] = Tool(name, {"type": "object", **parameters}, description or "", strict)
+    return tuple(found.values())
+
+
+def tool_use(
+    tools: Sequence[Mapping[str, Any]] | None, choice: Any = None, parallel: bool | None = None
+) -> ToolUse | None:
+    """What the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` ask for; None: no calls.
+
+    Raises:
+        ValueError: they are malformed or do not fit each other; the message begins with the field's name.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice needs tools: give the functions that may be called")
+        return None
+    found = tools_of(tools)
+    several = parallel is not False
+    if choice in (None, "auto"):
+        return ToolUse(found, "auto", None, several)
+    if choice == "none":
+        return None
+    if choice == "required":
+        return ToolUse(found, "required", None, several)
+    name = None
+    if isinstance(choice, Mapping):
+        name = (choice.get("function") or choice).get("name")
+    if name not in {tool.name for tool in found}:
+        names = ", ".join(tool.name for tool in found)[:200]
+        raise ValueError(f"tool_choice must be none, auto, required or one of the tools ({names})")
+    return ToolUse(found, "named", name, False)

@@ -1,0 +1,178 @@
+"""Tools, thoughts, ``/v1/responses`` and ``/v1/messages`` on the fake engine: scripted text, one byte a token."""
+
+import json
+
+import pytest
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+ARGUMENTS = ('{"a": 1, "text": "} \\" <tool_call>"}', '{"a":\n  -2}')
+CALLS = "Well, ".rstrip() + "".join(
+    f'\n<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>' for arguments in ARGUMENTS
+)
+ASK = {"model": "fake-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4000}
+
+
+@pytest.fixture(autouse=True)
+def room(engine):
+    engine.max_model_len = 10_000
+
+
+async def events(client, path, body):
+    """The data of every event."""
+    response = await client.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+async def test_calls_are_read_from_whole_and_streamed_answers_alike(client, engine):
+    engine.reply = CALLS
+    body = {**ASK, "tools": [ADD]}
+    whole = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    assert whole["message"]["content"] == "Well,"
+    assert [call["function"]["arguments"] for call in whole["message"]["tool_calls"]] == list(ARGUMENTS)
+    assert {call["function"]["name"] for call in whole["message"]["tool_calls"]} == {"add"}
+    text, calls = "", {}
+    for chunk in await events(client, "/v1/chat/completions", body):
+        for choice in chunk["choices"]:
+            text += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls", ()):
+                entry = calls.setdefault(call["index"], {"arguments": ""})
+                entry["arguments"] += call["function"]["arguments"]
+                entry |= {name: call[name] for name in ("id", "type") if name in call}
+                entry |= {"name": call["function"]["name"]} if "name" in call["function"] else {}
+    assert text == "Well,"
+    assert [calls[index]["arguments"] for index in sorted(calls)] == list(ARGUMENTS)
+    assert all(call["name"] == "add" and call["type"] == "function" and call["id"] for call in calls.values())
+
+
+async def test_the_engine_gets_one_grammar_and_the_template_is_taught(client, engine):
+    await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD], "tool_choice": "required"})
+    _, params, _ = engine.seen[0]
+    assert params.structured_outputs.field == "tools" and '"<tool_call>"' in params.structured_outputs.lark
+    answer = await client.post("/tokenize", json={"messages": ASK["messages"]})
+    prompt = await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD]})
+    assert prompt.json()["usage"]["prompt_tokens"] > answer.json()["count"] + 200, "the prompt describes the tools"
+
+
+async def test_results_of_calls_go_back_in_the_conversation(client, engine):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    history = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    answer = await client.post("/v1/chat/completions", json={**ASK, "messages": history, "tools": [ADD]})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_an_answer_that_is_cut_off_in_a_call(client, engine):
+    engine.reply = CALLS
+    choice = (await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD], "max_tokens": 70})).json()[
+        "choices"
+    ][0]
+    assert choice["finish_reason"] == "length"
+    arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert arguments and ARGUMENTS[0].startswith(arguments) and arguments != ARGUMENTS[0]
+
+
+@pytest.mark.parametrize("reply", ["<think>I see {</think>\n\nYes", "Yes", "<thin", "<think>no end"])
+async def test_thoughts(engine, options, reply):
+    import dataclasses
+
+    import httpx
+
+    from transect.server.app import create_app
+
+    engine.reply = reply
+    app = create_app(engine, dataclasses.replace(options, reasoning_parser="qwen3"))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+    message = (await client.post("/v1/chat/completions", json=ASK)).json()["choices"][0]["message"]
+    thoughts, text = {"<": ("I see {", "Yes"), "Y": (None, "Yes")}[reply[0]]
+    if reply == "<thin":
+        thoughts, text = None, "<thin"
+    if reply == "<think>no end":
+        thoughts, text = "no end", ""
+    assert (message.get("reasoning_content"), message["content"]) == (thoughts, text)
+    deltas = [c["choices"][0]["delta"] for c in await events(client, "/v1/chat/completions", ASK) if c["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (thoughts or "")
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+
+
+async def test_responses_whole_and_streamed(client, engine):
+    engine.reply = CALLS
+    tool = {"type": "function", "name": "add", "parameters": ADD["function"]["parameters"]}
+    body = {"model": "fake-model", "input": "x", "tools": [tool], "max_output_tokens": 4000}
+    whole = (await client.post("/v1/responses", json=body)).json()
+    assert [item["type"] for item in whole["output"]] == ["message", "function_call", "function_call"]
+    assert whole["output"][0]["content"][0]["text"] == "Well,"
+    assert [item["arguments"] for item in whole["output"][1:]] == list(ARGUMENTS)
+    stream = await events(client, "/v1/responses", body)
+    assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
+    deltas = [event for event in stream if event["type"] == "response.function_call_arguments.delta"]
+    for index, arguments in enumerate(ARGUMENTS, 1):
+        assert "".join(each["delta"] for each in deltas if each["output_index"] == index) == arguments
+    last = stream[-1]["response"]
+    assert stream[-1]["type"] == f"response.{last['status']}"
+    assert [item["type"] for item in last["output"]] == [item["type"] for item in whole["output"]]
+
+
+async def test_a_response_goes_on_from_one_that_is_kept(client, engine):
+    first = (await client.post("/v1/responses", json={"input": "x"})).json()
+    again = {"input": "y", "previous_response_id": first["id"]}
+    second = (await client.post("/v1/responses", json=again)).json()
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + len("y")
+    assert (await client.get(f"/v1/responses/{first['id']}")).json() == first
+    assert (await client.delete(f"/v1/responses/{first['id']}")).json()["deleted"]
+    missing = await client.post("/v1/responses", json=again)
+    assert missing.status_code == 404 and missing.json()["error"]["param"] == "previous_response_id"
+    unkept = (await client.post("/v1/responses", json={"input": "x", "store": False})).json()
+    assert (await client.get(f"/v1/responses/{unkept['id']}")).status_code == 404
+
+
+async def test_messages_whole_and_streamed(client, engine):
+    engine.reply = CALLS
+    tool = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+    body = {"max_tokens": 4000, "system": "Be brief.", "tools": [tool], "messages": [{"role": "user", "content": "x"}]}
+    whole = (await client.post("/v1/messages", json=body)).json()
+    assert [block["type"] for block in whole["content"]] == ["text", "tool_use", "tool_use"]
+    assert [block["input"] for block in whole["content"][1:]] == [json.loads(each) for each in ARGUMENTS]
+    stream = await events(client, "/v1/messages", body)
+    assert [stream[0]["type"], stream[-2]["type"], stream[-1]["type"]] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+    pieces = [event["delta"] for event in stream if event["type"] == "content_block_delta" and event["index"] == 1]
+    assert "".join(piece["partial_json"] for piece in pieces) == ARGUMENTS[0]
+    assert stream[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    count = await client.post("/v1/messages/count_tokens", json={**body, "max_tokens": None} | {})
+    assert count.status_code == 400, "max_tokens is no field of it"
+    del body["max_tokens"]
+    counted = (await client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
+    usage = whole["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "max_tokens is required"),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ("/v1/messages", {"max_tokens": 5, "messages": ASK["messages"], "tool_choice": {"type": "x"}}, "tool_choice"),
+        ("/v1/responses", {"input": [{"type": "computer_call"}]}, "'computer_call'"),
+        ("/v1/responses", {"input": "x", "background": True}, "background"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "'web_search'"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "xml"}}}, "'xml'"),
+    ],
+)
+async def test_what_is_wrong_is_said(client, path, body, words):
+    response = await client.post(path, json=body)
+    assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+    assert (response.json().get("type") == "error") == path.startswith("/v1/messages")

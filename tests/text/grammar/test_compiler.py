@@ -1,0 +1,102 @@
+"""Compiling beside the steps: what comes again is kept, what takes too long is ended, and masks of many answers."""
+
+import random
+
+import numpy as np
+import pytest
+from byte_grammar import SIZE, constraint, random_answer, vocabulary
+
+from transect.text.grammar.checker import Checker
+from transect.text.grammar.compiler import GrammarCompiler
+from transect.text.grammar.constraint import MaskFiller
+from transect.text.grammar.params import StructuredOutputsParams
+from transect.text.grammar.sources import grammar_of
+
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(8, 24)]}
+
+
+def grammar(**form) -> str:
+    return grammar_of(StructuredOutputsParams(**form))
+
+
+@pytest.fixture(scope="module")
+def checker():
+    checker = Checker(vocabulary())
+    yield checker
+    checker.close()
+
+
+def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_checked(checker):
+    assert checker.check(grammar(regex="a+")) is None
+    first = checker._process.pid
+    assert "takes longer than 1.5 s" in checker.check(grammar(json=ENDLESS))
+    assert checker.check(grammar(json={"type": "integer"})) is None and checker._process.pid != first
+    assert "invalid type" in checker.check(grammar(json={"type": "strange"})).lower()
+
+
+def test_a_grammar_that_takes_too_much_memory_is_ended(checker):
+    small = Checker(vocabulary(), seconds=30, nbytes=2**23)
+    try:
+        assert "takes more than 8 MiB" in small.check(grammar(json=ENDLESS))
+    finally:
+        small.close()
+
+
+def test_ebnf_is_translated_where_it_can_be_ended(checker):
+    assert 'start: "x"' in checker.translate('root ::= "x"')
+    with pytest.raises(ValueError, match="Failed to convert"):
+        checker.translate("root ::= (")
+    many = "".join(f'a{n} ::= "x" a{n + 1}\n' for n in range(20_000))
+    with pytest.raises(ValueError, match="takes longer than"):
+        checker.translate(f"root ::= a0\n{many}")
+    assert checker.translate('root ::= "y"')
+
+
+def test_a_process_that_was_killed_is_started_again(checker):
+    assert checker.check(grammar(regex="b")) is None
+    checker._process.kill()
+    checker._process.wait()
+    assert checker.check(grammar(regex="c")) is None
+
+
+def test_grammars_are_compiled_once_and_refusals_are_remembered():
+    compiled = []
+    compiler = GrammarCompiler(vocabulary, checked=False)
+    inner = compiler._compile
+    compiler._compile = lambda *arguments: compiled.append(arguments[0]) or inner(*arguments)
+    for _ in range(2):
+        one, two = (compiler.compile(StructuredOutputsParams(regex="ab")) for _ in range(2))
+        assert one.accept(ord("a")) is None and two.accept(ord("b")) is not None, "each has its own state"
+        with pytest.raises(ValueError, match="guided_regex cannot be used"):
+            compiler.compile(StructuredOutputsParams(regex="(", field="guided_regex"))
+    assert len(compiled) == 2
+
+
+def test_compiling_in_a_thread():
+    compiler = GrammarCompiler(vocabulary)
+    try:
+        futures = [compiler.submit(StructuredOutputsParams(choice=[str(n)])) for n in range(3)]
+        bad = compiler.submit(StructuredOutputsParams(regex="("))
+        assert [random_answer(each.result(60), random.Random(0)) for each in futures] == ["0", "1", "2"]
+        with pytest.raises(ValueError, match="cannot be used"):
+            bad.result(60)
+    finally:
+        compiler.close()
+
+
+def test_masks_of_many_answers_are_those_of_each():
+    forms = [{"regex": "[a-f]+"}, {"json": {"type": "integer"}}, {"choice": ["x", "y"]}, {"json_object": True}] * 3
+    grammars = [constraint(**form) for form in forms]
+    alone = np.zeros((len(grammars), -(-SIZE // 32)), np.int32)
+    for each, words in zip(grammars, alone, strict=True):
+        assert each.fill(words) is None
+    together = np.full_like(alone, -1)
+    assert MaskFiller()(grammars, together) == [None] * len(grammars)
+    assert (together == alone).all()
+    few = np.full_like(alone[:2], -1)
+    assert MaskFiller()(grammars[:2], few) == [None, None] and (few == alone[:2]).all()
+
+
+def test_forced_tokens():
+    assert constraint(choice=["abc"]).forced() == list(b"abc")
+    assert constraint(regex="a|b").forced() == []
