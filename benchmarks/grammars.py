@@ -338,7 +338,8 @@ def _cell(found: dict[str, Any]) -> str:
     if "refused" in found:
         return f"refused after {spent}"
     mask = found["mask_us"]["median"]
-    return f"{spent}; {mask:.0f} µs" if mask < 1e4 else f"{spent}; {mask / 1e6:.1f} s"
+    shown = f"{mask:.0f} µs" if mask < 1e4 else f"{mask / 1e3:.0f} ms" if mask < 1e6 else f"{mask / 1e6:.1f} s"
+    return f"{spent}; {shown}"
 
 
 def main() -> None:
