@@ -2,19 +2,27 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# What is installed: first what Transect needs to run, then what tests and checks need besides.
+RUN    := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
 
-.PHONY: setup demo test prove lint types bench pretrain clean
-setup: $(STAMP)
+.PHONY: setup setup-dev demo test prove test-triton lint types resolve bench pretrain clean
+setup: $(RUN)
+setup-dev: $(DEV)
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Transect needs Python 3.11 or newer: set PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(BIN)/python .ci/download_size.py run $(VENV)
 	@$(PIP) torch numpy
-	@$(PIP) -e '.[test,lint]'
+	@$(PIP) -e .
 	@$(BIN)/python -m transect.ops.cpu.build
+	@touch $@
+
+$(DEV): $(RUN)
+	@$(BIN)/python .ci/download_size.py test $(VENV)
+	@$(PIP) -e '.[test,lint]'
 	@touch $@
 
 demo: setup
@@ -22,19 +30,30 @@ demo: setup
 
 # Two processes share the tests; `make test WORKERS=0` runs all in one.
 WORKERS ?= 2
-test: setup
+test: setup-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Everything: also the cross products, long searches and slow machinery that `make test` leaves out.
-prove: setup
+prove: setup-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --prove
 
-lint: setup
-	@$(BIN)/ruff check src tests benchmarks examples
-	@$(BIN)/ruff format --check src tests benchmarks examples
+# The kernels under another Triton than the installed one: in the interpreter, and compiled ahead of time.
+TRITON ?= 3.6.0
+OTHER   = $(VENV)/triton-$(TRITON)
+test-triton: setup-dev
+	@test -d $(OTHER) || $(BIN)/python -m pip install --quiet --no-deps --target $(OTHER) triton==$(TRITON)
+	@PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/ops -n $(WORKERS) --dist loadfile
+
+# Whether the constraints resolve from the public package index; reads metadata, installs nothing.
+resolve: setup-dev
+	@$(BIN)/python -m pytest tests/packaging/public_index.py -n0
+
+lint: setup-dev
+	@$(BIN)/ruff check .ci src tests benchmarks examples hatch_build.py
+	@$(BIN)/ruff format --check .ci src tests benchmarks examples hatch_build.py
 	@$(BIN)/lint-imports
 
-types: setup
+types: setup-dev
 	@$(BIN)/mypy
 
 bench: setup

@@ -1,4 +1,5 @@
-// How many cycles of a scheduler a product on the tensor cores takes on Hopper, alone and with other instructions beside it:
+// How many cycles of a scheduler a product on the tensor cores takes on Hopper, alone and with other instructions
+// beside it:
 // bfloat16, float32 sums, operands in registers (``wgmma``: the right one in shared memory). See issue_rates.py.
 
 #include <cuda_runtime.h>
@@ -9,9 +10,11 @@
 enum Other { kNone, kLogic, kFloat, kPair, kInteger };
 
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 
 template <Other OTHER>
@@ -74,7 +77,8 @@ __global__ void by_groups(float* out, unsigned* cycles, uint32_t seed) {
 #pragma unroll
     for (int q = 0; q < 8; q++)
       asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, "
+          "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
+          "%12, 1, 1, "
           "1, 0;"
           : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(described + q * 16));
@@ -91,7 +95,8 @@ __global__ void by_groups(float* out, unsigned* cycles, uint32_t seed) {
 static float* out;
 static unsigned* cycles;
 
-// Prints: name, other instructions a product, warps a scheduler, cycles of a scheduler for a product (and those others).
+// Prints: name, other instructions a product, warps a scheduler, cycles of a scheduler for a product (and those
+// others).
 template <typename Kernel>
 static void run(const char* name, int more, Kernel kernel) {
   for (int warps = 1; warps <= 3; warps++) {

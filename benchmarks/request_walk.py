@@ -152,14 +152,13 @@ def floors(walk: Walk, threads: int) -> Callable[[list[tuple[int, int]]], float]
     """From (new, length) rows to the floor of a step in seconds."""
     import torch
 
-    from transect.bench.floors import Rates, processor_ceilings, step_floor, storage_of
+    from transect.bench.floors import Rates, step_floor, storage_of
     from transect.hardware.device import detect
-    from transect.hardware.measured import ceilings
     from transect.models.cost import Row
-    from transect.ops.cpu.library import load
+    from transect.ops.cpu.ceilings import device_measurement
 
     torch.set_num_threads(threads)
-    rates = Rates.of(processor_ceilings(ceilings(detect("cpu")), load(threads)), "float32")
+    rates = Rates.of(device_measurement(detect("cpu")).ceilings, "float32")
     torch.set_num_threads(1)
     source = walk.built.source
     storage = storage_of(source, "auto", keeps_quantized=True)

@@ -1,7 +1,7 @@
-// What racecheck says of rings that are right by construction: a warp fills two slots again and again, another reads each as
-// soon as it is there. By bulk copies or by copies of 16 bytes, by CUDA's own library or by the helpers of our kernels. With
-// ``early`` a slot is given back before it is read, which is a true race. With ``one`` a single lane gives it back for its warp,
-// after __syncwarp, as our kernels do.
+// What racecheck says of rings that are right by construction: a warp fills two slots again and again, another reads
+// each as soon as it is there. By bulk copies or by copies of 16 bytes, by CUDA's own library or by the helpers of our
+// kernels. With ``early`` a slot is given back before it is read, which is a true race. With ``one`` a single lane
+// gives it back for its warp, after __syncwarp, as our kernels do.
 
 #include <cuda/barrier>
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 from commands import run_here
 
+from transect.cli.bench_shared import Subject
+
 TRANSECT = [sys.executable, "-m", "transect"]
 SHAPE = {
     "model_type": "llama",
@@ -105,3 +107,12 @@ def test_energy_without_nvml(shape):
     if done.returncode == 0:
         pytest.skip("this machine has NVML")
     assert "energy cannot be measured: NVML is not on this machine" in done.stderr
+
+
+def test_a_share_above_all_is_explained(capsys):
+    about = Subject(None, None, None, None, "measured on 2026-01-02 while the machine was 85% busy")
+    part = {"of_floor": 0.5, "mbu": 0.2, "mfu": 0.9}
+    about.explain([part])
+    assert not capsys.readouterr().out
+    about.explain([part, part | {"mbu": 1.22}])
+    assert "122% of what the device can do means that this was measured on 2026-01-02" in capsys.readouterr().out

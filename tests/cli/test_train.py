@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> Non
     wait_for_step(folder, "stopped", 4)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
+    assert process.returncode == 143, out
     assert "stopped at step" in out
     stopped = checkpoint.newest(folder / "runs" / "stopped").step
     assert stopped >= 4
@@ -129,6 +130,23 @@ def test_mistakes_get_one_line(folder, arguments, message: str, monkeypatch) -> 
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("transect: error: ") and len(done.stderr.splitlines()) == 1
     assert message in done.stderr
+
+
+def test_a_second_process_is_refused_and_disturbs_nothing(folder) -> None:
+    with checkpoint.RunLock(folder / "runs" / "whole"):
+        code, out = finish(folder, "--resume", "--run", "runs/whole")
+    assert code == 2 and "another process trains in runs/whole" in out.replace(str(folder) + "/", "")
+    assert len(losses(folder, "whole")) == 20
+
+
+def test_a_run_goes_on_from_the_step_that_is_named(folder) -> None:
+    whole = checkpoint.list_steps(folder / "runs" / "whole")
+    copied = folder / "runs" / "again"
+    shutil.copytree(folder / "runs" / "whole", copied, symlinks=True)
+    code, out = finish(folder, "--resume", "--run", f"runs/again/{whole[0].name}")
+    assert code == 0, out
+    assert f"{whole[-1].name} is of a step after this one and was set aside" in out
+    assert losses(folder, "again") == losses(folder, "whole")
 
 
 def test_the_log_is_json_lines_with_every_step_once(folder) -> None:

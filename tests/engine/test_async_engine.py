@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -32,9 +34,18 @@ def tiny(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tiny):
-    async with await AsyncEngine.start(model=tiny, **SETTINGS) as running:
+async def engine(tiny, sockets):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(sockets))
+        running = await AsyncEngine.start(model=tiny, **SETTINGS)
+    async with running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory):
+    """Where the engine's socket was while it started."""
+    return tmp_path_factory.mktemp("sockets")
 
 
 @contextlib.asynccontextmanager
@@ -248,12 +259,47 @@ async def test_a_full_queue_is_queue_full(tiny):
         assert (await waiting).finished
 
 
+async def test_a_stopped_engine_does_not_unbind_the_queue(engine, monkeypatch):
+    """What lies in the socket is bounded too, and a client that leaves takes nothing back out of it."""
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_queue=2))
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        for _ in range(2 + SETTINGS["max_num_seqs"]):
+            task = asyncio.create_task(last(engine.generate([1], endless(max_tokens=3))))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(QueueFull) as refused:
+            await asyncio.wait_for(last(engine.generate([1], endless(max_tokens=3))), 5)
+        assert refused.value.retry_after > 0
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    await engine.stats()  # the engine answers what lies before it first,
+    await engine.stats()  # and tells how much it has read after that
+    assert len((await last(engine.generate([1], endless(max_tokens=3)))).outputs[0].token_ids) == 3
+    await assert_idle(engine)
+
+
+async def test_too_many_choices_are_refused_before_anything_is_built_for_them(engine, monkeypatch):
+    def add(*args, **kwargs):
+        pytest.fail("the text side was asked first")
+
+    monkeypatch.setattr(engine._processor, "add", add)
+    with pytest.raises(ValueError, match="n is 128, but the engine runs 8 sequences"):
+        await last(engine.generate([1], SamplingParams(n=128, stop=["x" * 100] * 40)))
+
+
+async def test_a_running_engine_has_no_folder(engine, sockets):
+    """So that nothing is left of it, whatever ends this process."""
+    assert not list(sockets.iterdir())
+    assert str(sockets) in Path("/proc/net/unix").read_text(), "it was there while the engine started"
+
+
 # Ends of the process ------------------------------------------------------------------------------------------------
 
 
 async def test_a_killed_engine_gives_every_stream_one_clean_error(tiny):
     async with own_engine(tiny) as engine:
-        directory = engine._directory
         streams = [engine.generate(prompt, endless()) for prompt in PROMPTS]
         for stream in streams:
             await anext(stream)
@@ -267,7 +313,6 @@ async def test_a_killed_engine_gives_every_stream_one_clean_error(tiny):
         with pytest.raises(EngineDeadError):
             await engine.stats()
         await asyncio.wait_for(engine.drain(), PATIENCE_S)
-    assert not directory.exists()
 
 
 async def test_a_hung_engine_is_told_from_a_live_one_and_ctrl_c_does_not_reach_it(tiny):

@@ -52,6 +52,19 @@ def test_matrices_are_held_in_4_bits_and_the_head_as_it_was(tiny):
     assert all(isinstance(weight, Packed) for _, weight in model.weights())
 
 
+def test_the_fused_stack_holds_no_second_copy_of_what_is_joined(tiny, monkeypatch):
+    """A part of a joined matrix has its own product only by a copy; nobody may ask for it who will not use it."""
+    model = Decoder(resolve(tiny).config, "meta", torch.bfloat16, kinds=kinds_for("int4", "cpu"))
+    model.join()
+    asked = []
+    product = ServingInt4.product
+    monkeypatch.setattr(ServingInt4, "product", lambda weight: asked.append(weight) or product(weight))
+    FusedStack(model.to_empty(device="cpu"), max_positions=64)
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    assert any(weight is attention.qkv.join() for weight in asked) and any(weight is mlp.down for weight in asked)
+    assert not {id(part) for part in (*attention.qkv.matrices, *mlp.gate_up.matrices)} & {id(part) for part in asked}
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is chosen before its import, where there is no GPU")
 @pytest.mark.parametrize("fused", [True, False])
 def test_on_the_kernels_of_a_gpu(tiny, fused):
@@ -97,7 +110,7 @@ def test_bad_settings_are_refused():
         EngineConfig(model="any", quantization="int3")
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_smollm2_predicts_a_text_as_its_dequantized_weights_do(smollm2):
     from transect.text.tokenizer import Tokenizer
 

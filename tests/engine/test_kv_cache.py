@@ -122,3 +122,16 @@ def test_nothing_is_found_with_caching_off():
     (key,) = chain((1,))
     cache.register(take(cache, 1)[0], key)
     assert cache.match([key]) == []
+
+
+def test_clear_forgets_contents_and_leaves_blocks_with_who_uses_them():
+    cache = KVCache(4)
+    used, free = cache.allocate(), cache.allocate()
+    cache.register(used, b"a")
+    cache.register(free, b"b")
+    cache.release([free])
+    cache.clear()
+    assert cache.match([b"a"]) == cache.match([b"b"]) == []
+    assert cache.num_cached == 0 and cache.num_free == 3 and cache.ref_count(used) == 1
+    cache.release([used])
+    assert cache.num_free == 4 and len({cache.allocate() for _ in range(4)}) == 4

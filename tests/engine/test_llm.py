@@ -87,6 +87,13 @@ def test_repeated_prompts_come_from_the_prefix_cache_with_the_same_tokens(llm):
     assert second.num_cached_tokens == 64
 
 
+def test_the_prefix_cache_can_be_forgotten(llm):
+    prompt = list(range(70, 140))
+    assert llm.generate([prompt], greedy())[0].num_cached_tokens == 0
+    llm.reset_prefix_cache()
+    assert llm.generate([prompt], greedy())[0].num_cached_tokens == 0
+
+
 def test_seeds_repeat_and_choices_differ(llm):
     params = SamplingParams(n=3, seed=11, max_tokens=16, ignore_eos=True)
     first, second = (llm.generate([PROMPTS[1]], params)[0] for _ in range(2))
@@ -360,3 +367,59 @@ def test_real_model_knows_the_capital_of_france(real):
     choice = real.chat(messages, SamplingParams(temperature=0.0, max_tokens=24))[0].outputs[0]
     assert "Paris" in choice.text
     assert choice.finish_reason == "stop"
+
+
+def test_float32_on_torch_alone_is_the_same_to_the_bit_in_any_batch(llm):
+    params = greedy(8, logprobs=2, prompt_logprobs=0)
+    prompts = [[7] * 100, [9, 8, 7] * 14, list(range(40)), [3]]
+    alone = [llm.generate(prompt, params)[0] for prompt in prompts]
+    for one, other in zip(alone, llm.generate(prompts, params), strict=True):
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs and one.prompt_logprobs == other.prompt_logprobs
+
+
+# Special tokens in text ---------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_of_a_text_prompt_are_parsed_unless_told_otherwise(llm):
+    text = "<|im_start|>user\nhi<|im_end|>"
+    parsed = llm.generate(text, greedy(1))[0].prompt_token_ids
+    assert parsed == llm.tokenizer.encode(text, parse_special=True)
+    assert parsed[0] == 256 and parsed[-1] == EOS and len(parsed) == 9
+    plain = llm.generate({"prompt": text}, greedy(1), parse_special=False)[0].prompt_token_ids
+    assert plain == llm.tokenizer.encode(text) and not {256, EOS} & set(plain)
+
+
+def test_text_in_a_chat_stays_text(llm):
+    ids = llm.chat([{"role": "user", "content": "a<|im_end|>b"}], greedy(1))[0].prompt_token_ids
+    assert ids.count(256) == 2 and ids.count(EOS) == 1
+
+
+# What programs written for vLLM and transformers expect ---------------------------------------------------------------
+
+
+def test_float16_on_torch_alone(tiny, llm, capsys):
+    half = make(tiny, dtype="float16", native=None, tensor_parallel_size=1, trust_remote_code=False)
+    assert half._core.executor._k_cache.dtype == torch.float16
+    exact, rounded = (each.generate(PROMPTS[:2], greedy(1, logprobs=5)) for each in (llm, half))
+    for one, other in zip(exact, rounded, strict=True):
+        for token, entry in one.outputs[0].logprobs[0].items():
+            if token in other.outputs[0].logprobs[0]:
+                assert other.outputs[0].logprobs[0][token].logprob == pytest.approx(entry.logprob, abs=0.05)
+    with pytest.raises(ValueError, match="native=True, but the C\\+\\+ kernels compute in float32, not float16"):
+        make(tiny, dtype="float16", native=True)
+
+
+def test_sampling_defaults_of_the_model(tiny, capsys):
+    override = {"temperature": 0, "max_new_tokens": 3, "eos_token_id": 7}
+    llm = make(tiny, override_generation_config=override)
+    assert "sampling defaults temperature=0, max_new_tokens=3 (" in capsys.readouterr().err
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+    first, second = (llm.generate([PROMPTS[1]])[0].outputs[0] for _ in range(2))
+    assert first.token_ids == second.token_ids and 1 <= len(first.token_ids) <= 3
+    assert set(llm._eos) == {EOS, 7}
+
+
+def test_the_tokenizer_renders_what_chat_runs(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    ids = llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
+    assert llm.chat(messages, greedy(1))[0].prompt_token_ids == ids

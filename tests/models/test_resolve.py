@@ -15,7 +15,7 @@ from transect.models import resolve as resolve_module
 from transect.models.config import ModelConfig
 from transect.models.config_hf import to_hf
 from transect.models.pull import BUILTIN_MODELS
-from transect.models.resolve import ModelSource, resolve
+from transect.models.resolve import ModelSource, resolve, tokenizer_files
 
 CONFIG = ModelConfig("llama", 96, 64, 2, 4, 2, 16, 96, 128)
 
@@ -72,7 +72,7 @@ def test_a_source_can_be_sent_to_another_process(smollm2):
 
 
 def test_resolving_needs_no_torch(smollm2):
-    code = "import sys; from transect.models.resolve import resolve; resolve('smollm2-135m'); "
+    code = "import sys; from transect.models.resolve import resolve, tokenizer_files; resolve('smollm2-135m'); "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)
 
 
@@ -103,7 +103,7 @@ def test_files_and_directories_that_are_no_model(tmp_path, smollm2):
     (tmp_path / "a.txt").write_text("hello")
     fails(str(tmp_path / "a.txt"), "is no .gguf file")
     (tmp_path / "config.json").write_text("{")
-    fails(str(tmp_path), "config.json is not readable JSON")
+    fails(str(tmp_path), "config.json is not valid JSON")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     fails(str(tmp_path), "architecture 'mamba' is not supported; supported are: gpt2, llama")
 
@@ -152,6 +152,18 @@ def hub(monkeypatch):
     fake.calls = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     return fake
+
+
+def test_a_revision_of_a_hub_id(hub, directory):
+    hub.outcome = directory
+    resolve("someone/model", revision="v1")
+    assert tokenizer_files("someone/tokens", revision="abc") == directory
+    (_, options), (name, tokens) = hub.calls
+    assert options["revision"] == "v1" and tokens["revision"] == "abc" and name == "someone/tokens"
+    assert "*.safetensors" not in tokens["allow_patterns"]
+    for wrong in (str(directory), "smollm2-135m"):
+        with pytest.raises(ValueError, match="'v1' is for hub ids"):
+            resolve(wrong, revision="v1")
 
 
 def test_a_hub_id(hub, directory):

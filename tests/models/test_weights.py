@@ -12,6 +12,7 @@ from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.staging import Staging
 from transect.models.storage import int4_format
+from transect.models.weights import int4_serving
 from transect.models.weights.adapted import Adapted
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4 import Int4
@@ -40,7 +41,7 @@ def library():
 
 def products():
     """Torch's, whether or not Triton's interpreter is there: what is tested here is the layout."""
-    return Int4Products(int4_matmul.reference, lambda both: torch.nn.functional.silu(both[:, :O]) * both[:, O:])
+    return Int4Products(int4_matmul.reference, int4_serving._gated_by_torch)
 
 
 def dense(bias=True):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
 import pytest
+import uvicorn
 
 from transect.engine.async_engine import EngineDeadError
-from transect.engine.outputs import EngineOutput, SchedulerStats
+from transect.engine.outputs import EngineOutput, RequestTimes, SchedulerStats
 from transect.engine.waiting_queue import QueueFull
 from transect.server.app import create_app
+from transect.server.process import bind, url_of
 from transect.server.serving import ServerOptions
 from transect.text.chat_template import ChatTemplate
 from transect.text.output_processor import OutputProcessor
+from transect.text.sampling_defaults import SamplingDefaults
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -28,10 +32,17 @@ class ByteTokenizer:
 
     vocab_size = 257
     special_ids = frozenset({256})
+    special_texts = ()
+    bos_token_id = None
+    eos_token_ids = (256,)
     drops_leading_space = False
+    longest_token = 1
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         return list(text.encode())
+
+    def encode_chat(self, text: str, mask, add_special_tokens: bool = False) -> list[int]:
+        return self.encode(text)
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return b"".join(self.token_bytes(each) for each in ids).decode(errors="replace")
@@ -43,8 +54,10 @@ class ByteTokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
-def position(token: int):
-    return SimpleNamespace(token_id=token, logprob=-0.5, rank=1, top=[(token, -0.5), (65, float("-inf"))])
+def position(token: int, choice: int = 0):
+    """A token's logprobs; the third choice is the likeliest."""
+    likely = -0.25 if choice == 2 else -0.5
+    return SimpleNamespace(token_id=token, logprob=likely, rank=1, top=[(token, -0.5), (65, float("-inf"))])
 
 
 @dataclass
@@ -56,7 +69,9 @@ class FakeEngine:
     vocab_size: int = 257
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     chat_template: ChatTemplate | None = field(default_factory=lambda: ChatTemplate(TEMPLATE))
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     pid: int = 4242
+    resets: int = 0
     state: str = "ok"
     running: dict[str, object] = field(default_factory=dict)
     seen: list = field(default_factory=list)
@@ -101,11 +116,12 @@ class FakeEngine:
                         request_id=request_id,
                         index=index,
                         new_token_ids=[] if failed else [tokens[step]],
-                        logprobs=None if params.logprobs is None or failed else [position(tokens[step])],
+                        logprobs=None if params.logprobs is None or failed else [position(tokens[step], index)],
                         prompt_logprobs=prompt_logprobs if step == 0 and index == 0 else None,
                         finish_reason="error" if failed else "length" if last else None,
                         error="the logits are not finite" if failed else None,
                         num_cached_tokens=1,
+                        times=RequestTimes(10.0, 11.0, 13.0, 17.0 if last else None),
                     )
                 )
                 if update is not None:
@@ -115,6 +131,11 @@ class FakeEngine:
 
     async def health(self):
         return SimpleNamespace(state=self.state, detail=None)
+
+    async def reset_prefix_cache(self) -> None:
+        if self.state == "dead":
+            raise EngineDeadError("it is gone")
+        self.resets += 1
 
     async def stats(self) -> SchedulerStats:
         if self.state != "ok":
@@ -155,3 +176,17 @@ def app(engine: FakeEngine, options: ServerOptions):
 def client(app) -> Iterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+@pytest.fixture
+def live(app) -> Iterator[str]:
+    """The fake engine behind a real socket, for clients that bring their own HTTP: the server's address."""
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        yield url_of(sock)
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,9 +1,15 @@
 """Shapes of answers and streams, on the fake engine."""
 
 import asyncio
+import dataclasses
 import json
+import re
 
+import httpx
 import pytest
+
+from transect.server.app import create_app
+from transect.text.sampling_defaults import SamplingDefaults
 
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"model": "fake-model", "prompt": "Hi", "max_tokens": 100}
@@ -177,7 +183,7 @@ async def test_models_and_tokenizer_routes(client):
     assert (await client.get("/v1/models/alias")).json()["max_model_len"] == 200
     assert (await client.get("/v1/models/nope")).status_code == 404
     tokens = (await client.post("/tokenize", json={"prompt": "Hé"})).json()
-    assert tokens == {"count": 3, "max_model_len": 200, "tokens": [72, 195, 169]}
+    assert tokens == {"count": 3, "max_model_len": 200, "tokens": [72, 195, 169], "token_strs": None}
 
 
 async def test_health_says_ok_hung_dead_draining(client, engine, app):
@@ -196,11 +202,18 @@ async def test_health_says_ok_hung_dead_draining(client, engine, app):
         assert (response.status_code, response.json()["state"]) == (503, state)
 
 
+def metric_lines(text):
+    """The metrics without the label that all have."""
+    lines = [re.sub(r',?model_name="fake-model"', "", line).replace("{,", "{") for line in text.splitlines()]
+    return [line.replace("{}", "") for line in lines]
+
+
 async def test_metrics(client, engine):
     await client.post("/v1/completions", json={**PROMPT, "max_tokens": 3, "n": 2})
     await client.post("/v1/completions", json={**PROMPT, "stop": "wör"})
     await client.get("/no-such-route")
-    lines = (await client.get("/metrics")).text.splitlines()
+    text = (await client.get("/metrics")).text
+    lines = metric_lines(text)
     for line in (
         "transect_engine_up 1.0",
         "transect_requests_waiting 1.0",
@@ -219,13 +232,30 @@ async def test_metrics(client, engine):
     # 3 tokens of 2 choices make 2 * 2 gaps; the second request stops at the 4th byte of "wör", the 11th of the reply.
     assert "transect_inter_token_latency_seconds_count 14.0" in lines
     assert "transect_generation_tokens_total 17.0" in lines
+    # the same for vLLM's boards, and what only they show
+    for line in (
+        'vllm:num_requests_waiting{engine="0"} 1.0',
+        'vllm:kv_cache_usage_perc{engine="0"} 0.5',
+        'vllm:generation_tokens_total{engine="0"} 17.0',
+        'vllm:request_success_total{engine="0",finished_reason="length"} 2.0',
+        'vllm:time_to_first_token_seconds_count{engine="0"} 2.0',
+        'vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 14.0',
+        'vllm:request_prompt_tokens_sum{engine="0"} 4.0',
+        'vllm:request_generation_tokens_sum{engine="0"} 17.0',
+        'vllm:request_max_num_generation_tokens_sum{engine="0"} 14.0',
+        'vllm:request_queue_time_seconds_count{engine="0"} 2.0',
+        'vllm:request_prefill_time_seconds_sum{engine="0"} 4.0',
+        'vllm:request_decode_time_seconds_count{engine="0"} 2.0',
+    ):
+        assert line in lines, line
+    assert all('model_name="fake-model"' in line for line in text.splitlines() if not line.startswith("#"))
 
 
 async def test_metrics_of_a_hung_engine_are_the_last_known(client, engine, monkeypatch):
     await client.get("/metrics")
     engine.state = "hung"
     monkeypatch.setattr("transect.server.health.PROBE_S", 0.01)
-    lines = (await client.get("/metrics")).text.splitlines()
+    lines = metric_lines((await client.get("/metrics")).text)
     assert "transect_engine_up 0.0" in lines and "transect_kv_blocks 10.0" in lines
 
 
@@ -235,3 +265,64 @@ async def test_many_at_once_do_not_mix(client, engine):
     )
     assert [each.json()["choices"][0]["text"] for each in answers] == [REPLY[: 1 + each % 8] for each in range(40)]
     assert not engine.running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/completions", {"prompt": "a"}, (True, True)),
+        ("/v1/completions", {"prompt": "a", "add_special_tokens": False, "parse_special": False}, (False, False)),
+        ("/tokenize", {"prompt": "a"}, (True, True)),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, (False, True)),
+        ("/tokenize", {"prompt": "a", "parse_special": False}, (True, False)),
+    ],
+)
+async def test_how_text_is_encoded_is_the_client_s_to_say(client, engine, path, body, expected):
+    seen = []
+    plain = engine.tokenizer.encode
+
+    def encode(text, add_special_tokens=False, parse_special=False):
+        seen.append((add_special_tokens, parse_special))
+        return plain(text)
+
+    engine.tokenizer.encode = encode
+    answer = await client.post(path, json={"model": "fake-model", **body})
+    assert answer.status_code == 200 and seen == [expected]
+
+
+async def test_tokenize_gives_the_texts_of_tokens(client):
+    answer = await client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
+    assert answer.json()["token_strs"] == ["a", "b"]
+
+
+async def test_sampling_defaults_of_the_model_and_what_goes_over_them(client, engine):
+    engine.sampling_defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20}, max_new_tokens=5)
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    text = {"prompt": "x"}
+    for path, body, expected in (
+        ("/v1/chat/completions", chat, (0.6, 20, 5)),
+        ("/v1/chat/completions", {**chat, "temperature": 1, "top_k": 3, "max_tokens": 4}, (1, 3, 4)),
+        ("/v1/completions", text, (0.6, 20, 5)),
+        ("/v1/completions", {**text, "max_tokens": 50}, (0.6, 20, 5)),
+    ):
+        assert (await client.post(path, json=body)).status_code == 200
+        _, params, _ = engine.seen.pop()
+        assert (params.temperature, params.top_k, params.max_tokens) == expected
+
+
+async def test_web_pages_of_other_origins(engine, options):
+    asked = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization,content-type"
+    options = dataclasses.replace(options, api_keys=("secret",))
+    for origins, allowed in ((("*",), "*"), (("http://page",), "http://page"), (("http://other",), None), ((), None)):
+        app = create_app(engine, dataclasses.replace(options, allowed_origins=origins))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            before = await client.options("/v1/chat/completions", headers=asked)
+            assert before.headers.get("access-control-allow-origin") == allowed
+            assert (before.status_code == 200) == (allowed is not None)
+            headers = {"Origin": "http://page", "Authorization": "Bearer secret"}
+            answer = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert answer.status_code == 200 and answer.headers.get("access-control-allow-origin") == allowed
+            refused = await client.post("/v1/chat/completions", json=CHAT, headers={"Origin": "http://page"})
+            assert refused.status_code == 401 and refused.headers.get("access-control-allow-origin") == allowed

@@ -56,7 +56,7 @@ class Server:
 
     def metric(self, name):
         for line in httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text.splitlines():
-            if line.startswith(f"{name} "):
+            if re.match(rf"{name}(\{{|\s)", line):
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric {name}")
 
@@ -236,7 +236,7 @@ def test_bad_bodies_disturb_nobody(server):
     next(iter(good))
     with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
         server.client.chat.completions.create(model="m", messages=HELLO, extra_body={"temprature": 1})
-    with pytest.raises(openai.BadRequestError, match="shorten it") as caught:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as caught:
         server.client.completions.create(model="m", prompt="word " * 3000)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="does not exist"):

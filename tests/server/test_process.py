@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+import ssl
 import subprocess
 import sys
 
 import httpx
 import pytest
 
-from transect.server.process import bind, serve, url_of
+from transect.server.process import bind, bind_unix, serve, url_of
 from transect.server.serving import ServerOptions
 
 OPTIONS = ServerOptions(model_names=("m",))
@@ -147,3 +148,56 @@ def test_engine_that_cannot_start():
 def test_no_torch_in_the_server_process():
     program = "import sys, transect.server.process, transect.engine.async_engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_unix_socket(engine, tmp_path):
+    path = str(tmp_path / "socket")
+    sock = bind_unix(path)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+
+    async def during(url):
+        assert url == f"unix:{path}"
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=path), base_url="http://server") as client:
+            answer = await client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5})
+            assert answer.json()["choices"][0]["text"] == "Hello"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert asyncio.run(run(engine, sock, during)) == 0
+    bind_unix(path).close()  # nobody listens there any more
+
+
+def test_a_unix_socket_that_cannot_be_had(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ValueError, match=r"cannot be bound .* in use"):
+        bind_unix(str(file))
+    assert file.read_text() == "x"
+    taken = str(tmp_path / "taken")
+    with bind_unix(taken) as sock:
+        sock.listen()
+        with pytest.raises(ValueError, match="cannot be bound"):
+            bind_unix(taken)
+    with pytest.raises(ValueError, match="--uds"):
+        bind_unix(str(tmp_path / "no" / "folder"))
+
+
+def test_tls(engine, tmp_path, monkeypatch):
+    certificate, key = str(tmp_path / "c.pem"), str(tmp_path / "k.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    named = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*made, *named], check=True, capture_output=True)
+    options = ServerOptions(model_names=("m",), ssl_certfile=certificate, ssl_keyfile=key)
+    monkeypatch.setattr(sys.modules[__name__], "OPTIONS", options)
+    sock = bind("127.0.0.1", 0)
+
+    async def during(url):
+        trusted = ssl.create_default_context(cafile=certificate)
+        async with httpx.AsyncClient(verify=trusted) as client:
+            assert (await client.get(url.replace("http:", "https:") + "/version")).status_code == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert asyncio.run(run(engine, sock, during)) == 0
+    with pytest.raises(ValueError, match="cannot be used"):
+        ServerOptions(model_names=("m",), ssl_certfile=key)
+    with pytest.raises(ValueError, match="needs ssl_certfile"):
+        ServerOptions(model_names=("m",), ssl_keyfile=key)

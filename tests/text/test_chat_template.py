@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from transect.text import template_sandbox
 from transect.text.chat_messages import normal_messages
 from transect.text.chat_template import ChatTemplate
 
@@ -192,3 +193,68 @@ def test_templates_that_would_make_too_much(source):
 def test_renderings_do_not_share_their_budget():
     template = ChatTemplate("{% for i in range(900000) %}{% endfor %}done")
     assert [template.render(USER) for _ in range(2)] == ["done", "done"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # loops and calls
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for x in [1, 1] recursive %}{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
+        "{% set x = messages * 1000 %}{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
+        "{% set x = messages * 1000 %}{% for a in x %}{% for b in x | map('upper') %}{% endfor %}{% endfor %}",
+        # doubling
+        "{% set ns = namespace(s='ab') %}{% for i in range(64) %}{% set ns.s = [ns.s, ns.s] | join %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(64) %}{% set ns.s = ''.join([ns.s, ns.s]) %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(64) %}{% set ns.s = ns.s.replace('a', 'aa') %}{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s|replace('b', 'bb') %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(64) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(n=3) %}{% for i in range(64) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        # filters with a length
+        "{{ [1] | batch(1000000000, 0) | list }}",
+        "{{ [1] | slice(1000000000) | list }}",
+        "{{ messages | tojson(indent=1000000) }}",
+        "{{ ('\n' * 1000000) | indent(1000, blank=true) }}",
+    ],
+)
+def test_templates_that_double(source, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 200_000)
+    with pytest.raises(ValueError, match="asks for too much"):
+        ChatTemplate(source).render(USER)
+
+
+@pytest.mark.parametrize(
+    ("pair", "written"),
+    [
+        ("[ns.s, ns.s]", "ns.s | tojson"),
+        ("[ns.s, ns.s]", "ns.s"),
+        ("[ns.s, ns.s]", "ns.s ~ ''"),
+        ("[ns.s, ns.s]", "ns.s | string"),
+        ("[ns.s] * 2", "[ns.s] | join"),
+        ("{1: ns.s, 2: ns.s}", "ns.s | tojson"),
+    ],
+)
+def test_values_that_hold_themselves_many_times(pair, written, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_VALUES", 10_000)
+    source = "{% set ns = namespace(s={}) %}{% for i in range(64) %}{% set ns.s = " + pair + " %}{% endfor %}"
+    with pytest.raises(ValueError, match="asks for too much"):
+        ChatTemplate(source + "{{ " + written + " }}").render(USER)
+
+
+def test_no_template_can_reach_its_budget():
+    source = "{% set budget = none %}{% set _budget = none %}{% for i in range(10 ** 9) %}{% endfor %}"
+    with pytest.raises(ValueError, match="asks for too much"):
+        ChatTemplate(source).render(USER, **{"budget of this rendering": None})
+
+
+def test_ordinary_loops_are_as_ever():
+    source = (
+        "{% for k, v in {'a': 1, 'b': 2}.items() %}"
+        "{{ loop.index }}/{{ loop.length }}{{ k }}{{ v }}{{ loop.last }};{% endfor %}"
+        "{% for x in [1, 2, 3] if x != 2 %}{{ x }}{{ loop.revindex }}{% else %}none{% endfor %}"
+        "{% for x in missing %}{% else %}none{% endfor %}{% for x in 'ab' | list | reverse %}{{ x }}{% endfor %}"
+        "{% for x in [[1], [2]] recursive %}{{ x if x is number else loop(x) }}{% endfor %}"
+        "{{ [1, none, 'a'] }}{{ {'a': 1} }}{{ [1, 2] | join('-') }}{{ ['b', 'a'] | sort | join }}{{ 7 * 6 }}"
+    )
+    expected = "1/2a1False;2/2b2True;1231noneba12[1, None, 'a']{'a': 1}1-2ab42"
+    assert ChatTemplate(source).render(USER) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transect.text import output_processor
 from transect.text.output_processor import OutputProcessor, Update, together
 from transect.text.outputs import Logprob
 from transect.text.stop import StopMatcher
@@ -293,3 +295,25 @@ def test_updates_that_wait_together_become_one():
     assert (merged[1].text, merged[1].token_ids, len(merged[1].logprobs)) == ("xy", [5, 6], 2)
     assert merged[2] is error and len(merged) == 3
     assert [update.index for update in together([Update("r", 0), Update("r", 1), Update("r", 0)])] == [0, 1, 0]
+
+
+def test_all_choices_and_prompts_of_a_request_share_one_automaton(toy, monkeypatch):
+    built = []
+
+    class Counted(output_processor.StopAutomaton):
+        def __init__(self, stops=()):
+            built.append(tuple(stops))
+            super().__init__(stops)
+
+    monkeypatch.setattr(output_processor, "StopAutomaton", Counted)
+    processor = OutputProcessor(toy)
+    for prompt in range(8):
+        processor.add(f"r{prompt}", None, [1], n=128, stop=("END", "STOP"))
+    assert built == [("END", "STOP")]
+    processor.add("other", None, [1], stop=("else",))
+    assert built == [("END", "STOP"), ("else",)]
+    for name in processor.request_ids:
+        processor.finish(name)
+    gc.collect()
+    processor.add("again", None, [1], stop=("END", "STOP"))
+    assert len(built) == 3, "an automaton lives as long as the requests that use it"

@@ -62,6 +62,8 @@ def test_other_decoders_are_named(decoder):
         spelling_of(decoder)
 
 
-def test_no_decoder_is_an_error():
-    with pytest.raises(ValueError, match="has no decoder"):
-        spelling_of(None)
+def test_without_a_decoder_the_pre_tokenizer_is_undone():
+    assert spelling_of(None, {"type": "ByteLevel"}) == spelling_of({"type": "ByteLevel"})
+    steps = {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {"type": "Metaspace", "replacement": "_"}]}
+    assert spelling_of(None, steps).bytes_of("_a") == b" a"
+    assert spelling_of(None).bytes_of("word") == b" word"

@@ -188,3 +188,23 @@ def test_a_decoder_of_another_kind_is_named(tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"tokenizer.json: .*WordPiece.*not supported"):
         OurTokenizer.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("cut", ["byte level", "metaspace", "words"])
+def test_a_tokenizer_without_a_decoder_loads(tmp_path, trained, cut):
+    text = "one two three"
+    if cut == "byte level":
+        backend = Tokenizer.from_str(trained.to_str())
+        backend.decoder = None
+        text = "one <two> thrée"
+    else:
+        mark = "▁" if cut == "metaspace" else ""
+        words = {word: index for index, word in enumerate(["[UNK]", f"{mark}one", f"{mark}two", f"{mark}three"])}
+        backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace() if mark else pre_tokenizers.Whitespace()
+    ours = OurTokenizer.from_hf(save(tmp_path, backend))
+    ids = ours.encode(text)
+    assert ours.decode(ids) == text
+    assert b"".join(ours.token_bytes(token) for token in ids).removeprefix(b" ") == text.encode()
+    if cut == "words":
+        assert ours.decode(ids) == backend.decode(ids)

@@ -17,7 +17,9 @@ from transect.text.tokenizer import Tokenizer
 from transect.train import tokenize as tokenizing
 from transect.train.batches import IGNORE, DocumentPlan, WindowPlan
 from transect.train.config import DataConfig
-from transect.train.data import Loader, Position, chat_tokens, load_stream
+from transect.train.data import Loader, Position, load_stream
+from transect.train.documents import chat_tokens
+from transect.train.identity import stream_identity
 from transect.train.tokens import TokenStream, join, open_tokens
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=40)
@@ -134,7 +136,7 @@ def test_a_loader_goes_on_from_any_position(ahead: bool) -> None:
     assert all(torch.equal(a, next(again).tokens_T) for a in rest)
     assert again.position.epoch >= 2
     other = Loader(loader.stream, loader.config, seed=4)
-    assert other.fingerprint() != loader.fingerprint()
+    assert other.identity() != loader.identity()
     assert not torch.equal(next(other).tokens_T, first[0].tokens_T)
 
 
@@ -167,10 +169,10 @@ def test_chat_tokens_are_what_a_server_would_send_and_what_is_said(tiny) -> None
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 must be a JSON object"),
-        ('{"a": 1}', 'line 2 needs "messages"'),
-        ('{"messages": []}', "line 2: messages must be"),
+        ("{", "line 2: the line is not JSON"),
+        ("[1]", "line 2: a line must be a JSON object"),
+        ('{"a": 1}', "line 2: no layout is known with the keys a;"),
+        ('{"messages": []}', 'line 2: "messages" must be a list'),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the chat has no message of the assistant"),
     ],
 )
@@ -194,7 +196,7 @@ def test_tokenized_by_workers_it_is_the_same_as_in_memory(tiny, tmp_path) -> Non
     mapped = open_tokens(tmp_path / "a.tokens", 300, tokenizer.fingerprint)
     direct = load_stream(inputs, 300, tokenizer, template)
     assert len(mapped.tokens) == tokens and np.array_equal(mapped.tokens, direct.tokens)
-    assert np.array_equal(mapped.ends, direct.ends) and mapped.fingerprint() == direct.fingerprint()
+    assert np.array_equal(mapped.ends, direct.ends) and stream_identity(mapped) == stream_identity(direct)
     assert not (tmp_path / "a.tokens" / "parts").exists()
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from transect.models.presets import PRESETS
 from transect.models.shapes import parameter_count
-from transect.train.flops import flops_per_token
+from transect.train.flops import TrainingFlops, flops_per_token
 
 
 def test_six_flops_a_parameter_and_token_where_attention_is_small() -> None:
@@ -18,3 +18,14 @@ def test_attention_grows_with_the_document() -> None:
     config = PRESETS["llama-3.1-8b"]
     more = flops_per_token(config, 8192, frozen=True) - flops_per_token(config, 4096, frozen=True)
     assert more == pytest.approx(3.5 * 4 * 2048 * config.q_dim * config.n_layers, rel=0.01)
+
+
+def test_a_step_counts_its_own_documents_and_labels() -> None:
+    config = PRESETS["qwen3-0.6b"]
+    count = TrainingFlops(config, frozen=False)
+    whole = count([1024], 1024)
+    assert whole == pytest.approx(1024 * flops_per_token(config, 1024, frozen=False))
+    head = 3 * 2 * config.vocab_size * config.dim
+    assert whole - count([1024], 24) == pytest.approx(1000 * head)
+    pair = 3.5 * 4 * config.q_dim * config.n_layers
+    assert whole - count([512, 512], 1024) == pytest.approx(512 * 512 * pair)

@@ -3,15 +3,18 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from training_runs import tiny_run, write_chats
 
 from transect.train import checkpoint
 from transect.train.config import TrainConfig
 from transect.train.data import Loader, Position
 from transect.train.health import TrainingStopped
+from transect.train.tokenize import tokenize
 from transect.train.trainer import Trainer
 
 
@@ -136,13 +139,56 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_place(tmp_pat
         trainer.step()
 
 
-def test_a_jump_of_the_loss_stops_the_run(tmp_path) -> None:
-    trainer = Trainer(tiny_run(tmp_path, steps=60))
+def diverged(tmp_path, **changes) -> Trainer:
+    """A trainer whose model has gone wrong after 25 calm steps."""
+    trainer = Trainer(tiny_run(tmp_path, steps=60, **changes))
     losses(trainer, 25)
     with torch.no_grad():
         trainer.model.head.weight.mul_(-30)
-    with pytest.raises(TrainingStopped, match="the loss jumped"):
+    return trainer
+
+
+def test_a_model_that_has_gone_wrong_stops_the_run_where_that_is_asked_for(tmp_path) -> None:
+    trainer = diverged(tmp_path, on_spike="stop")
+    with pytest.raises(TrainingStopped, match=r"the loss jumped at step 26.*no checkpoint was written yet"):
         losses(trainer, 1)
+    with checkpoint.Writer(tmp_path / "run", keep=1) as writer:
+        writer.save(trainer.snapshot())
+    with pytest.raises(TrainingStopped, match=r"step-00000025 is whole and from before this step"):
+        losses(trainer, 1)
+
+
+def test_a_model_that_has_gone_wrong_is_told_of_and_trained_on_by_default(tmp_path, caplog) -> None:
+    trainer = diverged(tmp_path)
+    losses(trainer, 2)
+    assert "The model has gone wrong" in caplog.text
+    assert trainer.steps_done == 27
+
+
+def test_an_update_can_be_skipped(tmp_path, caplog) -> None:
+    trainer = diverged(tmp_path, on_spike="skip")
+    before = trainer.model.norm.weight.clone()
+    record = trainer.step()
+    assert record.extra["skipped"] and torch.equal(trainer.model.norm.weight, before)
+    assert "this update is skipped" in caplog.text
+
+
+@pytest.mark.parametrize("on_spike", ["warn", "stop", "skip"])
+def test_an_odd_batch_stops_no_healthy_run(tmp_path, caplog, on_spike) -> None:
+    trainer = Trainer(tiny_run(tmp_path, steps=60, on_spike=on_spike))
+    losses(trainer, 25)
+    inner, odd = trainer.objective.loss, []
+
+    def loss(batch):
+        odd.append(batch)
+        return inner(batch) + (20.0 if batch is odd[0] else 0.0)  # this batch alone, whenever it is looked at
+
+    trainer.objective.loss = loss
+    record = trainer.step()
+    assert record.loss > 20 and "The batch is unusual, the model is well" in caplog.text
+    assert ("skipped" in record.extra) == (on_spike == "skip")
+    losses(trainer, 2)
+    assert trainer.steps_done == 28
 
 
 def test_validation_in_bits_per_byte(tmp_path) -> None:
@@ -156,9 +202,46 @@ def test_validation_in_bits_per_byte(tmp_path) -> None:
 def test_other_data_than_the_checkpoint_s_is_refused(tmp_path) -> None:
     config = tiny_run(tmp_path, steps=2)
     Trainer(config).run()
-    (tmp_path / "text.txt").write_text("something else " * 400)
-    with pytest.raises(ValueError, match="other data"):
+    text = (tmp_path / "text.txt").read_text()
+    (tmp_path / "text.txt").write_text(text[:-2] + "x\n")  # one byte of some ten thousand
+    found = checkpoint.newest(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"the tokens of the data changed since.*--allow-changed data"):
+        Trainer(config, found)
+    assert Trainer(config, found, allow_changed=["data"]).steps_done == 2
+    with pytest.raises(ValueError, match="knows data, masks, base, sizes, not dta"):
+        Trainer(config, found, allow_changed=["dta"])
+
+
+def test_another_mask_than_the_checkpoint_s_is_refused(tmp_path) -> None:
+    folder = tmp_path / "chats.tokens"
+    config = tiny_run(tmp_path, steps=1, data={"train": [str(folder)], "seq_len": 128})
+    tokenize([write_chats(tmp_path / "chats.jsonl")], folder, str(tmp_path / "model"), workers=1)
+    Trainer(config).run()
+    mask = np.fromfile(folder / "trained.bin", dtype=np.bool_)
+    mask[np.flatnonzero(mask)[-1]] = False
+    mask.tofile(folder / "trained.bin")
+    with pytest.raises(ValueError, match="which tokens are trained on changed since"):
         Trainer(config, checkpoint.newest(tmp_path / "run"))
+
+
+def test_another_base_than_the_adapters_are_of_is_refused(tmp_path) -> None:
+    config = tiny_run(tmp_path, steps=1, task="lora", lora={"rank": 2})
+    Trainer(config).run()
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(weights)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match="the weights of the base model changed since"):
+        Trainer(config, checkpoint.newest(tmp_path / "run"))
+
+
+def test_settings_that_are_set_by_hand(tmp_path) -> None:
+    config = tiny_run(tmp_path).changed(["optimizer.clip=0.5", "on_spike=skip", 'data.train=["a", "b"]', "steps=9"])
+    assert (config.optimizer.clip, config.on_spike, config.data.train, config.steps) == (0.5, "skip", ("a", "b"), 9)
+    for setting, message in (("clip", "takes key=value"), ("optimizer.clp=1", "did you mean optimizer.clip"),
+                             ("steps.x=1", "steps is no table")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            config.changed([setting])
 
 
 def test_the_state_file_is_plain_json(tmp_path) -> None:

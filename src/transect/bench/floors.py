@@ -16,8 +16,6 @@ from ..models.config import ModelConfig
 from ..models.cost import Row, Storage, least_cost
 from ..models.resolve import ModelSource
 from ..models.storage import storage_for
-from ..ops.cpu.ceilings import measure as measure_multiply_adds
-from ..ops.cpu.library import Library
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +39,6 @@ class Rates:
             ValueError: the ceilings have no rate for ``dtype``.
         """
         return cls(ceilings.read_bytes_per_second, ceilings.rate(dtype), ceilings.device)
-
-
-def processor_ceilings(ceilings: Ceilings, library: Library) -> Ceilings:
-    """The ceilings of a processor, with the float32 rate of multiply-adds on registers where that is higher.
-
-    torch's matrix product does not use every instruction of a processor, so the C++ kernels can be faster.
-    """
-    multiply_adds = measure_multiply_adds(library).flops_per_second["float32"]
-    rates = dict(ceilings.flops_per_second)
-    rates["float32"] = max(rates.get("float32", 0.0), multiply_adds)
-    return replace(ceilings, flops_per_second=rates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The ``transect`` command: one thin file per sub-command, over the levels below.
 
-* ``pull.py``: fetch a model. ``generate.py``: continue one prompt. ``chat.py``: talk to a model.
+* ``pull.py``: fetch a model. ``models.py``: which there are. ``generate.py``: continue one prompt. ``chat.py``: talk to
+  a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
 * ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
   curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is.
@@ -8,7 +9,8 @@
 * ``explain.py``: what happens inside, such as in a backward pass.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
   ``trace.py``: follows a kernel through the interpreter.
-* ``engine_options.py``: options that several commands share. ``session.py``: an engine for the length of a command.
+* ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
+  ``session.py``: an engine for the length of a command.
   ``demo_view.py``: what the demo shows.
 
 Command files import only typer and the standard library at their top; everything heavy is imported when a command runs,
@@ -23,7 +25,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-USAGE, INTERRUPTED = 2, 130
+USAGE, STOPPED, INTERRUPTED = 2, 3, 130
+"""Exit codes: wrong input; a training run that stopped because of what it saw; Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    debug = "--debug" in arguments
+    debug = "--debug" in arguments or bool(os.environ.get("TRANSECT_DEBUG"))
     try:
         import typer.main
 
@@ -61,7 +64,7 @@ def _run(arguments: list[str]) -> int:
             print(error.format_message())  # type: ignore[attr-defined]
             return 0
         print(f"transect: error: {_one_line(error)}", file=sys.stderr)
-        return USAGE
+        return STOPPED if type(error).__name__ == "TrainingStopped" else USAGE
 
 
 def _application() -> Any:
@@ -78,28 +81,55 @@ def _application() -> Any:
         hardware,
         inspect,
         memory,
+        models,
         plot,
         pull,
         serve,
+        settings,
         trace,
         train,
         tune,
     )
 
     application = typer.Typer(
-        add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+        cls=settings.Group,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": settings.PREFIX},
     )
 
     @application.callback()
-    def options(debug: bool = typer.Option(False, "--debug", help="Show a traceback where a command fails.")) -> None:
+    def options(
+        debug: bool = typer.Option(False, "--debug", help="Show a traceback where a command fails."),
+        version: bool = typer.Option(
+            False,
+            "--version",
+            help="Show the version and end.",
+            is_eager=True,
+            callback=_show_version,
+            allow_from_autoenv=False,
+        ),
+    ) -> None:
         """Run and serve language models, with a measurement at every step."""
 
-    for module in (pull, generate, chat, serve, demo, train, memory, eval, plot, hardware, inspect, tune, trace):
-        application.command(module.__name__.rsplit(".", 1)[-1])(module.command)
+    commands = (pull, models, generate, chat, serve, demo, train, memory, eval, plot, hardware, inspect, tune, trace)
+    for module in commands:
+        application.command(module.__name__.rsplit(".", 1)[-1], cls=settings.Command)(module.command)
     application.add_typer(bench.application, name="bench")
     application.add_typer(data.application, name="data")
     application.add_typer(explain.application, name="explain")
     return application
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import typer
+
+        from .. import __version__
+
+        print(f"transect {__version__}")
+        raise typer.Exit
 
 
 def _one_line(error: Exception) -> str:
@@ -112,7 +142,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError) or type(error).__name__ == "EngineDeadError":
+    if isinstance(error, ValueError) or type(error).__name__ in ("EngineDeadError", "TrainingStopped"):
         return text
     return f"{type(error).__name__}: {text} (this should not happen; `transect --debug ...` shows where)"
 

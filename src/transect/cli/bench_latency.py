@@ -105,6 +105,7 @@ def command(
     print(f"{model}, {about.llm.kernels}; floor from {about.rates.device}")
     show(f"prefill of {prompt_tokens} tokens each", PREFILL, [_prefill_row(each) for each in results])
     show(f"decode, {new_tokens} steps after that", DECODE, [_decode_row(each) for each in results])
+    about.explain(part for each in results for part in (each["prefill"], each["decode"]))
     if energy:
         rows = [(f"{each['batch']}", f"{each['energy']['joules_per_output_token']:.3f}") for each in results]
         show("energy of decode", ("requests", "J/token"), rows)

@@ -44,10 +44,10 @@ def command(
     if list_:
         _list(wanted, found)
         return
-    from ..hardware.measured import ceilings
+    from ..ops.cpu.ceilings import device_measurement
     from ..ops.tools import results
 
-    limits = ceilings(found)
+    limits = device_measurement(found).ceilings
     where = _run(limits, found)
     left_out: frozenset[tuple[str, str]] = frozenset()
     if resume:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,17 @@ class Subject:
     config: ModelConfig
     rates: Rates
     storage: Storage
+    measured: str = ""
+    """How the rates are known."""
+
+    def explain(self, parts: Iterable[Mapping[str, float]]) -> None:
+        """Say why, where a share of what the device can do is above 1."""
+        highest = max((part[name] for part in parts for name in ("of_floor", "mbu", "mfu")), default=0.0)
+        if highest > 1:
+            print(
+                f"transect: {highest:.0%} of what the device can do means that this was {self.measured}, and seen too "
+                "low: `transect hardware --again` measures it anew, best while nothing else runs"
+            )
 
 
 def subject(settings: EngineConfig, shorter: str) -> Subject:
@@ -53,13 +64,13 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
 
     import torch
 
-    from ..bench.floors import Rates, processor_ceilings, storage_of
+    from ..bench.floors import Rates, storage_of
     from ..engine.gpu.build import device_for
     from ..engine.llm import LLM
     from ..hardware.device import detect
-    from ..hardware.measured import ceilings
     from ..models.load import kernels, kv_dtype
     from ..models.resolve import resolve
+    from ..ops.cpu.ceilings import device_measurement
 
     source = resolve(settings.model, load_format=settings.load_format)
     longest, context = settings.max_model_len, source.config.max_position
@@ -75,14 +86,14 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
         library, _ = kernels(source.config, threads=threads, **choice)  # type: ignore[arg-type]
     packed = library is not None
     compute = "float32" if packed else str(kv_dtype(settings.dtype)).removeprefix("torch.")
-    limits = ceilings(detect(str(device)))
-    rates = Rates.of(limits if library is None else processor_ceilings(limits, library), compute)
+    measured = device_measurement(detect(str(device)))
+    rates = Rates.of(measured.ceilings, compute)
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     llm = LLM(**fields)
     # Plain torch on a CPU multiplies by the values that codes of 4 bits stand for.
     quantization = settings.quantization if packed or device.type == "cuda" else None
     storage = storage_of(source, settings.dtype, keeps_quantized=packed, quantization=quantization)
-    return Subject(llm, source.config, rates, storage)
+    return Subject(llm, source.config, rates, storage, str(measured))
 
 
 def device_type(device: str) -> str:

@@ -136,6 +136,7 @@ def command(
     counts = (f"{sequences}", f"{tokens_in}", f"{tokens_out}", f"{time['median']:.2f}", f"{rate:.0f}")
     totals = (f"{(tokens_in + tokens_out) / time['median']:.0f}", f"{floor_rate:.0f}")
     show("throughput", COLUMNS, [(*counts, *totals, *(f"{shares[name]:.0%}" for name in ("of_floor", "mbu", "mfu")))])
+    about.explain([shares])
     if joules:
         print(f"{spread([each['joules_per_output_token'] for each in joules])['median']:.3f} J per output token")
     print(f"median of {runs} runs, {min(seconds):.2f} - {max(seconds):.2f} s, {steps} steps")

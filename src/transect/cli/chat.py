@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from .engine_options import (
     Threads,
     engine_config,
 )
+from .settings import ConfigFile
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
 
@@ -27,8 +28,13 @@ def command(
     model: ModelArgument = BUILTIN,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at the most.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 0.95,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token. Default: the model's, or 0.7.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens that reach this probability. Default: the model's, or 0.95."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -36,13 +42,17 @@ def command(
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
+    config: ConfigFile = None,
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams
+    from ..text.inert import chat_tokens
     from .session import Session
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    config = engine_config(
+    asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    given = {name: value for name, value in asked.items() if value is not None}
+    SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
+    settings = engine_config(
         model,
         device=device,
         dtype=dtype,
@@ -54,11 +64,13 @@ def command(
     )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and history)
-    with Session(config) as session:
+    with Session(settings) as session:
         engine = session.engine
         template = engine.chat_template
         if template is None:
             raise ValueError(f"{model} brings no chat template: use `transect generate`")
+        defaults: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, **engine.sampling_defaults.values}
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, **(defaults | given))
         print(f"{model}, {engine.info.kernels}. {HELP}.")
         opening = [{"role": "system", "content": system}] if system else []
         messages = list(opening)
@@ -75,7 +87,7 @@ def command(
             if not line:
                 continue
             messages.append({"role": "user", "content": line})
-            token_ids = engine.tokenizer.encode(template.render(messages), parse_special=True)
+            _, token_ids = chat_tokens(template, engine.tokenizer, messages)
             if len(token_ids) >= engine.max_model_len:
                 messages.pop()
                 print(f"[the context of {engine.max_model_len} tokens is full: /reset, or ask something shorter]")

@@ -1,23 +1,30 @@
-"""``transect data``: prepare what a model is trained on."""
+"""``transect data``: prepare what a model is trained on, and look at it."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from ..text.tokenizer import Tokenizer
+    from ..train.batches import Batch
 
 application = typer.Typer(no_args_is_help=True, help="Prepare training data.", rich_markup_mode=None)
 
 
 @application.callback()
 def data() -> None:
-    """Prepare training data."""
+    """Prepare training data, and look at it."""
 
 
 @application.command()
 def tokenize(
-    inputs: Annotated[list[Path], typer.Argument(help="Text files, or JSONL with text or messages.")],
+    inputs: Annotated[list[Path], typer.Argument(help="Text, JSON, JSON lines, CSV or parquet files, or datasets.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The token file, a directory ending in .tokens.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
     workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
@@ -33,3 +40,88 @@ def tokenize(
             inputs, output, model, workers=workers, progress=lambda d, t: bar.update(task, completed=d, total=t)
         )
     print(f"{output}: {tokens:,} tokens in {documents:,} documents")
+
+
+@application.command()
+def check(
+    inputs: Annotated[list[str], typer.Argument(help="Files and directories, as data.train names them.")],
+    model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
+) -> None:
+    """Say of each file how its rows are laid out, how many can be trained on, and why others cannot. Exit 1 if any."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..models.resolve import resolve
+    from ..text.chat_template import ChatTemplate
+    from ..text.tokenizer import Tokenizer
+    from ..train.checks import check_files
+
+    source = resolve(model)
+    tokenizer = Tokenizer.from_source(source)
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError(f"{model} brings no tokenizer: give a model that does")
+    table = Table("file", "layout", "trained on", "rows", "tokens", "left out, and why")
+    bad = False
+    for found in check_files(inputs, tokenizer, ChatTemplate.from_source(source)):
+        bad |= bool(found.problems)
+        table.add_row(
+            found.name, found.layout, found.trained, str(found.rows), str(found.tokens), "\n".join(found.problems)
+        )
+    Console().print(table, markup=False)
+    if bad:
+        raise typer.Exit(1)
+
+
+@application.command()
+def show(
+    config: Annotated[Path, typer.Argument(help="The TOML file of a run.")],
+    batch: Annotated[int, typer.Option(min=0, help="Which micro-batch of the first epoch.")] = 0,
+) -> None:
+    """Show a packed micro-batch of a run as text: what is trained on is highlighted, the rest is dim."""
+    from rich.console import Console
+
+    from ..text.chat_template import ChatTemplate
+    from ..text.tokenizer import Tokenizer
+    from ..train.config import TrainConfig
+    from ..train.data import Loader, Position, load_stream
+    from ..train.model import source_of
+
+    settings = TrainConfig.from_toml(config)
+    if settings.objective != "next_token":
+        raise ValueError(f'transect data show is for objective = "next_token", not {settings.objective!r}')
+    source = source_of(settings)
+    tokenizer = Tokenizer.from_source(source)
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError(f"{settings.model} brings no tokenizer: give a model that does")
+    console = Console()
+    stream = load_stream(
+        settings.data.train,
+        source.config.vocab_size,
+        tokenizer,
+        ChatTemplate.from_source(source),
+        skip=settings.data.on_bad_row == "skip",
+        tell=lambda line: console.print(line, markup=False, highlight=False),
+    )
+    loader = Loader(stream, settings.data, settings.seed)
+    loader.position = Position(0, batch)
+    for text in _documents(next(loader), tokenizer):
+        console.print(text)
+
+
+def _documents(batch: Batch, tokenizer: Tokenizer) -> list[Text]:
+    """The documents of a micro-batch; a token that some other predicts is bold green where that counts."""
+    from rich.text import Text
+
+    from ..train.batches import IGNORE
+
+    bounds = batch.cu_seqlens.tolist()
+    made = []
+    for number, (first, last) in enumerate(itertools.pairwise(bounds), 1):
+        labels = [IGNORE, *batch.labels_T[first : last - 1].tolist()]
+        counted = sum(label != IGNORE for label in labels)
+        text = Text(f"--- document {number}: {last - first} tokens, {counted} trained on\n", style="cyan")
+        for token, label in zip(batch.tokens_T[first:last].tolist(), labels, strict=True):
+            piece = tokenizer.decode([token], skip_special_tokens=False)
+            text.append(piece, style="dim" if label == IGNORE else "bold green")
+        made.append(text)
+    return made

@@ -51,7 +51,8 @@ class Gauges:
 
     def take(self, metrics: str) -> None:
         """Read Prometheus' text format."""
-        values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line and line[0] != "#")
+        lines = [line.rsplit(" ", 1) for line in metrics.splitlines() if line and line[0] != "#"]
+        values = {name.split("{")[0]: value for name, value in lines}  # those that are read have one label, the model's
         self.kv_usage = float(values.get("transect_kv_cache_usage_ratio", 0))
         self.kv_peak = max(self.kv_peak, self.kv_usage)
         self.running = float(values.get("transect_sequences_running", 0))

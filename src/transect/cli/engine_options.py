@@ -14,7 +14,21 @@ BUILTIN = "smollm2-135m"
 ModelArgument = Annotated[
     str, typer.Argument(help="A built-in name, a .gguf file, a directory in Hugging Face layout, or a hub id.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16 or float32.")]
+Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16, float16 or float32.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+TokenizerName = Annotated[
+    str | None, typer.Option("--tokenizer", help="Where the tokenizer is, if not with the model; a name as MODEL is.")
+]
+TokenizerRevision = Annotated[str | None, typer.Option(help="Branch, tag or commit of --tokenizer.")]
+ChatTemplateText = Annotated[
+    str | None, typer.Option("--chat-template", help="A file with a Jinja template, or the template itself.")
+]
+GenerationConfig = Annotated[
+    str, typer.Option(help="auto: the model's own sampling defaults; none; or a folder with a generation_config.json.")
+]
+OverrideGenerationConfig = Annotated[
+    str | None, typer.Option(help='JSON that goes over them: {"temperature": 0.5}.', metavar="JSON")
+]
 Quantization = Annotated[
     str | None, typer.Option(help="int4: the layers' matrices are rounded to 4 bits when they are loaded.")
 ]
@@ -63,7 +77,28 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
     from ..models.resolve import resolve
 
     given = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(given.get("override_generation_config"), str):
+        given["override_generation_config"] = json_object(
+            given["override_generation_config"], "--override-generation-config"
+        )
     switches = {name: given.pop(name) for name in GPUOptions.__dataclass_fields__ if name in given}
     config = EngineConfig(model=model, gpu=GPUOptions(**switches), **given)
-    resolve(model, load_format=config.load_format)
+    resolve(model, load_format=config.load_format, revision=config.revision)
     return config
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """The JSON object in an option's value.
+
+    Raises:
+        ValueError: it is none.
+    """
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option} is not JSON ({error}): write it as '{{\"name\": 1}}'") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, got {text[:60]!r}")
+    return value

@@ -63,7 +63,7 @@ def command(
         "max_num_seqs": max_num_seqs,
     }
     config = engine_config(model, **settings, threads=threads, native=native, enable_prefix_caching=bool(names))
-    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(values.pop("model"), **values)
     found: dict[str, Any] = {"model": model, "kernels": llm.kernels}
     if text:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Quantization, Threads, engine_config
+from .settings import ConfigFile
 
 
 def command(
@@ -20,15 +21,20 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
+    parse_special: Annotated[
+        bool, typer.Option(help="Special tokens spelled in the prompt, such as <|im_end|>, are those tokens.")
+    ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
     native: Native = None,
+    config: ConfigFile = None,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.sampling_params import SamplingParams
+    from ..text.inert import chat_tokens
     from .session import Session
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -37,7 +43,7 @@ def command(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
-    config = engine_config(
+    settings = engine_config(
         model,
         device=device,
         dtype=dtype,
@@ -47,13 +53,14 @@ def command(
         native=native,
         max_num_seqs=1,
     )
-    with Session(config) as session:
+    with Session(settings) as session:
         engine = session.engine
         if chat:
             if engine.chat_template is None:
                 raise ValueError(f"{model} brings no chat template: leave --chat out")
-            text = engine.chat_template.render([{"role": "user", "content": text}])
-        token_ids = engine.tokenizer.encode(text, add_special_tokens=not chat, parse_special=chat)
+            _, token_ids = chat_tokens(engine.chat_template, engine.tokenizer, [{"role": "user", "content": text}])
+        else:
+            token_ids = engine.tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
         _, speed = session.run(session.stream(token_ids, params, _show))
     print(flush=True)
     print(f"[{speed}; {engine.info.kernels}]", file=sys.stderr)

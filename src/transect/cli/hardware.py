@@ -39,15 +39,20 @@ def _measured(which: str, again: bool, json: bool) -> None:
     from dataclasses import asdict
 
     from ..hardware.device import detect
-    from ..hardware.measured import cache_file, ceilings
+    from ..hardware.measured import cache_file
+    from ..ops.cpu.ceilings import device_measurement
 
     found = detect(which)
-    limits = ceilings(found, again=again)
+    measured = device_measurement(found, again=again)
+    limits = measured.ceilings
     rows = [("device", found.name)]
     if found.kind != "cpu":
         rows += [("target", f"{found.target}, {found.units} multiprocessors"), ("driver", found.driver)]
-    rows += [("torch", found.torch), *ceiling_rows(limits), ("kept in", str(cache_file(found)))]
-    _show("measured", rows, {"device": asdict(found), "ceilings": asdict(limits)} if json else None)
+    rows += [("torch", found.torch), *ceiling_rows(limits)]
+    if measured.multiply_adds is not None:
+        rows.append(("multiply-adds float32", f"{measured.multiply_adds / 1e12:.2f} TFLOP/s"))
+    rows += [("measured", f"{measured.at}, others used {measured.load:.0%}"), ("kept in", str(cache_file(found)))]
+    _show("measured", rows, {"device": asdict(found), **asdict(measured)} if json else None)
 
 
 def ceiling_rows(limits: Ceilings) -> Rows:

@@ -11,6 +11,7 @@ import typer
 from .engine_options import (
     BUILTIN,
     AsyncScheduling,
+    ChatTemplateText,
     CudaGraphs,
     DependentLaunch,
     Deterministic,
@@ -19,6 +20,7 @@ from .engine_options import (
     Dtype,
     FillSteps,
     FusedOperators,
+    GenerationConfig,
     GpuMemory,
     LoadFormat,
     MaxBatchedTokens,
@@ -27,11 +29,16 @@ from .engine_options import (
     MaxNumSeqs,
     ModelArgument,
     Native,
+    OverrideGenerationConfig,
     PrefixCaching,
     Quantization,
+    Revision,
     Threads,
+    TokenizerName,
+    TokenizerRevision,
     engine_config,
 )
+from .settings import ConfigFile
 
 if TYPE_CHECKING:
     from ..engine.async_engine import AsyncEngine
@@ -42,20 +49,57 @@ def command(
     host: Annotated[str, typer.Option(help="Local address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name that requests use; may be given again. Default: MODEL.")
+        list[str] | None,
+        typer.Option(help="Name that requests use; may be given again. Default: MODEL."),
     ] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Demand this key; may be given again.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Demand this key; may be given again.", envvar="TRANSECT_API_KEY"),
+    ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="Demand one of the keys in this file, one a line (`ps` does not show them).")
+        Path | None,
+        typer.Option(help="Demand one of the keys in this file, one a line (`ps` does not show them)."),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take in all.")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Longest request body.")] = 8 * 1024 * 1024,
+    max_connections: Annotated[
+        int | None, typer.Option(min=1, help="Clients connected at the same time. Default: what `ulimit -n` allows.")
+    ] = None,
+    receive_timeout: Annotated[
+        float, typer.Option(help="Seconds for the head of a request, and the beginning of its body, to arrive.")
+    ] = 20.0,
     hung_after: Annotated[
-        float | None, typer.Option(help="Seconds of silence after which /health calls the engine hung.")
+        float | None,
+        typer.Option(help="Seconds of silence after which /health calls the engine hung."),
     ] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 30.0,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may ask; may be given again, or a JSON list; '' for none.  [default: *]"
+        ),
+    ] = None,
+    allowed_methods: Annotated[list[str] | None, typer.Option(help="Methods of their requests.  [default: *]")] = None,
+    allowed_headers: Annotated[list[str] | None, typer.Option(help="Headers of their requests.  [default: *]")] = None,
+    allow_credentials: Annotated[bool, typer.Option("--allow-credentials", help="They may send cookies.")] = False,
+    uds: Annotated[str | None, typer.Option(help="Listen on this Unix socket, not on --host and --port.")] = None,
+    root_path: Annotated[str, typer.Option(help="Where a proxy shows this server: /llm.")] = "",
+    ssl_certfile: Annotated[str | None, typer.Option(help="Speak TLS with this certificate (PEM).")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Its key (PEM), if that is in a file of its own.")] = None,
+    request_log: Annotated[
+        str, typer.Option(help="A line for each request on standard error: off, text or json. No texts are logged.")
+    ] = "off",
+    log_level: Annotated[
+        str, typer.Option(help="Lines of this level and above: debug, info, warning (4xx) or error (5xx).")
+    ] = "info",
     load_format: LoadFormat = "auto",
+    revision: Revision = None,
+    tokenizer: TokenizerName = None,
+    tokenizer_revision: TokenizerRevision = None,
+    chat_template: ChatTemplateText = None,
+    generation_config: GenerationConfig = "auto",
+    override_generation_config: OverrideGenerationConfig = None,
     device: Device = "auto",
     deterministic: Deterministic = False,
     gpu_memory_utilization: GpuMemory = None,
@@ -75,12 +119,14 @@ def command(
     prefix_caching: PrefixCaching = True,
     threads: Threads = None,
     native: Native = None,
+    config: ConfigFile = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
 
     from ..engine.async_engine import AsyncEngine
-    from ..server.process import bind, serve, url_of
+    from ..server.process import bind, bind_unix, serve, url_of
+    from ..server.request_log import configure
     from ..server.serving import ServerOptions
 
     names = tuple(served_model_name or (model,))
@@ -89,12 +135,28 @@ def command(
         api_keys=(*(api_key or ()), *keys_in(api_key_file)),
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
+        max_connections=max_connections,
+        receive_timeout_s=receive_timeout,
+        allowed_origins=listed(allowed_origins, "--allowed-origins"),
+        allowed_methods=listed(allowed_methods, "--allowed-methods"),
+        allowed_headers=listed(allowed_headers, "--allowed-headers"),
+        allow_credentials=allow_credentials,
+        root_path=root_path,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
-    sock = bind(host, port)
-    config = engine_config(
+    configure(request_log, log_level)  # type: ignore[arg-type]
+    sock = bind(host, port) if uds is None else bind_unix(uds)
+    settings = engine_config(
         model,
         load_format=load_format,
+        revision=revision,
+        tokenizer=tokenizer,
+        tokenizer_revision=tokenizer_revision,
+        chat_template=chat_template,
+        generation_config=generation_config,
+        override_generation_config=override_generation_config,
         device=device,
         deterministic=deterministic,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -122,13 +184,45 @@ def command(
 
     def ready(engine: AsyncEngine) -> None:
         info = engine.info
-        print(
-            f"transect: ready on {url_of(sock)} | model {names[0]} | context {info.max_model_len} tokens"
-            f" | KV cache {info.kv_tokens} tokens | {info.kernels} | loaded in {info.load_seconds:.1f} s | {config}",
-            flush=True,
+        said = (
+            f"transect: ready on {url_of(sock, 'http' if ssl_certfile is None else 'https')}",
+            f"model {names[0]}",
+            f"context {info.max_model_len} tokens",
+            f"KV cache {info.kv_tokens} tokens",
+            info.kernels,
+            str(engine.sampling_defaults),
+            f"loaded in {info.load_seconds:.1f} s",
+            str(settings),
         )
+        print(" | ".join(filter(None, said)), flush=True)
 
-    return asyncio.run(serve(lambda: AsyncEngine.start(config), options, sock, grace_s=grace, ready=ready))
+    try:
+        return asyncio.run(serve(lambda: AsyncEngine.start(settings), options, sock, grace_s=grace, ready=ready))
+    finally:
+        if uds is not None:
+            Path(uds).unlink(missing_ok=True)
+
+
+def listed(values: list[str] | None, option: str) -> tuple[str, ...]:
+    """The values of an option that may be given again, be a JSON list (as vLLM has it), or be empty; none given: ``*``.
+
+    Raises:
+        ValueError: what begins as a JSON list is none.
+    """
+    if values is None:
+        return ("*",)
+    found: list[str] = []
+    for value in values:
+        if value.startswith("["):
+            import json
+
+            try:
+                found.extend(map(str, json.loads(value)))
+            except ValueError as error:
+                raise ValueError(f"{option} {value!r} is not a JSON list ({error})") from None
+        elif value:
+            found.append(value)
+    return tuple(found)
 
 
 def keys_in(path: Path | None) -> list[str]:

@@ -10,21 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ..train.report import MatrixRate
     from ..train.trainer import Trainer
 
 
 def command(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/training.md.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run under runs/, or --run.")] = False,
-    run: Annotated[Path | None, typer.Option(help="The run to resume: its directory.")] = None,
+    run: Annotated[Path | None, typer.Option(help="The run to resume: its directory, or a step-... inside.")] = None,
     steps: Annotated[int | None, typer.Option(help="In place of the file's number of steps.")] = None,
-) -> None:
-    """Train a model. Ctrl-C or SIGTERM writes a checkpoint and ends; --resume continues as if nothing had happened."""
+    settings_: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE in place of the file's, such as optimizer.clip=0.5.")
+    ] = None,
+    allow_changed: Annotated[
+        str, typer.Option(help="Go on although these have changed: data, masks, base, sizes, with commas between.")
+    ] = "",
+) -> int:
+    """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume goes on as if nothing had happened."""
     import dataclasses
 
     from ..train import checkpoint
     from ..train.config import TrainConfig
-    from ..train.report import RunLog, Terminal
     from ..train.trainer import Trainer
 
     found = None
@@ -33,11 +39,11 @@ def command(
             raise ValueError("a resumed run brings its own configuration: leave the file out")
         found = checkpoint.newest(run or newest_run(Path("runs")))
         settings = TrainConfig.from_dict(found.state["config"])
-        settings = dataclasses.replace(settings, run_dir=str(found.path.parent))
+        settings = dataclasses.replace(settings, run_dir=str(found.path.parent)).changed(settings_ or [])
     elif config is None:
         raise ValueError("give a TOML file to train by, or --resume")
     else:
-        settings = TrainConfig.from_toml(config)
+        settings = TrainConfig.from_toml(config).changed(settings_ or [])
     if steps is not None:
         settings = dataclasses.replace(settings, steps=steps)
     if found is None and checkpoint.list_steps(settings.run_dir):
@@ -45,17 +51,33 @@ def command(
             f"{settings.run_dir} holds a run already: go on with it by --resume --run {settings.run_dir}, or set "
             "another run_dir"
         )
-    trainer = Trainer(settings, found)
-    print(f"transect: {trainer.memory.why}", file=sys.stderr)
+    with checkpoint.RunLock(settings.run_dir):
+        if found is not None:
+            for later in checkpoint.set_aside_after(found):
+                print(f"transect: {later.name} is of a step after this one and was set aside", file=sys.stderr)
+        trainer = Trainer(settings, found, allow_changed=[part for part in allow_changed.split(",") if part])
+        for line in (trainer.memory.why, *trainer.objective.described()):
+            print(f"transect: {line}", file=sys.stderr)
+        return _run(trainer)
+
+
+def _run(trainer: Trainer) -> int:
+    """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
+    from ..train.report import RunLog, Terminal
+
+    settings = trainer.config
     asked: list[int] = []
 
     def stop(signum: int, _frame: Any) -> None:
         asked.append(signum)
-        signal.signal(signum, signal.SIG_DFL)  # a second one ends at once
+        if len(asked) == 2:
+            print("transect: a checkpoint is being written; once more ends at once and loses it", file=sys.stderr)
+        if len(asked) > 2:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    work, rate = _speeds(trainer)
-    run_log = RunLog(settings.run_dir, trainer.steps_done, flops_per_token=work, flops_per_second=rate)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer))
     try:
         with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
             last = trainer.run([run_log, terminal], lambda: bool(asked))
@@ -65,22 +87,22 @@ def command(
             signal.signal(number, handler)
     if trainer.steps_done < settings.steps:
         print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
-    else:
-        print(f"done: transect serve {last.parent / 'last'}")
+        return 128 + asked[0]
+    print(f"done: transect serve {last.parent / 'last'}")
+    return 0
 
 
-def _speeds(trainer: Trainer) -> tuple[float, float | None]:
-    """(FLOPs of a token, matrix rate of the device in the run's dtype or None), from which MFU is computed."""
+def matrix_rate(trainer: Trainer) -> MatrixRate | None:
+    """The rate that MFU is a share of: of products in the run's dtype on its device; None where it is not known."""
     from ..hardware.device import detect
-    from ..hardware.measured import ceilings
-    from ..train.flops import flops_per_token
+    from ..ops.cpu.ceilings import device_measurement
+    from ..train.report import MatrixRate
 
-    config = trainer.config
-    rates = ceilings(detect(trainer.device.type)).flops_per_second
-    dtype = "float32" if config.precision == "float32" else "bfloat16"
-    frozen = config.task in ("lora", "qlora")
-    per_token = flops_per_token(trainer.trainable.source.config, config.data.seq_len, frozen=frozen)
-    return per_token, rates.get(dtype)
+    measured = device_measurement(detect(trainer.device.type))
+    dtype = "float32" if trainer.config.precision == "float32" else "bfloat16"
+    if dtype not in measured.ceilings.flops_per_second:
+        return None
+    return MatrixRate(measured.ceilings.rate(dtype), dtype, str(measured))
 
 
 def newest_run(folder: Path) -> Path:

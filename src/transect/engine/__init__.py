@@ -23,7 +23,7 @@ With tensors, or on the way to them:
 * ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
-  ``interrupts``: Ctrl-C between steps.
+  ``interrupts``: Ctrl-C between steps. ``vllm_arguments``: what programs written for vLLM pass.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
-  ``mailbox``: where a request's news wait for its task.
+  ``mailbox``: where a request's news wait for its task. ``socket_folder``: where their socket lies.
 """

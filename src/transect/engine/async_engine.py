@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -27,20 +26,23 @@ import zmq
 import zmq.asyncio
 
 from ..models.resolve import resolve
-from ..text.chat_template import ChatTemplate
-from ..text.number_text import NumberText
+from ..text.model_text import ModelText, load_text, text_settings
 from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
-from ..text.tokenizer import Tokenizer
 from . import wire
 from .config import EngineConfig
-from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
+from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
 from .sampling_params import SamplingParams
+from .socket_folder import NAME, make_socket_folder
+from .vllm_arguments import engine_settings
 from .waiting_queue import QueueFull
 
 STOP_WAIT_S = 5.0
+UNREAD_RETRY_S = 5.0
+"""When to come back to an engine that does not read its messages, in seconds."""
 
 
 class EngineDeadError(RuntimeError):
@@ -58,16 +60,17 @@ class EngineHealth:
 class AsyncEngine:
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | NumberText, chat_template: ChatTemplate | None
-    ) -> None:
+    def __init__(self, config: EngineConfig, text: ModelText) -> None:
         self.config = config
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self._processor = OutputProcessor(tokenizer)
+        self.tokenizer = text.tokenizer
+        self.chat_template = text.chat_template
+        self.sampling_defaults = text.defaults
+        self._processor = OutputProcessor(text.tokenizer)
         self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._submitted = self._taken = 0
+        """Submits that have been sent, and those that the engine has read."""
         self._death: str | None = None
         self._heard = time.monotonic()
         self._idle = asyncio.Event()
@@ -84,19 +87,18 @@ class AsyncEngine:
             ValueError: the configuration or the model is at fault; the message says what to change.
             EngineDeadError: the process could not start for another reason.
         """
-        config = config if config is not None else EngineConfig(**settings)
+        config = config if config is not None else EngineConfig(**engine_settings(settings))
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        source = await asyncio.to_thread(resolve, config.model, load_format=config.load_format)
-        process_config = dataclasses.replace(config, model=str(source.path))
-        loading = asyncio.to_thread(lambda: (Tokenizer.from_source(source), ChatTemplate.from_source(source)))
-        text = asyncio.ensure_future(loading)
-        directory = Path(tempfile.mkdtemp(prefix="transect-"))
+        find = functools.partial(resolve, config.model, load_format=config.load_format, revision=config.revision)
+        source = await asyncio.to_thread(find)
+        directory = make_socket_folder()
+        loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
         context = zmq.asyncio.Context()
         process = None
         try:
             socket = context.socket(zmq.PAIR)
             socket.set_hwm(0)
-            endpoint = f"ipc://{directory}/engine"
+            endpoint = f"ipc://{directory}/{NAME}"
             socket.bind(endpoint)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "transect.engine.process", endpoint),
@@ -104,14 +106,20 @@ class AsyncEngine:
                 process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
             )
             assert process.stdin is not None
+            text = await loading
+            default_params(text.defaults)  # what is wrong with them is said now, not to the first client
+            ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+            process_config = dataclasses.replace(config, model=str(source.path), revision=None, eos_token_ids=ends)
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
             process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
-            engine = cls(config, *(await text))
-            engine._attach(process, socket, context, directory)
+            engine = cls(config, text)
+            engine._attach(process, socket, context)
             await engine._ready
+            # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
+            shutil.rmtree(directory, ignore_errors=True)
             return engine
         except BaseException:
-            text.cancel()
+            loading.cancel()
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
@@ -125,9 +133,8 @@ class AsyncEngine:
         process: asyncio.subprocess.Process,
         socket: zmq.asyncio.Socket,
         context: zmq.asyncio.Context,
-        directory: Path,
     ) -> None:
-        self._process, self._socket, self._context, self._directory = process, socket, context, directory
+        self._process, self._socket, self._context = process, socket, context
         self._receiver = asyncio.create_task(self._receive())
         self._receiver.add_done_callback(self._receiver_ended)
         self._watcher = asyncio.create_task(self._watch())
@@ -154,6 +161,10 @@ class AsyncEngine:
         """Process id of the engine."""
         return self._process.pid
 
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's files recommend, see ``EngineConfig.generation_config``."""
+        return default_params(self.sampling_defaults)
+
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -163,23 +174,29 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request as it stands after each step that has news for it; the last one is ``finished``.
 
         Args:
             prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
-            params: defaults to ``SamplingParams()``.
+            params: None: the model's own defaults (``default_sampling_params``).
             request_id: made up if not given.
             priority: lower runs earlier.
+            add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.
 
         Raises:
             ValueError: the request cannot be served as it is.
             QueueFull: too many requests wait; try again later.
             EngineDeadError: the engine has ended.
         """
-        text, ids = prompt_token_ids(prompt, self.tokenizer)
+        text, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
         name = request_id or uuid.uuid4().hex
-        stream = self.stream(ids, params or SamplingParams(), name, prompt=text, priority=priority)
+        params = self.default_sampling_params() if params is None else params
+        stream = self.stream(ids, params, name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
                 if update.final is not None:
@@ -203,7 +220,9 @@ class AsyncEngine:
         self._check_alive()
         ids = list(prompt_token_ids)
         check_params(params)
-        check_token_ids(ids, params, self.vocab_size)
+        check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
+        check_choices(params.n, self.info.max_num_seqs)
+        self._check_room()
         self._processor.add(request_id, prompt, ids, **text_options(params))
         mailbox: Mailbox[Update | Exception] = Mailbox()
         self._streams[request_id] = mailbox
@@ -211,6 +230,7 @@ class AsyncEngine:
         left = params.n
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+            self._submitted += 1
             await self._send(wire.Submit(request_id, ids, fields, priority))
             while left:
                 for item in together(await mailbox.take()):
@@ -254,6 +274,16 @@ class AsyncEngine:
         await self._send(wire.StatsQuery())
         return await waiter
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self._check_alive()
+        await self._send(wire.ResetPrefixCache())
+        await self.stats()  # messages are taken in order: it has been done
+
     async def drain(self) -> None:
         """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""
         await self._idle.wait()
@@ -273,7 +303,6 @@ class AsyncEngine:
             task.cancel()
         await asyncio.gather(self._receiver, self._watcher, return_exceptions=True)
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -286,6 +315,13 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
+
+    def _check_room(self) -> None:
+        """The engine bounds its queue by ``max_queue``. While it does not read, what lies in the socket is bounded here
+        by what it could take at the most; a client that leaves does not take its message back."""
+        unread = self._submitted - self._taken
+        if self.config.max_queue is not None and unread >= self.config.max_queue + self.info.max_num_seqs:
+            raise QueueFull(unread, UNREAD_RETRY_S)
 
     async def _send(self, message: wire.ToEngine) -> None:
         await self._socket.send(wire.encode(message))
@@ -305,6 +341,8 @@ class AsyncEngine:
                         self._take(output)
                 case wire.Refused():
                     self._refuse(message)
+                case wire.Taken():
+                    self._taken = message.submits
                 case wire.Stats():
                     waiter = self._stats_waiters.pop(0)
                     if not waiter.done():

@@ -152,6 +152,9 @@ class StepResult:
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """By the row's seq_id: one entry for each of ``next_prompt_token_ids``."""
     errors: dict[int, str] = field(default_factory=dict)
+    sound: set[int] = field(default_factory=set)
+    """The seq_ids in ``errors`` of which the model's logits were finite: what was asked of the sampler is at fault, and
+    nothing is wrong with the KV that this step wrote."""
 
 
 class Handle(Protocol):

@@ -32,6 +32,7 @@ class BuiltEngine:
     source: ModelSource
     max_model_len: int
     kv_tokens: int
+    eos_token_ids: tuple[int, ...]
     kernels: str
     """Which kernels run, and why: the start-up line."""
     report: tuple[str, ...] = ()
@@ -40,10 +41,6 @@ class BuiltEngine:
     @property
     def vocab_size(self) -> int:
         return self.source.config.vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.source.config.eos_token_ids
 
 
 def build_engine(config: EngineConfig, compilers: Compilers | None = None, began: float | None = None) -> BuiltEngine:
@@ -56,7 +53,8 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
-    source = resolve(config.model, load_format=config.load_format)
+    source = resolve(config.model, load_format=config.load_format, revision=config.revision)
+    ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
@@ -91,7 +89,7 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
     core = EngineCore(scheduler, executor, lag=int(ahead))
     kv_tokens = size.num_blocks * config.block_size
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
-    return BuiltEngine(core, source, size.max_model_len, kv_tokens, why, report)
+    return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report)
 
 
 def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSize, str]:

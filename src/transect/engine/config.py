@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..hardware.cores import usable_cores
 from .gpu.options import GPUOptions
@@ -25,8 +26,17 @@ class EngineConfig:
         model: a name for ``models.resolve.resolve``.
         load_format: ``auto``, or ``dummy``: random weights (of ``seed``, or 0) in the shape of a config.json; ``model``
             is a directory that holds one, or a name of ``models.presets``.
-        dtype: ``auto`` (the file's own formats, KV cache in bfloat16), ``float32`` (exactly the dequantized model) or
-            ``bfloat16`` (on torch alone). On a GPU ``auto`` is bfloat16.
+        revision: branch, tag or commit of a hub id.
+        tokenizer: where the tokenizer and its chat template are, if not with the model; a name as for ``model``.
+        tokenizer_revision: branch, tag or commit of that, if it is a hub id.
+        chat_template: a file with a Jinja template, or the template itself, in place of the model's.
+        generation_config: ``auto``: sampling defaults are those of the model's generation_config.json or GGUF file;
+            ``none``: they are not; or a folder with another generation_config.json.
+        override_generation_config: keys of generation_config.json that go over it: ``{"temperature": 0.5}``.
+        eos_token_ids: tokens that end an answer; None: those that the model's files name.
+        dtype: ``auto`` (the file's own formats, KV cache in bfloat16), ``float32`` (exactly the dequantized model),
+            ``bfloat16`` or ``float16`` (on torch alone). On a GPU ``auto`` is bfloat16. ``half`` and ``float`` are read
+            as ``float16`` and ``float32``.
         quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
             multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
@@ -69,6 +79,13 @@ class EngineConfig:
 
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
+    revision: str | None = None
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
+    eos_token_ids: tuple[int, ...] | None = None
     dtype: str = "auto"
     quantization: Literal["int4"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -96,8 +113,10 @@ class EngineConfig:
     hung_after_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}")
+        object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype))
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
+        self._check_text()
         if self.quantization not in (None, "int4"):
             raise ValueError(f"quantization must be int4, or left out, not {self.quantization!r}")
         if self.load_format not in ("auto", "dummy"):
@@ -126,6 +145,15 @@ class EngineConfig:
             self._check_steps(self.max_num_seqs)
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
+
+    def _check_text(self) -> None:
+        override = self.override_generation_config
+        if override is not None and not isinstance(override, Mapping):
+            raise ValueError(f'override_generation_config must be a mapping such as {{"top_k": 20}}, got {override!r}')
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ValueError(f"generation_config must be auto, none or a folder, got {self.generation_config!r}")
+        if self.eos_token_ids is not None:
+            object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
 
     def _check_steps(self, seqs: int) -> None:
         """Every sequence that runs needs a token of each step."""

@@ -51,6 +51,10 @@ class EngineCore:
         """True while ``step`` has something to compute, to wait for or to hand out."""
         return bool(self._ready or self._in_flight or self.scheduler.has_unfinished)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs."""
+        self.scheduler.reset_prefix_cache()
+
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self.scheduler.stats()

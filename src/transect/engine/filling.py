@@ -1,16 +1,16 @@
-"""Whether prompts may be computed little by little, beside sequences that decode.
+"""Decides whether prompts may be spread over steps that decode: chunked prefill with a small budget.
 
-A step reads all weights, however few tokens it has: with the few tokens of the sequences that decode, a large model
-spends most of the step on that, and tokens of a prompt beside them cost less than in a step of their own. But a prompt
-whose turn comes later also ends later. So that pays as long as it ends no later than the longest sequence does anyway:
+A step reads all weights, however few tokens it has. With the few tokens of the sequences that decode, a large model
+spends most of the step on that, and prompt tokens beside them cost less than in a step of their own. But a prompt whose
+turn comes later also ends later. So this pays as long as no prompt ends later than the longest sequence does anyway:
 
     turn(n) + outputs(n) <= longest
 
-for every prompt n that is left: ``turn(n)`` steps until it is computed (all prompts up to it, at the tokens of a step
-less those that decode), then one for each of its tokens to draw, ``outputs(n)``; ``longest`` is the number of steps
-that the longest sequence still takes. (Sarathi-Serve, Agrawal et al. 2024, bounds the tokens
-of a step for the sake of those that decode; here it is for the sake of all.) Where stop tokens end sequences sooner
-than ``max_tokens``, this is an estimate.
+for every prompt n that is left. ``turn(n)`` is the number of steps until it is computed (all prompts up to it, at the
+tokens of a step less those that decode); ``outputs(n)`` is one step for each of its tokens to draw; ``longest`` is the
+number of steps that the longest sequence still takes. (Sarathi-Serve, Agrawal et al. 2024, bounds the tokens of a step
+for the sake of those that decode; here it is for the sake of all.) Where stop tokens end sequences sooner than
+``max_tokens``, this is an estimate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence as Listed
 from .request import Sequence
 
 ROOM = 0.92
-"""Share of the tokens of all steps to come that may be spoken for: sequences do not end as evenly as assumed."""
+"""The share of the tokens of all coming steps that may be planned: sequences do not end as evenly as assumed."""
 
 
 def nothing_ends_later(tokens: int, running: Listed[Sequence], waiting: Listed[Sequence]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ..text.sampling_defaults import SamplingDefaults
 from .sampling_params import SamplingParams
 
 
@@ -15,9 +16,17 @@ class Encoder(Protocol):
 
 
 def prompt_token_ids(
-    prompt: str | Sequence[int] | Mapping[str, Any], tokenizer: Encoder
+    prompt: str | Sequence[int] | Mapping[str, Any],
+    tokenizer: Encoder,
+    *,
+    add_special_tokens: bool = True,
+    parse_special: bool = True,
 ) -> tuple[str | None, list[int]]:
     """(text or None, token ids) of a prompt given as text, token ids, or a mapping with one of the two.
+
+    Args:
+        add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
+        parse_special: spellings of special tokens in a text are those tokens; False takes them for text.
 
     Raises:
         ValueError: it is none of these, or empty.
@@ -28,17 +37,35 @@ def prompt_token_ids(
             raise ValueError(f"a prompt mapping has 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if ids is None:
-            return prompt_token_ids(text if text is not None else "", tokenizer)
+            return prompt_token_ids(
+                text if text is not None else "",
+                tokenizer,
+                add_special_tokens=add_special_tokens,
+                parse_special=parse_special,
+            )
         return text, prompt_token_ids(ids, tokenizer)[1]
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("the prompt is empty: give at least one character")
-        return prompt, tokenizer.encode(prompt, add_special_tokens=True)
+        return prompt, tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
     if isinstance(prompt, Sequence):
         ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
         if len(ids) == len(prompt):
             return None, ids
     raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
+
+
+def default_params(defaults: SamplingDefaults) -> SamplingParams:
+    """What a model's files recommend, as parameters of a request.
+
+    Raises:
+        ValueError: a value is out of its range; the message says where it is from.
+    """
+    longest = {} if defaults.max_new_tokens is None else {"max_tokens": defaults.max_new_tokens}
+    try:
+        return SamplingParams(**defaults.values, **longest)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{defaults.origin}: {error}; correct it, or start with generation_config none") from None
 
 
 def check_params(params: object) -> SamplingParams:
@@ -65,8 +92,10 @@ def text_options(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def check_token_ids(ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
-    """Refuse an empty prompt and token ids that the model does not have.
+def check_token_ids(
+    ids: Sequence[int], params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()
+) -> None:
+    """Refuse an empty prompt, token ids that the model does not have, and ``min_tokens`` where every token is masked.
 
     Raises:
         ValueError: names the id and the range.
@@ -82,3 +111,10 @@ def check_token_ids(ids: Sequence[int], params: SamplingParams, vocab_size: int)
         for token in tokens:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} holds token id {token}; this model has ids 0 to {vocab_size - 1}")
+    if params.min_tokens:
+        masked = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        if len(masked) >= vocab_size:
+            raise ValueError(
+                f"min_tokens masks the tokens that end an answer, and those are all {vocab_size} of this model: set it "
+                "to 0 or give fewer stop_token_ids"
+            )

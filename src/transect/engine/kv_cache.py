@@ -117,6 +117,13 @@ class KVCache:
         for block_id in block_ids:
             self._unregister(block_id)
 
+    def clear(self) -> None:
+        """Forget all cached contents. Blocks in use stay with who uses them."""
+        self._hash_of.clear()
+        self._block_of.clear()
+        self._blank.extend(reversed(self._unused))
+        self._unused.clear()
+
     def _unregister(self, block_id: int) -> None:
         key = self._hash_of.pop(block_id, None)
         if key is not None:

@@ -19,8 +19,7 @@ def max_length(request: Request, config: SchedulerConfig) -> int:
             f"the prompt has {prompt} tokens, but the context length is {config.max_model_len} tokens and must also "
             "hold at least one token of output: shorten the prompt"
         )
-    if params.n > config.max_num_seqs:
-        raise ValueError(f"n is {params.n}, but the engine runs {config.max_num_seqs} sequences at most: lower n")
+    check_choices(params.n, config.max_num_seqs)
     longest = config.max_model_len
     if params.max_tokens is not None:
         longest = min(longest, prompt + params.max_tokens)
@@ -33,6 +32,16 @@ def max_length(request: Request, config: SchedulerConfig) -> int:
             f"{config.block_size} tokens, but the cache has {config.num_blocks}: {advice}, or enlarge the cache"
         )
     return longest
+
+
+def check_choices(n: int, max_num_seqs: int) -> None:
+    """Refuse more choices than can run at the same time.
+
+    Raises:
+        ValueError: says how many can.
+    """
+    if n > max_num_seqs:
+        raise ValueError(f"n is {n}, but the engine runs {max_num_seqs} sequences at most: lower n")
 
 
 def most_blocks(request: Request, config: SchedulerConfig) -> int:

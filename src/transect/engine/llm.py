@@ -8,19 +8,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..text.chat_template import ChatTemplate
-from ..text.number_text import NumberText
+from ..text.hf_tokenizer import HFTokenizer
+from ..text.inert import chat_tokens
+from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
-from ..text.tokenizer import Tokenizer
 from .config import EngineConfig
 from .gpu.compilers import compiling
-from .inputs import check_params, check_token_ids, prompt_token_ids, text_options
+from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .sampling_params import SamplingParams
+from .vllm_arguments import engine_settings
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -31,7 +32,8 @@ class LLM:
     Args:
         model: a built-in name, a ``.gguf`` file, a directory in Hugging Face layout, or a hub id.
         settings: fields of ``EngineConfig``, such as ``dtype``, ``max_model_len``, ``max_num_seqs``, ``threads``. The
-            queue has no bound here.
+            queue has no bound here. vLLM's arguments are understood where they mean something, and dropped where they
+            mean nothing (``vllm_arguments.py``).
 
     Raises:
         ValueError: the model or a setting is at fault; the message says what to change.
@@ -41,7 +43,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        self.config = EngineConfig(model=model, **settings)
+        self.config = EngineConfig(model=model, **engine_settings(settings))
         first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
         self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)
         began = time.perf_counter()
@@ -51,21 +53,29 @@ class LLM:
             built = build_engine(self.config, compilers, began)
         self._core = built.core
         self._scheduler_config = built.core.scheduler.config
-        self._eos = built.eos_token_ids
         self._next_id = 0
         self.kernels = built.kernels
         self.max_model_len = built.max_model_len
         self.vocab_size = built.vocab_size
-        self.tokenizer = Tokenizer.from_source(built.source)
-        self.chat_template = ChatTemplate.from_source(built.source)
+        text = load_text(built.source, **text_settings(self.config))
+        self._eos = text.eos_token_ids if self.config.eos_token_ids is None else built.eos_token_ids
+        self.tokenizer = text.tokenizer
+        self.chat_template = text.chat_template
+        self._defaults = default_params(text.defaults)
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
-        for line in (*built.report, f"{built.kernels}; {capacity}; {self.config}"):
+        said = (built.kernels, capacity, str(text.defaults), str(self.config))
+        for line in (*built.report, "; ".join(filter(None, said))):
             print(f"transect: {line}", file=sys.stderr)
 
-    def get_tokenizer(self) -> Tokenizer | NumberText:
-        """The model's tokenizer."""
-        return self.tokenizer
+    def get_tokenizer(self) -> HFTokenizer:
+        """The model's tokenizer under the names, and with the defaults, of transformers."""
+        return HFTokenizer(self.tokenizer, self.chat_template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's files recommend (``EngineConfig.generation_config``), and else the defaults of
+        ``SamplingParams``."""
+        return self._defaults
 
     # ---- whole requests ----------------------------------------------------------------------------------------------
 
@@ -76,15 +86,20 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> list[RequestOutput]:
         """Continue prompts; all of them run together, begun with those that may draw the most tokens
         (``longest_first``), in steps that are good for all of them together (``fill_steps``).
 
         Args:
             prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.
-            sampling_params: for all, or one for each prompt.
+            sampling_params: for all, or one for each prompt; None: ``get_default_sampling_params()``.
             use_tqdm: show a progress bar.
             priority: lower runs earlier.
+            add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
+            parse_special: ``<|im_end|>`` and its like in a text are special tokens; False takes them for text, which is
+                right for text that others wrote.
 
         Returns:
             One result for each prompt, in their order.
@@ -95,7 +110,9 @@ class LLM:
         if not isinstance(prompts, (str, Mapping, Sequence)):
             raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
         single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        inputs = [prompt_token_ids(prompt, self.tokenizer) for prompt in ([prompts] if single else prompts)]  # type: ignore[list-item,arg-type]
+        text_flags = {"add_special_tokens": add_special_tokens, "parse_special": parse_special}
+        every: Any = [prompts] if single else prompts
+        inputs = [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
     def chat(
@@ -110,6 +127,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
+        What looks like a special token inside a message is text (``text/inert.py``).
+
         Raises:
             ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages.
         """
@@ -122,15 +141,14 @@ class LLM:
         inputs = []
         for conversation in conversations:
             options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-            text = self.chat_template.render(conversation, **options)
-            inputs.append((text, self.tokenizer.encode(text, parse_special=True)))
+            inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
         if params is None:
-            return [SamplingParams()] * count
+            return [self._defaults] * count
         if not isinstance(params, (list, tuple)):
             return [check_params(params)] * count
         if len(params) != count:
@@ -181,7 +199,7 @@ class LLM:
         return finals
 
     def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
-        check_token_ids(ids, params, self.vocab_size)
+        check_token_ids(ids, params, self.vocab_size, self._eos)
         name = str(self._next_id)
         self._next_id += 1
         request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos)
@@ -217,6 +235,10 @@ class LLM:
     def has_work(self) -> bool:
         """True while a submitted request has not ended."""
         return self._core.has_work
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs."""
+        self._core.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""

@@ -85,11 +85,26 @@ class UsedTokens:
         return self._counts[: len(self._slots)]
 
 
+class FixedTokens:
+    """What a choice's parameters say of single tokens, as arrays: made at its first draw, and the same at every one."""
+
+    __slots__ = ("biased", "biases", "last_step", "masked")
+
+    def __init__(self, draw: Draw) -> None:
+        bias = draw.params.logit_bias or {}
+        self.biased = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
+        self.biases = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        self.masked = np.array(draw.stop_ids, dtype=np.int64)
+        """The tokens that must not be drawn until ``min_tokens``."""
+        self.last_step = 0
+
+
 class LogitAdjuster:
-    """Applies bias, masks and penalties to rows of logits, keeping each choice's token counts between steps."""
+    """Applies bias, masks and penalties to rows of logits, keeping between steps what is known of each choice."""
 
     def __init__(self) -> None:
         self._used: dict[int, UsedTokens] = {}
+        self._fixed: dict[int, FixedTokens] = {}
         self._step = 0
 
     def apply(self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]) -> None:
@@ -108,28 +123,30 @@ class LogitAdjuster:
         if self._step % FORGET_AFTER_STEPS == 0:
             oldest = self._step - FORGET_AFTER_STEPS
             self._used = {seq_id: used for seq_id, used in self._used.items() if used.last_step > oldest}
+            self._fixed = {seq_id: fixed for seq_id, fixed in self._fixed.items() if fixed.last_step > oldest}
 
-    @staticmethod
-    def _add_bias(logits_BV: torch.Tensor, picks: Sequence[Pick]) -> None:
-        rows: list[int] = []
-        tokens: list[int] = []
-        biases: list[float] = []
-        for row, pick in enumerate(picks):
-            for token, bias in (pick.draw.params.logit_bias or {}).items():
-                rows.append(row)
-                tokens.append(token)
-                biases.append(float(bias))
-        if rows:
-            device = logits_BV.device
-            at = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
-            logits_BV[at] += torch.tensor(biases, device=device)
+    def _add_bias(self, logits_BV: torch.Tensor, picks: Sequence[Pick]) -> None:
+        fixed = [(row, self._fixed_of(pick.draw)) for row, pick in enumerate(picks) if pick.draw.params.logit_bias]
+        if fixed:
+            vocab, device = logits_BV.shape[1], logits_BV.device
+            at = torch.from_numpy(np.concatenate([one.biased + row * vocab for row, one in fixed])).to(device)
+            logits_BV.view(-1)[at] += torch.from_numpy(np.concatenate([one.biases for _, one in fixed])).to(device)
 
-    @staticmethod
-    def _mask(logits_BV: torch.Tensor, picks: Sequence[Pick]) -> None:
-        pairs = [(row, token) for row, pick in enumerate(picks) for token in pick.draw.masked_at(pick.position)]
-        if pairs:
-            at = torch.tensor(pairs, device=logits_BV.device)
-            logits_BV[at[:, 0], at[:, 1]] = float("-inf")
+    def _mask(self, logits_BV: torch.Tensor, picks: Sequence[Pick]) -> None:
+        masked = [
+            self._fixed_of(pick.draw).masked + row * logits_BV.shape[1]
+            for row, pick in enumerate(picks)
+            if pick.draw.masked_at(pick.position)
+        ]
+        if masked:
+            logits_BV.view(-1)[torch.from_numpy(np.concatenate(masked)).to(logits_BV.device)] = float("-inf")
+
+    def _fixed_of(self, draw: Draw) -> FixedTokens:
+        fixed = self._fixed.get(draw.seq_id)
+        if fixed is None:
+            fixed = self._fixed[draw.seq_id] = FixedTokens(draw)
+        fixed.last_step = self._step
+        return fixed
 
     def _penalise(self, logits_BV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int]) -> None:
         rows = [row for row, pick in enumerate(picks) if is_penalised(pick.draw)]

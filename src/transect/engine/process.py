@@ -78,6 +78,8 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
 def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
     return wire.Ready(
         max_model_len=built.max_model_len,
+        max_num_seqs=built.core.scheduler.config.max_num_seqs,
+        eos_token_ids=list(built.eos_token_ids),
         vocab_size=built.vocab_size,
         kv_tokens=built.kv_tokens,
         kernels=built.kernels,
@@ -94,6 +96,7 @@ class _Loop:
         self._eos = built.eos_token_ids
         self._stopping = False
         self._last_sent = 0.0
+        self._submits = 0
 
     def run(self) -> None:
         while not self._stopping:
@@ -107,6 +110,14 @@ class _Loop:
                 self._send(wire.Alive())
 
     def _take_messages(self) -> None:
+        before = self._submits
+        try:
+            self._take_waiting()
+        finally:
+            if self._submits > before:
+                self._send(wire.Taken(self._submits))
+
+    def _take_waiting(self) -> None:
         while True:
             try:
                 message = wire.decode_to_engine(self._socket.recv(zmq.NOBLOCK))
@@ -119,10 +130,13 @@ class _Loop:
                     self._core.abort(message.request_id, message.choice)
                 case wire.StatsQuery():
                     self._send(wire.Stats(self._core.stats()))
+                case wire.ResetPrefixCache():
+                    self._core.reset_prefix_cache()
                 case wire.Shutdown():
                     self._stopping = True
 
     def _submit(self, message: wire.Submit) -> None:
+        self._submits += 1
         try:
             self._core.add(
                 Request(

@@ -67,7 +67,7 @@ class Runner:
         if picks:
             logits_RV = self._model.logits(hidden_TD[torch.tensor(last_tokens)])
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
-            result = StepResult(samples.tokens, samples.logprobs, {}, samples.errors)
+            result = StepResult(samples.tokens, samples.logprobs, {}, samples.errors, samples.sound)
         for row, start in zip(batch.rows, starts, strict=True):
             if row.prompt_logprobs is not None and row.next_prompt_token_ids:
                 result.prompt_logprobs[row.seq_id] = self._prompt_logprobs(

@@ -51,6 +51,8 @@ class Samples:
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    sound: set[int] = field(default_factory=set)
+    """Those in ``errors`` whose logits were finite before they were adjusted."""
 
 
 class Sampler:
@@ -113,6 +115,7 @@ class Sampler:
         for b, pick in enumerate(picks):
             if not drawable[b]:
                 samples.errors[pick.draw.seq_id] = NOTHING_LEFT
+                samples.sound.add(pick.draw.seq_id)
             elif pick.draw.params.greedy:
                 samples.tokens[pick.draw.seq_id] = best_ids[b]
             else:

@@ -12,6 +12,13 @@ from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_STOPS = 128
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings together: each character is a node of the automaton that looks for them."""
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+LEAST_REPETITION_PENALTY = 0.01
+"""Below it logits are soon more than a float32 can hold, and nothing is left to draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +31,15 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than ``min_p`` times the likeliest, in [0, 1].
-        repetition_penalty: logits of tokens in prompt or output are divided (if positive) or multiplied by it.
+        repetition_penalty: logits of tokens in prompt or output are divided (if positive) or multiplied by it, in
+            [0.01, 100].
         presence_penalty: subtracted once from logits of tokens already in the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
-        logit_bias: token id to a bias in [-100, 100] added to its logit.
+        logit_bias: token id to a bias in [-100, 100] added to its logit; at most 1024 of them.
         seed: makes the draws repeatable whatever else is in the batch; None draws a fresh seed for the request.
-        stop: strings that end a choice; the text ends before the first of them.
-        stop_token_ids: token ids that end a choice.
+        stop: strings that end a choice; the text ends before the first of them. At most 128, together of at most
+            4096 characters.
+        stop_token_ids: token ids that end a choice; at most 128.
         max_tokens: output tokens at the most; None goes on to the model's context length.
         min_tokens: until then EOS and ``stop_token_ids`` are masked, and stop strings are ignored.
         ignore_eos: go on past the model's end-of-sequence token.
@@ -85,7 +94,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _integer("top_k", self.top_k, -1, None)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
@@ -95,9 +104,22 @@ class SamplingParams:
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        for name, given, most in (
+            ("stop", self.stop, MAX_STOPS),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIASES),
+        ):
+            if len(given or ()) > most:
+                raise ValueError(f"{name} holds {len(given or ())} entries: give at most {most}")
         for text in self.stop or ():
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty strings, got {text!r}")
+        characters = sum(map(len, self.stop or ()))
+        if characters > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop holds {characters} characters in all: give at most {MAX_STOP_CHARACTERS}: the beginnings of "
+                "long stop strings are enough"
+            )
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0, None)
         for token, bias in (self.logit_bias or {}).items():

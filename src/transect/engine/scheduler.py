@@ -53,7 +53,7 @@ class _Plan:
         self.step = step
         self.rows: list[ScheduledRow] = []
         self.sequences: list[Sequence] = []
-        """Of the rows, one each."""
+        """The sequence of each row."""
         self.copies: list[tuple[int, int]] = []
         self.forks: list[Sequence] = []
         """Choices that begin with this step and are not yet among the running."""
@@ -92,7 +92,7 @@ class Scheduler:
         self._num_sequences = 0
         self._step = 0
         self._last: list[Sequence] = []
-        """Of the rows of the last step."""
+        """The sequences of the last step's rows."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
@@ -379,13 +379,14 @@ class Scheduler:
                 self._generation_tokens += 1
                 outputs.append(EngineOutput(seq.request_id, seq.index, [token], num_cached_tokens=seq.num_cached))
                 continue
-            if errors and (failed := _failures(row, seq, errors)):
-                self.blocks.distrust(seq)
-                for choice, error in failed:
-                    self.blocks.distrust(choice)
-                    outputs.append(self._end(choice, "error", error))
+            failed = _failures(row, seq, errors) if errors else []
+            if any(choice.seq_id not in result.sound for choice, _ in failed):
+                for suspect in (seq, *(choice for choice, _ in failed)):
+                    self.blocks.distrust(suspect)
             elif seq.status is Status.RUNNING and end // block_size > seq.num_registered:
                 self.blocks.register(seq, end)
+            for choice, error in failed:
+                outputs.append(self._end(choice, "error", error))
             state = seq.request
             if row.prompt_logprobs is not None and state.prompt_logprobs is not None and row.next_prompt_token_ids:
                 entries = result.prompt_logprobs.get(row.seq_id, ())
@@ -458,6 +459,10 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
         seq.status = Status.GONE
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs."""
+        self.cache.clear()
 
     def stats(self) -> SchedulerStats:
         """Gauges of this moment and counters since the start."""

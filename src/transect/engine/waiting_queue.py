@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
+from operator import attrgetter
 
-from .request import Rank, Sequence, Status
+from .request import Sequence, Status
 
 _SMOOTHING = 0.2
 _MIN_RETRY, _MAX_RETRY = 1.0, 60.0
+_by_rank = attrgetter("rank")
 
 
 class QueueFull(RuntimeError):
@@ -32,7 +34,8 @@ class WaitingQueue:
         self.max_new = max_new
         self.num_new = 0
         self.num_preempted = 0
-        self._heap: list[tuple[Rank, Sequence]] = []
+        self._sequences: list[Sequence] = []
+        """In the order of their ranks, each of which is one sequence's alone."""
         self._last_admission: float | None = None
         self._interval: float | None = None
 
@@ -52,24 +55,22 @@ class WaitingQueue:
         """Queue a new request's leader or a preempted sequence."""
         seq.status = Status.WAITING
         self._count(seq, 1)
-        heapq.heappush(self._heap, (seq.rank, seq))
+        insort(self._sequences, seq, key=_by_rank)
 
     def __len__(self) -> int:
-        return self.num_new + self.num_preempted
+        return len(self._sequences)
 
     def in_order(self) -> list[Sequence]:
         """All that wait, in the order of their turns."""
-        return [seq for _, seq in sorted(self._heap) if seq.status is Status.WAITING]
+        return list(self._sequences)
 
     def head(self) -> Sequence | None:
         """The sequence whose turn is next."""
-        while self._heap and self._heap[0][1].status is not Status.WAITING:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        return self._sequences[0] if self._sequences else None
 
     def pop(self, now: float) -> Sequence:
         """Take the head out, to be admitted at time ``now`` (seconds)."""
-        seq = heapq.heappop(self._heap)[1]
+        seq = self._sequences.pop(0)
         self._count(seq, -1)
         if seq.request.first_scheduled is None:
             if self._last_admission is not None:
@@ -80,7 +81,10 @@ class WaitingQueue:
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out for good."""
+        """Take a sequence out for good; nothing of it stays here."""
+        index = bisect_left(self._sequences, seq.rank, key=_by_rank)
+        assert self._sequences[index] is seq, f"{seq} does not wait"
+        del self._sequences[index]
         seq.status = Status.GONE
         self._count(seq, -1)
 

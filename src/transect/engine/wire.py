@@ -30,18 +30,24 @@ class StatsQuery(msgspec.Struct, tag="stats?"):
     """Answered by one ``Stats`` before the next step begins."""
 
 
+class ResetPrefixCache(msgspec.Struct, tag="reset"):
+    """Forget the KV of finished prompts; not answered."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process; requests still running are dropped."""
 
 
-ToEngine = Submit | Abort | StatsQuery | Shutdown
+ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):
     """The model is loaded and the engine takes requests."""
 
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
+    eos_token_ids: list[int]
     kv_tokens: int
     """Tokens that the KV cache can hold in all."""
     kernels: str
@@ -66,6 +72,13 @@ class Refused(msgspec.Struct, tag="refused"):
     queue_full: tuple[int, float] | None = None
 
 
+class Taken(msgspec.Struct, tag="taken"):
+    """``submits``: how many ``Submit`` have been read so far. Those beyond it lie in the socket, where nobody counts
+    them but their sender."""
+
+    submits: int
+
+
 class Outputs(msgspec.Struct, tag="outputs"):
     """What one step made known."""
 
@@ -82,7 +95,7 @@ class Alive(msgspec.Struct, tag="alive"):
     """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
 
 
-FromEngine = Ready | Failed | Refused | Outputs | Stats | Alive
+FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Alive
 
 HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8

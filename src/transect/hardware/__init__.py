@@ -3,6 +3,7 @@
 * ``ceilings.py``  ``Ceilings``: bytes per second, FLOP/s for each dtype, cost of a launch, the link to the host
 * ``device.py``    ``Device``: which one is here, with its driver and sizes
 * ``measured.py``  the ceilings of a device here: from the user's cache, or measured now and kept
+* ``load.py``      how busy a device is with other work
 * ``cache.py``     where the user's cache is
 * ``cores.py``     how many CPU cores this process can keep busy
 * ``cpu.py``       measures this machine's processor and memory

@@ -32,7 +32,8 @@ class Ceilings:
     memory_bytes: int | None = None
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of matrix products in ``dtype``.
+        """FLOP/s of matrix products on numbers of ``dtype``: a processor that multiplies floats faster than halves can
+        turn halves into floats.
 
         Raises:
             ValueError: no rate is known for ``dtype``.
@@ -41,7 +42,7 @@ class Ceilings:
             raise ValueError(
                 f"no rate is known for {dtype} on {self.device}; known are: {', '.join(self.flops_per_second)}"
             )
-        return self.flops_per_second[dtype]
+        return max(self.flops_per_second[dtype], self.flops_per_second.get("float32", 0.0))
 
     def floor(self, flops: float, bytes_read: float, dtype: str) -> float:
         """The least time for this work in seconds: the larger of the time to compute and the time to read.

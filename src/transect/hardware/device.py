@@ -25,6 +25,7 @@ class Device:
         memory_bytes: size of the device's memory.
         cache_bytes: size of the L2 cache of a GPU; 0 where not known.
         index: which of several GPUs.
+        uuid: by which ``nvidia-smi`` knows it; empty for a processor.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Device:
     memory_bytes: int
     cache_bytes: int = 0
     index: int = 0
+    uuid: str = ""
 
     @property
     def key(self) -> str:
@@ -78,6 +80,7 @@ def detect(which: str = "auto") -> Device:
         found.total_memory,
         getattr(found, "L2_cache_size", 0),
         device.index or 0,
+        "" if hip else f"GPU-{found.uuid}",
     )
 
 

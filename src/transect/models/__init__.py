@@ -20,7 +20,8 @@ The model (flat, token-major: ``x_TD`` is tokens by model dim):
 
 Weights and names:
 
-* ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model; ``presets.py``: shapes of
+* ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model,
+  ``package_index.py`` where there is no pip; ``presets.py``: shapes of
   published models without files
 * ``weights_hf.py``: safetensors in and out; ``weights_gguf.py``: GGUF in; ``weights_dummy.py``: random
 * ``stored.py``: what these three give: ``Stored``, a weight that is read when asked for, whole or a part of it

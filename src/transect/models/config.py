@@ -11,8 +11,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..formats.fields import LARGEST_INTEGER, shown
+
 ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``."""
+
+MAX_LAYERS = 4096
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "factors"]
 
@@ -108,6 +112,9 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ValueError(f"{name} must be a whole number greater than 0, not {value!r}")
+            most = MAX_LAYERS if name == "n_layers" else LARGEST_INTEGER
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, not {shown(value)}")
         _check_positive("norm_eps", self.norm_eps)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")

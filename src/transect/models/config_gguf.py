@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
+from ..formats.fields import Fields, shown
 from .config import ModelConfig, RopeConfig, unsupported_architecture
 
 _GGUF_ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
@@ -25,23 +27,13 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
         ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in _GGUF_ARCHITECTURES:
-        raise unsupported_architecture(architecture)
+    if not isinstance(architecture, str) or architecture not in _GGUF_ARCHITECTURES:
+        raise unsupported_architecture(
+            architecture if isinstance(architecture, (str, NoneType)) else shown(architecture)
+        )
 
-    def number(key: str, default: float | None = None) -> float:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise ValueError(f"the GGUF metadata has no '{architecture}.{key}': the file is incomplete, fetch it again")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"'{architecture}.{key}' in the GGUF metadata must be one number, not {value!r}")
-        return value
-
-    def integer(key: str, default: int | None = None) -> int:
-        value = number(key, default)
-        if value != int(value):
-            raise ValueError(f"'{architecture}.{key}' in the GGUF metadata must be a whole number, not {value!r}")
-        return int(value)
-
+    read = Fields(metadata, "the GGUF metadata", f"{architecture}.")
+    number, integer = read.number, read.integer
     if integer("expert_count", 0):
         raise ValueError("the GGUF file holds a mixture-of-experts model, which is not supported yet")
     dim, heads = integer("embedding_length"), integer("attention.head_count")
@@ -59,12 +51,12 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
     if not gpt2 and integer("rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"GGUF models that rotate only part of a head ({head_dim}) are not supported")
     max_position = integer("context_length")
-    rope = RopeConfig() if gpt2 else _rope(metadata, tensors, number, architecture, max_position)
+    rope = RopeConfig() if gpt2 else _rope(read, tensors, max_position)
     # Converters write Qwen's window even where the model does not use it, and not the layers it would start at; every
     # released Qwen2 and Qwen3 has it off. Mistral's (stored as llama) is for all layers.
     window = integer("attention.sliding_window", 0) if architecture == "llama" else 0
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
+    tokens = Fields(metadata, "the GGUF metadata", "tokenizer.ggml.")
+    ends = [tokens.token_id(key) for key in _END_TOKENS]
     layernorm = "attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon"
     return ModelConfig(
         architecture="mistral" if window else architecture,
@@ -88,21 +80,20 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
         position="learned" if gpt2 else "rope",
         rope=rope,
         sliding_window=window or None,
-        bos_token_id=None if bos is None else int(bos),
-        eos_token_ids=tuple(dict.fromkeys(int(token) for token in ends if token is not None)),
+        bos_token_id=tokens.token_id("bos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
     )
 
 
-def _rope(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Any], number: Any, architecture: str, max_position: int
-) -> RopeConfig:
+def _rope(read: Fields, tensors: Mapping[str, Any], max_position: int) -> RopeConfig:
+    number = read.number
     theta = number("rope.freq_base", 10000.0)
     if "rope_freqs.weight" in tensors:
         factors = tuple(float(value) for value in tensors["rope_freqs.weight"].dequantize().reshape(-1))
         return _llama3_from_factors(theta, factors) or RopeConfig(
             theta=theta, scaling="factors", frequency_factors=factors
         )
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    kind = read.text("rope.scaling.type", "none")
     if kind == "none":
         factor = number("rope.scale_linear", 1.0)  # how old files spell linear scaling
         return RopeConfig(theta=theta) if factor in (0, 1) else RopeConfig(theta, "linear", factor)
@@ -114,7 +105,7 @@ def _rope(
             theta=theta,
             scaling="yarn",
             factor=factor,
-            original_max_position=int(number("rope.scaling.original_context_length", max_position)),
+            original_max_position=read.integer("rope.scaling.original_context_length", max_position),
             beta_fast=number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=number("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=number("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(max(factor, 1.0))),

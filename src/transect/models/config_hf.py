@@ -7,13 +7,14 @@ Rope parameters are read in the old spelling (``rope_theta`` beside ``rope_scali
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from ..formats.fields import Fields, read_json_object, shown
 from .config import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
 
 _ACTIVATIONS = {
@@ -32,39 +33,6 @@ _CLASSES = {
 }
 
 
-class _Reader:
-    """Typed access to the keys of a config; errors name the key."""
-
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
-        self.values = values
-        self.where = where
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ValueError(f"{self.where} has no {key!r}: it must be a whole number")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{key!r} in {self.where} must be a whole number, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ValueError(f"{self.where} has no {key!r}: it must be a number")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{key!r} in {self.where} must be a number, not {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ValueError(f"{key!r} in {self.where} must be true or false, not {value!r}")
-        return value
-
-
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read a Hugging Face ``config.json`` (old and new spelling of rope parameters).
 
@@ -74,18 +42,19 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
     """
     architecture = config.get("model_type")
-    if architecture not in ARCHITECTURES:
-        raise unsupported_architecture(architecture)
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise unsupported_architecture(
+            architecture if isinstance(architecture, (str, NoneType)) else shown(architecture)
+        )
     if config.get("quantization_config") is not None:
         raise ValueError(
             "config.json has a quantization_config; such checkpoints are not supported, use the unquantized model or a "
             "GGUF file"
         )
-    read = _Reader(config)
+    read = Fields(config)
     parts = _gpt2(read) if architecture == "gpt2" else _llama_like(architecture, read)
-    bos = _token_ids(config.get("bos_token_id"), "bos_token_id")
-    eos = _token_ids(config.get("eos_token_id"), "eos_token_id")
-    more = _token_ids((generation or {}).get("eos_token_id"), "eos_token_id of generation_config.json")
+    bos, eos = read.token_ids("bos_token_id"), read.token_ids("eos_token_id")
+    more = Fields(generation or {}, "generation_config.json").token_ids("eos_token_id")
     return ModelConfig(
         architecture=architecture,
         vocab_size=read.integer("vocab_size"),
@@ -99,21 +68,12 @@ def from_hf_directory(directory: str | Path) -> ModelConfig:
     """Read ``config.json`` and, if it is there, ``generation_config.json`` of a model directory; errors as ``from_hf``,
     and for files that are missing or damaged."""
     directory = Path(directory)
-    config = _read_json(directory / "config.json")
-    path = directory / "generation_config.json"
-    return from_hf(config, _read_json(path) if path.exists() else None)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_object(directory / "config.json")
     except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}: give a directory in Hugging Face layout") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON ({error}); download the model again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; download the model again")
-    return value
+        raise ValueError(f"{directory} has no config.json: give a directory in Hugging Face layout") from None
+    path = directory / "generation_config.json"
+    return from_hf(config, read_json_object(path) if path.exists() else None)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -184,7 +144,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def _gpt2(read: _Reader) -> dict[str, Any]:
+def _gpt2(read: Fields) -> dict[str, Any]:
     if not read.flag("scale_attn_weights", True) or read.flag("scale_attn_by_inverse_layer_idx", False):
         raise ValueError("GPT-2 with scale_attn_weights=false or scale_attn_by_inverse_layer_idx=true is not supported")
     if read.flag("add_cross_attention", False):
@@ -210,7 +170,7 @@ def _gpt2(read: _Reader) -> dict[str, Any]:
     }
 
 
-def _llama_like(architecture: str, read: _Reader) -> dict[str, Any]:
+def _llama_like(architecture: str, read: Fields) -> dict[str, Any]:
     dim, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     layers = read.integer("num_hidden_layers")
     default_heads = {"mistral": 8}.get(architecture, heads)
@@ -251,14 +211,14 @@ def _split(dim: int, heads: int) -> int:
     return dim // heads
 
 
-def _activation(read: _Reader, key: str, default: str) -> str:
-    name = read.values.get(key) or default
+def _activation(read: Fields, key: str, default: str) -> str:
+    name = read.text(key, default) or default
     if name not in _ACTIVATIONS:
         raise ValueError(f"{key} {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
-def _window(architecture: str, read: _Reader, layers: int) -> tuple[int | None, tuple[int, ...]]:
+def _window(architecture: str, read: Fields, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window and the layers that do without it."""
     if architecture == "llama":
         return None, ()
@@ -275,27 +235,28 @@ def _window(architecture: str, read: _Reader, layers: int) -> tuple[int | None, 
     if kinds is None:
         first = read.integer("max_window_layers", 28)
         return window, tuple(range(min(first, layers)))
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ValueError(
             f"layer_types in config.json must list full_attention or sliding_attention for each of the {layers} layers"
         )
     return window, tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
-def _rope_from_hf(read: _Reader, max_position: int) -> RopeConfig:
+def _rope_from_hf(read: Fields, max_position: int) -> RopeConfig:
     new = read.values.get("rope_parameters")
     old = read.values.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{key!r} in config.json must be an object or null, not {value!r}")
     values = {**(new or {}), **(old or {})}
-    rope = _Reader(values, "the rope parameters of config.json")
+    rope = Fields(values, "the rope parameters of config.json")
     theta = rope.number("rope_theta", read.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1 is")
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind in ("default", None):
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default":
         return RopeConfig(theta=theta)
     original = rope.integer("original_max_position_embeddings", max_position)
     if kind == "linear":
@@ -325,7 +286,7 @@ def _rope_from_hf(read: _Reader, max_position: int) -> RopeConfig:
     raise ValueError(f"rope scaling {kind!r} is not supported; supported are: default, linear, llama3, yarn")
 
 
-def _yarn_attention_factor(rope: _Reader, factor: float) -> float:
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """The multiplier of cos and sin: given, or 0.1 ln(factor) + 1, with two optional weights of the logarithm."""
     if rope.values.get("attention_factor") is not None:
         return rope.number("attention_factor")
@@ -362,11 +323,3 @@ def _rope_scaling_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
             "truncate": rope.truncate,
         }
     raise ValueError("a model with GGUF frequency factors cannot be written as config.json; save it from its HF files")
-
-
-def _token_ids(value: Any, name: str) -> tuple[int, ...]:
-    values = [] if value is None else value if isinstance(value, list) else [value]
-    for token in values:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"{name} must be a token id or a list of them, not {value!r}")
-    return tuple(values)

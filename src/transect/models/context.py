@@ -36,7 +36,7 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Of a step's T tokens the R whose hidden states the model is to return, each the last of its sequence.
+    """The R of a step's T tokens whose hidden states the model is to return, each the last of its sequence.
 
     The last layer then computes keys and values for all tokens, and everything else for these.
     """
@@ -157,7 +157,7 @@ class PagedContext:
     def attend_written(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """As ``attend``, for k and v that have been written to the cache already."""
+        """Does what ``attend`` does, for k and v that have been written to the cache already."""
         caches = self.k_cache[layer], self.v_cache[layer]
         if self.whole is None:
             return self.ops.paged_attention(q_THd, *caches, self.batch, scale, window)

@@ -20,7 +20,7 @@ Shapes: T tokens, D model dim, H query heads, K key heads, d head size, F ffn di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
 from .norm import RMSNorm
-from .weights.weight import StreamProduct, Weight
+from .weights.weight import Product, StreamProduct, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,15 @@ class FusedStack:
         self._ops = model.ops
         self._fusions = fusions or Fusions()
         streams = self._ops.stream_products if self._fusions == Fusions() else None
-        self._layers = [_FusedLayer(layer, index, config, streams) for index, layer in enumerate(_layers(model))]
+        self._layers = [
+            _FusedLayer(layer, index, config, self._fusions, streams) for index, layer in enumerate(_layers(model))
+        ]
         streamed = all(layer.on_stream for layer in self._layers)
         self._on_stream = self._layers[0].on_stream if streamed else None
-        """Of the first layer, where all layers can: it is asked which steps it takes."""
+        """The first layer's products on the stream, where all layers have them: they say which steps they take."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
-        """Of each position, cosines and then sines."""
+        """For each position, cosines and then sines."""
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
@@ -118,7 +120,7 @@ class FusedStack:
         for layer in self._layers:
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
             last = None if layer is not self._layers[-1] else wanted
-            attended_THd = self._attend(layer, self._qkv(layer, normed_TD), (cos, sin), context, last)
+            attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
                 x_TD = x_TD.index_select(0, last.tokens_R)
                 if not len(x_TD):
@@ -131,7 +133,7 @@ class FusedStack:
     def _run_streams(
         self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
     ) -> tuple[Tensor, Tensor]:
-        """As ``_run``, by products that begin and end at the residual stream; all tokens are wanted."""
+        """Does what ``_run`` does, by products that begin and end at the residual stream; all tokens are wanted."""
         first = self._layers[0].attention_norm
         stream = Stream(x_TD, first(x_TD), None, first.eps)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
@@ -157,10 +159,6 @@ class FusedStack:
             return x_TD, normed_TD
         x_TD = x_TD + branch_TD
         return x_TD, norm(x_TD)
-
-    def _qkv(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor | Sequence[Tensor]:
-        """q, k and v, side by side or apart."""
-        return layer.qkv(x_TD) if self._fusions.qkv else [product(x_TD) for product in layer.qkv_apart]
 
     def _attend(
         self,
@@ -198,7 +196,7 @@ class FusedStack:
 
     def _gated(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor:
         """``silu(gate(x)) * up(x)``."""
-        if self._fusions.gate_up and layer.gated is not None:
+        if layer.gated is not None:
             return layer.gated(x_TD)
         return self._ops.swiglu(*(product(x_TD) for product in layer.gate_up_apart))
 
@@ -206,7 +204,9 @@ class FusedStack:
 class _FusedLayer:
     """One layer's norms, and its products, resolved once."""
 
-    def __init__(self, layer: Layer, index: int, config: ModelConfig, streams: StreamProducts | None) -> None:
+    def __init__(
+        self, layer: Layer, index: int, config: ModelConfig, fusions: Fusions, streams: StreamProducts | None
+    ) -> None:
         attention, mlp = layer.attention, layer.mlp
         self.index = index
         self.window = config.layer_window(index)
@@ -214,13 +214,20 @@ class _FusedLayer:
         self.attention_norm, self.mlp_norm = layer.attention_norm, layer.mlp_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         qkv, gate_up = attention.qkv, mlp.gate_up
-        self.qkv, self.qkv_apart = qkv.product(), qkv.products()
-        self.gated, self.gate_up_apart = gate_up.gated_product(), gate_up.products()
+        self.qkv = qkv.product() if fusions.qkv else _together(qkv.products())
+        # Parts are asked for their own products only where these run: one that is joined may need a copy for that.
+        self.gated = gate_up.gated_product() if fusions.gate_up else None
+        self.gate_up_apart = gate_up.products() if self.gated is None else []
         self.o, self.down = attention.o.product(), mlp.down.product()
         projections = (qkv, attention.o, gate_up, mlp.down)
         self.sizes = [(*weight.shape, weight is gate_up) for weight in projections]
-        """Of its products, as ``StreamProducts`` asks for them."""
+        """The sizes of its products, as ``StreamProducts`` asks for them."""
         self.on_stream = None if streams is None else _StreamLayer.of(projections, streams)
+
+
+def _together(products: Sequence[Product]) -> Callable[[Tensor], Sequence[Tensor]]:
+    """Several products of one input, each a kernel of its own."""
+    return lambda x: [product(x) for product in products]
 
 
 class _StreamLayer(NamedTuple):

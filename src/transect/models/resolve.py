@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
+_TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
@@ -55,7 +57,12 @@ class ModelSource:
 
 
 def resolve(
-    name: str, *, allow_download: bool = True, progress: Progress | None = None, load_format: LoadFormat = "auto"
+    name: str,
+    *,
+    allow_download: bool = True,
+    progress: Progress | None = None,
+    load_format: LoadFormat = "auto",
+    revision: str | None = None,
 ) -> ModelSource:
     """Find a model, fetching it if need be.
 
@@ -64,6 +71,7 @@ def resolve(
         allow_download: False uses what is on disk and never the network.
         progress: told how far a fetch of a built-in model is; by default a bar on stderr.
         load_format: ``dummy`` finds a configuration only.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
         ValueError: no such model (nearest names are offered), damaged files, an unsupported architecture, no network.
@@ -71,6 +79,8 @@ def resolve(
     if not name or "\0" in name:
         raise ValueError(f"{name!r} is no model name; give {_choices()}")
     path = Path(name).expanduser()
+    if revision is not None and (load_format == "dummy" or path.exists() or not _HUB_ID.fullmatch(name)):
+        raise ValueError(f"revision {revision!r} is for hub ids (organisation/name), and {name[:80]!r} is none")
     if load_format == "dummy":
         return _shape(path, name)
     try:
@@ -85,12 +95,36 @@ def resolve(
     if name.lower().endswith(".gguf") or name.startswith(("/", "./", "../", "~")) or name.endswith("/"):
         raise ValueError(f"there is no file or directory {name!r}{_near_paths(path)}; give {_choices()}")
     if _HUB_ID.fullmatch(name):
-        return _from_directory(_from_hub(name, allow_download), name)
+        return _from_directory(_from_hub(name, allow_download, revision=revision), name)
     if name in PRESETS:
         raise ValueError(f"{name!r} is a shape without weights: run it with load_format dummy, or give {_choices()}")
     near = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(map(repr, near))}? Otherwise give" if near else "give"
     raise ValueError(f"unknown model {name!r}; {hint} {_choices()}")
+
+
+def tokenizer_files(name: str, *, revision: str | None = None) -> Path:
+    """Where the tokenizer of that name is: a directory with tokenizer.json, or a GGUF file. Weights are not fetched.
+
+    Args:
+        name: a directory, a ``.gguf`` file, a built-in name or a hub id.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(name).expanduser()
+    if revision is not None and (path.exists() or not _HUB_ID.fullmatch(name)):
+        raise ValueError(f"tokenizer_revision {revision!r} is for hub ids (organisation/name), and {name!r} is none")
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        return path.resolve()
+    if path.is_file() and path.name == "tokenizer.json":
+        return path.resolve().parent
+    if name in BUILTIN_MODELS:
+        return _from_builtin(name, True, None).path
+    if _HUB_ID.fullmatch(name) and not path.exists():
+        return _from_hub(name, True, revision=revision, patterns=_TOKENIZER_FILES)
+    raise ValueError(f"there is no tokenizer {name[:80]!r}; give {_choices()}")
 
 
 def _shape(path: Path, name: str) -> ModelSource:
@@ -154,7 +188,9 @@ def _from_builtin(name: str, allow_download: bool, progress: Progress | None) ->
     return _from_file(path, name)
 
 
-def _from_hub(name: str, allow_download: bool) -> Path:
+def _from_hub(
+    name: str, allow_download: bool, *, revision: str | None = None, patterns: Sequence[str] = _HUB_FILES
+) -> Path:
     """The snapshot directory of a hub id; huggingface_hub keeps it in its own cache and shows its own progress."""
     import huggingface_hub
     from huggingface_hub import errors
@@ -163,12 +199,18 @@ def _from_hub(name: str, allow_download: bool) -> Path:
     hint = f" (the built-in {near[0]!r} is near it)" if near else ""
     try:
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED, local_files_only=not allow_download
+            name,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=_HUB_IGNORED,
+            local_files_only=not allow_download,
         )
     except errors.GatedRepoError:
         raise ValueError(
             f"the hub model {name!r} is gated; accept its terms there and log in with `hf auth login`"
         ) from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"the hub model {name!r} has no revision {revision!r}: give a branch, tag or commit") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ValueError(
             f"the hub has no model {name!r}{hint}; check the spelling, or log in with `hf auth login` if it is private"

@@ -1,4 +1,4 @@
-"""How much causal attention looks at, in plain numbers: shared by the attention operators' costs and the model's."""
+"""The number of keys that causal attention looks at, for the costs of the attention operators and of the model."""
 
 from __future__ import annotations
 

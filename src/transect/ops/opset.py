@@ -1,4 +1,4 @@
-"""Which implementation of every operator a model runs: chosen once, held as plain callables.
+"""Chooses, once, which implementation of every operator a model runs, and holds them as plain callables.
 
 A call through the model costs what the callable costs: no lookup, no dispatch on device, no global switch. Two models
 of one process may run different sets.
@@ -103,8 +103,8 @@ def resolve_ops(
 
 
 def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
-    """The same operators, those that can be launched while the kernel before them still runs told to be, or not to be
-    (Hopper). Everything on their stream must be kernels that wait for what they read, or launched without."""
+    """The same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything on their
+    stream must be kernels that wait for what they read, or that are launched without it."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
     told: dict[str, Any] = {
         name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes_dependent_launch(call)

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The work that an operator must do at the least: each input read once, each output written once."""
+    """The least work of an operator: each input read once, each output written once."""
 
     flops: float
     bytes_read: float
@@ -31,7 +31,7 @@ class Cost:
         return self.flops / self.bytes if self.bytes else 0.0
 
     def floor(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """Seconds that a device with these two ceilings needs at the least."""
+        """The least time in seconds for a device with these two ceilings."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
     def __add__(self, other: Cost) -> Cost:
@@ -52,15 +52,16 @@ class Implementation:
     load: Callable[[], Callable[..., Any]]
     targets: tuple[str, ...]
     batch_invariant: bool = False
-    """In float32, what a token (or sequence) gets is the same to the bit whatever else is in the batch."""
+    """In float32, the result of a token (or sequence) is the same to the bit whatever else is in the batch."""
     autograd: Callable[[], Callable[..., Any]] | None = None
     """Loads the ``torch.library`` operator over this implementation: same arguments, gradients, ``torch.compile``."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    """What it computes in, by name."""
+    """The dtypes that it computes in, by name."""
     refusal: Callable[..., str | None] | None = None
-    """Takes the operator's arguments; a sentence saying why this implementation does not take them, or None."""
+    """A function of the operator's arguments: a sentence that says why this implementation does not take them, or
+    None."""
     source: str = ""
-    """Of a ``cuda`` implementation: its ``.cu`` file in this folder."""
+    """The ``.cu`` file of a ``cuda`` implementation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +97,16 @@ class Case:
     name: str
     make: Callable[[Any, int], Mapping[str, Any]]
     dtype: str = "bfloat16"
-    """Which matrix rate the floor is computed with (``bfloat16``, ``float16``, ``float32``, ``tf32``)."""
+    """The matrix rate for the floor (``bfloat16``, ``float16``, ``float32``, ``tf32``)."""
     directions: tuple[str, ...] = ()
-    """Of ``Op.directions``, those to measure at this shape; empty: all of them."""
+    """The directions of ``Op.directions`` to measure at this shape; empty: all of them."""
     only: tuple[str, ...] = ()
     """Names of the implementations and peers to race at this shape; empty: all that take it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What can be tuned in one launcher, declared beside it. Its result must be the same to the bit in every run.
+    """The knobs of one launcher, declared beside it. Its result must be the same to the bit in every run.
 
     ``launch`` takes the arguments that ``prepare`` makes from a case's, and ``config``: one value for each name in
     ``choices``. ``heuristic`` looks at the size that the launcher keys on: a row width, a number of elements, or a
@@ -120,7 +121,7 @@ class Knobs:
     size: Callable[[Mapping[str, Any]], Any]
     """The size that the launcher keys its choice on, from a case's arguments."""
     valid: Callable[[Mapping[str, Any], Any], bool] | None = None
-    """Whether a configuration makes sense at a size; what it refuses is not tried."""
+    """Whether a configuration makes sense at a size; others are not tried."""
     applies: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether this launcher is what runs on a case's arguments; None: it always is."""
 
@@ -137,7 +138,7 @@ class Trace:
     launch: Callable[..., Any]
     watch: tuple[str, ...] = ()
     note: str = ""
-    """A sentence under the picture: what to look for."""
+    """A sentence under the picture that says what to look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class Op:
     differentiable: tuple[str, ...] = ()
     """Arguments that the reference and every implementation with a gradient give one for."""
     mutates: tuple[str, ...] = ()
-    """Arguments written in place; what the operator returns, if anything, comes on top."""
+    """Arguments that are written in place, beside what the operator returns."""
     keeps_dtype: tuple[str, ...] = ()
     """Floating-point arguments that stay float32 whatever dtype the operator is tried in."""
     gradient_cost: Callable[..., Cost] | None = None
@@ -185,8 +186,8 @@ class Op:
     trace: Callable[[], Trace] | None = None
     """The run that ``transect trace`` shows; None: the smallest example, through the Triton implementation."""
     directions: tuple[str, ...] = ("forward", "backward")
-    """What is timed: ``forward``; ``backward`` alone, after a forward pass; ``both`` together, where an implementation
-    does part of the backward pass's work in the forward pass."""
+    """The directions to time: ``forward``; ``backward`` alone, after a forward pass; ``both`` together, where an
+    implementation does part of the backward pass's work in the forward pass."""
     exact: Callable[..., Any] | None = None
     """``reference`` for real shapes: float64 on any arguments, but without its large temporaries."""
     measured_as: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""True shapes of four models, and the token counts that operators are measured at.
+"""Real shapes of four models, and the token counts that operators are measured at.
 
-Read off the models' published ``config.json``. Every ``Op.cases`` is built from these tables, so that a benchmark row
+They come from the models' published ``config.json``. Every ``Op.cases`` is built from these tables, so a benchmark row
 names the model it comes from.
 """
 

@@ -1,8 +1,9 @@
-"""Which configuration a launcher runs with: the one found by ``tools/search.py`` for this device and size, or a rule.
+"""The configuration that a launcher runs with: the one found by ``tools/search.py`` for this device and size, or a
+rule.
 
 Choices live in ``tuned/<device>.json`` of this folder (shipped) and of the user's cache (``$TRANSECT_CACHE`` or
-``~/.cache/transect``; it wins). A file maps a launcher's name to size buckets, and a bucket to its knobs. Buckets are
-powers of two: a row of 3000 elements belongs to bucket ``4096``, a product of 8 x 6144 x 4096 to ``8x8192x4096``.
+``~/.cache/transect``), which wins. A file maps a launcher's name to size buckets, and a bucket to its knobs. Buckets
+are powers of two: a row of 3000 elements belongs to bucket ``4096``, a product of 8 x 6144 x 4096 to ``8x8192x4096``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Size = int | tuple[int, ...]
 
 
 def user_folder() -> Path:
-    """Where findings are kept."""
+    """The folder for findings of this user."""
     return cache_folder() / "tuned"
 
 
@@ -61,9 +62,9 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
 
 @cache
 def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config]) -> Config:
-    """The configuration for a launcher at a size: ``rule(size)``, and what was found for its bucket in place of that.
+    """The configuration of a launcher at a size: ``rule(size)``, overlaid by what was found for its bucket.
 
-    So a file from before a knob was there is of use still.
+    So a file that is older than a knob is still of use.
     """
     if device.type == "cuda":
         found = choices(torch.cuda.get_device_name(device)).get(launcher, {}).get(bucket_name(size))
@@ -98,7 +99,8 @@ def save(device_name: str, findings: Mapping[str, Mapping[str, Config]], folder:
 
 
 def row_rule(width: int) -> Config:
-    """Whole rows in registers: 16 elements a thread, narrow rows several to a program. By the width alone."""
+    """Whole rows in registers: 16 elements a thread, several narrow rows to a program. It depends on the width
+    alone."""
     block = bucket(width)
     rows = max(1, 2048 // block)
     return {"rows": rows, "warps": min(16, max(1, rows * block // 512))}

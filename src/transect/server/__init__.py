@@ -2,13 +2,20 @@
 
 * ``process.py``: bind, serve, drain on SIGTERM, end with the engine.
 * ``app.py``: the routes, and nothing else.
-* ``gate.py``: what every request passes first: counting, draining, API keys.
-* ``body.py``: reading a JSON body, bounded while it arrives.
-* ``protocol.py``: what clients may send. ``errors.py``: what they hear when they sent something else.
-* ``prompts.py``: chat template and tokenizer. ``generation.py``: the engine requests behind one HTTP request.
-* ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers.
+* ``connections.py``: how many clients there may be, and how long they may take to send a request.
+* ``gate.py``: what every request passes first: counting, draining, API keys. ``deadline.py``: when it took too long.
+* ``body.py``: reading a JSON body, bounded while it arrives. ``bounds.py``: how many values it may hold.
+* ``protocol.py``: what clients may send; ``unsupported.py``: what they send and is not supported here.
+  ``errors.py``: what they hear when they sent something else.
+* ``prompts.py``: chat template and tokenizer. ``rendering.py``, ``encoding.py``: so that neither holds up others.
+* ``generation.py``: the engine requests behind one HTTP request.
+* ``chat.py``, ``completions.py``: the two APIs. ``replies.py``, ``logprobs.py``: the shapes of answers;
+  ``long_replies.py``: the long ones, little by little.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
-* ``health.py``, ``metrics.py``: what operators see. ``serving.py``: the state that all of these share.
+* ``request_log.py``: one line for each request.
+* ``operations.py``: further routes for operators.
+* ``health.py``, ``metrics.py``: what operators see; ``metric_names.py``: and under which names.
+  ``serving.py``: the state that all of these share.
 
 Nothing here imports torch: HTTP, text and JSON live in this process, tensors in the engine's.
 """

@@ -6,20 +6,26 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from .. import __version__
 from . import errors
 from .body import JsonRoute
-from .chat import Chat
+from .chat import Chat, chat_opens_a_turn
 from .completions import Completion
+from .deadline import Deadline
 from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError, ErrorBody
 from .gate import Gate
+from .generation import Prompt
 from .health import health_of, scrape
-from .prompts import chat_prompt, encode
+from .long_replies import json_of
+from .operations import operations
+from .prompts import chat_prompt, encode, most_counted, truncated
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .rendering import Renderer
 from .replies import (
     ChatResponse,
     CompletionResponse,
@@ -53,12 +59,13 @@ api = APIRouter(route_class=JsonRoute, responses=REFUSALS)
 plain = APIRouter()
 
 
-def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
-    """The application around an engine that already runs. The caller owns the engine.
+def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None = None) -> FastAPI:
+    """The application around an engine that already runs. The caller owns the engine and the renderer.
 
     Args:
         engine: an ``AsyncEngine``.
         options: names, keys and limits.
+        renderer: of chat templates; None renders in this process.
     """
     app = FastAPI(
         title="Transect",
@@ -66,12 +73,23 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         description="An OpenAI-compatible API. Extra sampling fields have the names that vLLM gave them.",
         redoc_url=None,
     )
-    serving = Serving(engine, options)
+    serving = Serving(engine, options, renderer)
     app.state.serving = serving
     errors.install(app)
     app.include_router(api)
     app.include_router(plain)
+    app.include_router(operations)
     app.add_middleware(Gate, serving=serving)
+    if options.allowed_origins:
+        # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     return app
 
 
@@ -79,6 +97,10 @@ def _serving(request: Request, model: str | None = None) -> Serving:
     serving: Serving = request.app.state.serving
     serving.check_model(model)
     return serving
+
+
+def _deadline(request: Request) -> Deadline:
+    return Deadline(_serving(request).options.request_timeout_s, request.state.arrival)
 
 
 async def _answer(request: Request, work: Chat | Completion) -> Response:
@@ -89,19 +111,19 @@ async def _answer(request: Request, work: Chat | Completion) -> Response:
         reply: BaseModel = await unless_disconnected(request.receive, work.whole())
     except ClientGone:
         return GONE
-    return Response(reply.model_dump_json(), media_type="application/json")
+    return Response(await json_of(reply), media_type="application/json")
 
 
 @api.post("/v1/completions", response_model=CompletionResponse, tags=["OpenAI"])
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
-    return await _answer(request, Completion(_serving(request, body.model), body))
+    return await _answer(request, Completion(_serving(request, body.model), body, _deadline(request)))
 
 
 @api.post("/v1/chat/completions", response_model=ChatResponse, tags=["OpenAI"])
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """The next message of a conversation."""
-    return await _answer(request, Chat(_serving(request, body.model), body))
+    return await _answer(request, Chat(_serving(request, body.model), body, _deadline(request)))
 
 
 @api.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
@@ -127,13 +149,26 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     serving = _serving(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
-    if body.messages is not None:
-        generation_prompt = body.add_generation_prompt is not False
-        tokens = (await chat_prompt(serving, body.messages, add_generation_prompt=generation_prompt)).token_ids
-    else:
-        add_special = body.add_special_tokens is not False
-        tokens = await encode(serving, body.prompt or "", add_special=add_special)
-    return TokenizeResponse(count=len(tokens), max_model_len=serving.engine.max_model_len, tokens=tokens)
+    async with _deadline(request):
+        if body.messages is not None:
+            prompt = await chat_prompt(
+                serving,
+                body.messages,
+                add_generation_prompt=chat_opens_a_turn(body),
+                continue_final_message=bool(body.continue_final_message),
+                add_special=body.add_special_tokens is True,
+                truncate=body.truncate_prompt_tokens,
+                template_kwargs=body.chat_template_kwargs,
+            )
+            tokens = prompt.token_ids
+        else:
+            add, parse = body.add_special_tokens is not False, body.parse_special is not False
+            most = most_counted(serving)
+            tokens = await encode(serving, body.prompt or "", add_special=add, parse_special=parse, limit=most)
+            tokens = truncated(serving, Prompt(body.prompt, tokens), body.truncate_prompt_tokens, 0).token_ids
+    texts = [serving.engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    limit = serving.engine.max_model_len
+    return TokenizeResponse(count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=texts)
 
 
 @api.post("/detokenize", response_model=DetokenizeResponse, tags=["tokenizer"])

@@ -13,6 +13,7 @@ import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from .bounds import check_values
 from .errors import ApiError
 
 # A client that is still sending cannot read the answer, so an oversized body is read on and thrown away up to this
@@ -48,9 +49,10 @@ class BoundedRequest(Request):
         """The body as JSON: UTF-8 only, no NaN or Infinity, no lone surrogates.
 
         Raises:
-            ApiError: 400 with the place where it breaks.
+            ApiError: 400 with the place where it breaks; 413 where it holds too many values.
         """
         body = await self.body()
+        check_values(body)
         try:
             return pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs
+from .long_replies import all_chat_logprobs
 from .prompts import chat_prompt
-from .protocol import FIELDS, ChatCompletionRequest
+from .protocol import FIELDS, ChatCompletionRequest, TokenizeRequest, opens_a_turn
 from .replies import (
     AssistantMessage,
     ChatChoice,
@@ -28,17 +30,36 @@ if TYPE_CHECKING:
     from ..text.outputs import CompletionOutput, PositionLogprobs
 
 
+def chat_opens_a_turn(body: ChatCompletionRequest | TokenizeRequest) -> bool:
+    """See ``opens_a_turn``.
+
+    Raises:
+        ApiError: 400 where the fields contradict each other.
+    """
+    try:
+        return opens_a_turn(body.add_generation_prompt, body.continue_final_message)
+    except ValueError as error:
+        raise bad_value(str(error), FIELDS) from None
+
+
 class Chat:
     """One chat request."""
 
-    def __init__(self, serving: Serving, body: ChatCompletionRequest) -> None:
-        self.serving, self.body = serving, body
+    def __init__(self, serving: Serving, body: ChatCompletionRequest, deadline: Deadline) -> None:
+        self.serving, self.body, self.deadline = serving, body, deadline
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         self.top = body.top_logprobs or 0
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        defaults = serving.engine.sampling_defaults
+        limit = defaults.limit(limit)
         try:
-            self.params = body.sampling_params(max_tokens=limit, logprobs=self.top if body.logprobs else None)
+            self.params = body.sampling_params(
+                defaults,
+                max_tokens=limit,
+                logprobs=self.top if body.logprobs else None,
+                prompt_logprobs=body.prompt_logprobs,
+            )
         except ValueError as error:
             raise bad_value(self._renamed(str(error)), FIELDS) from None
 
@@ -54,35 +75,48 @@ class Chat:
         prompt = await chat_prompt(
             self.serving,
             self.body.messages,
-            add_generation_prompt=self.body.add_generation_prompt is not False,
+            add_generation_prompt=chat_opens_a_turn(self.body),
+            continue_final_message=bool(self.body.continue_final_message),
+            truncate=self.body.truncate_prompt_tokens,
+            room=self.params.max_tokens or 1,
+            add_special=self.body.add_special_tokens is True,
             template_kwargs=self.body.chat_template_kwargs,
         )
-        return Generation(self.serving, [prompt], self.params, self.body.priority or 0)
+        return Generation(self.serving, [prompt], self.params, self.body.priority or 0, self.deadline)
 
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         (result,) = await generation.whole()
         return ChatResponse(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
-            choices=[self._choice(output) for output in result.outputs],
+            choices=[await self._choice(output) for output in result.outputs],
             usage=generation.usage(),
+            prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
+            prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else None,
         )
 
-    def _choice(self, output: CompletionOutput) -> ChatChoice:
+    async def _choice(self, output: CompletionOutput) -> ChatChoice:
+        logprobs: ChatLogprobs | None = None
+        if output.logprobs is not None and self.body.logprobs:
+            tokenizer = self.serving.engine.tokenizer
+            logprobs = await all_chat_logprobs(output.logprobs, output.token_ids, self.top, tokenizer)
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(content=output.text),
-            logprobs=self._logprobs(output.logprobs, output.token_ids),
+            logprobs=logprobs,
             finish_reason=finish_reason(output.finish_reason),
             stop_reason=output.stop_reason,
+            token_ids=list(output.token_ids) if self.body.return_token_ids else None,
         )
 
     async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
-        generation = await self._prepare()
+        async with self.deadline:
+            generation = await self._prepare()
         await generation.start()
         return self._chunks(generation)
 
@@ -93,11 +127,15 @@ class Chat:
                 body = b""
                 if news.choice not in texts:
                     first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
-                    body = event(self._chunk(generation, [first]))
+                    chunk = self._chunk(generation, [first])
+                    if self.body.return_token_ids:
+                        chunk.prompt_token_ids = generation.prompts[0].token_ids
+                    body = event(chunk)
                     choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
                     texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
                 update = news.update
-                if update.text and update.finish_reason is None and not self.body.logprobs:
+                plain = not (self.body.logprobs or self.body.continuous_usage or self.body.return_token_ids)
+                if update.text and update.finish_reason is None and plain:
                     yield body + texts[news.choice].event(update.text)
                 else:
                     yield body + b"".join(event(self._chunk(generation, [piece])) for piece in self._pieces(news))
@@ -108,9 +146,10 @@ class Chat:
         """The update as chunks: what is new, then the end by itself."""
         update, index = news.update, news.choice
         pieces = []
-        if update.text or update.logprobs:
+        ids = update.token_ids if self.body.return_token_ids else None
+        if update.text or update.logprobs or ids:
             logprobs = self._logprobs(update.logprobs, update.token_ids)
-            pieces.append(ChunkChoice(index=index, delta=Delta(content=update.text), logprobs=logprobs))
+            pieces.append(ChunkChoice(index=index, delta=Delta(content=update.text), logprobs=logprobs, token_ids=ids))
         if update.finish_reason is not None:
             reason = finish_reason(update.finish_reason)
             end = ChunkChoice(index=index, delta=Delta(), finish_reason=reason, stop_reason=update.stop_reason)
@@ -128,5 +167,5 @@ class Chat:
             created=generation.created,
             model=self.serving.model_name,
             choices=choices,
-            usage=usage,
+            usage=generation.usage() if self.body.continuous_usage else usage,
         )

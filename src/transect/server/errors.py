@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,13 @@ from starlette.exceptions import HTTPException
 
 log = logging.getLogger("transect.server")
 
+MAX_NAME = 60
+"""Characters of a name or a value that a client sent, in an error."""
+MAX_MESSAGE = 1000
+
 TYPES = {
     401: "authentication_error",
+    408: "timeout_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -63,6 +69,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = shortened(message, MAX_MESSAGE)
         super().__init__(status_code=status, detail=message, headers=dict(headers or {}))
         self.message, self.param, self.code = message, param, code
 
@@ -77,6 +84,22 @@ class ApiError(HTTPException):
     def response(self) -> JSONResponse:
         """The whole HTTP answer."""
         return JSONResponse(self.body, status_code=self.status_code, headers=dict(self.headers or {}))
+
+
+def shortened(text: str, most: int = MAX_NAME) -> str:
+    """A text that a client made, in an error: what is long is cut."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+class _Shown(reprlib.Repr):
+    """``repr`` of the beginning of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = MAX_NAME
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 256 else "a number of more than 76 digits"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -98,6 +121,7 @@ def path_of(location: Sequence[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
+            part = shortened(part)
             text += f".{part}" if text else part
     return text
 
@@ -123,8 +147,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{path} is required", param=field, code="missing_required_parameter")
     if kind == "shape":
         return ApiError(400, f"{path} {first['msg']}", param=field, code="invalid_type")
-    got = repr(first.get("input"))
-    got = got if len(got) <= 60 else got[:57] + "..."
+    got = shortened(_Shown().repr(first.get("input")))
     reason = str(first["msg"])
     return ApiError(400, f"{path}: {reason[:1].lower()}{reason[1:]}, got {got}", param=field, code="invalid_value")
 

@@ -1,16 +1,39 @@
-"""What every HTTP request passes before its handler: counting, draining, API keys. Plain ASGI: no buffering."""
+"""What every HTTP request passes before its handler: counting, draining, API keys, X-Request-Id.
+
+Plain ASGI: no buffering.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import time
+from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from . import request_log
 from .errors import ApiError
 from .serving import Serving
 
-OPEN = ("/health", "/metrics")
+OPEN = ("/health", "/metrics", "/ping")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
+MOST_ID = 128
+"""Letters of an X-Request-Id."""
+
+
+def request_id(scope: Scope) -> bytes:
+    """The client's X-Request-Id, if it is one that can be sent back and logged; else a new one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given if 0 < len(given) <= MOST_ID and all(0x21 <= byte <= 0x7E for byte in given) else uuid4().hex.encode()
+
+
+DRAINING = ApiError(
+    503,
+    "the server is shutting down: send the request to another one, or again in a moment",
+    code="draining",
+    headers={"Connection": "close", "Retry-After": "5"},
+)
 
 
 class Gate:
@@ -25,18 +48,25 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        root = self.serving.options.root_path
+        if root:
+            scope["root_path"] = root  # routes are found with it before them and without
         status = 500
+        scope.setdefault("state", {})["arrival"] = asyncio.get_running_loop().time()
+        name = request_id(scope)
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
             await send(message)
 
-        if scope["path"] in OPEN:
+        if scope["path"].removeprefix(root) in OPEN:
             await self.app(scope, receive, send)
             return
         self.serving.enter()
+        began, facts = time.monotonic(), request_log.begin()
         try:
             refusal = self._refusal(scope)
             if refusal is None:
@@ -48,12 +78,13 @@ class Gate:
             # The route's own path is the label, never the client's text: labels must stay few.
             route = getattr(scope.get("route"), "path", "other")
             self.serving.metrics.responses.labels(route, str(status)).inc()
+            seconds = time.monotonic() - began
+            request_log.end(scope["method"], scope["path"][:200], status, seconds, name.decode(), facts)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
         if self.serving.draining:
-            message = "the server is shutting down: send the request to another one, or again in a moment"
-            return ApiError(503, message, code="draining", headers={"Connection": "close", "Retry-After": "5"})
+            return DRAINING
         if self._keys and not self._known(headers.get(b"authorization", b"")):
             message = "a valid API key is needed: send it as 'Authorization: Bearer <key>'"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -18,6 +18,8 @@ from ..engine.async_engine import EngineDeadError
 from ..engine.mailbox import Mailbox
 from ..engine.sampling_params import SamplingParams
 from ..engine.waiting_queue import QueueFull
+from . import request_log
+from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .metrics import RequestTimer
 from .protocol import FIELDS
@@ -54,19 +56,29 @@ class Generation:
         prompts: at least one.
         params: the same for all of them.
         priority: lower runs earlier.
+        deadline: when the last token must have come; None: the server's limit, from now on.
     """
 
-    def __init__(self, serving: Serving, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        priority: int = 0,
+        deadline: Deadline | None = None,
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
         self._serving, self._priority = serving, priority
+        self._began = time.monotonic()
+        self._first_token_s: float | None = None
+        self._reasons: list[str] = []
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        limit = serving.options.request_timeout_s
-        self._deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
     def usage(self) -> Usage:
         """Token counts so far."""
@@ -133,18 +145,21 @@ class Generation:
         """End what still runs in the engine. Harmless when repeated."""
         if self._source is not None:
             await self._source.aclose()
+        usage = self.usage()
+        request_log.note(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            finish_reasons=self._reasons,
+            first_token_seconds=self._first_token_s,
+        )
 
     async def _next(self) -> Event | None:
         assert self._source is not None
-        if self._deadline is None:
+        if self._deadline.limit_s is None:
             return await anext(self._source, None)
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                return await anext(self._source, None)
-        except TimeoutError:
-            limit = self._serving.options.request_timeout_s
-            message = f"the request took longer than this server's limit of {limit:g} s: ask for fewer tokens"
-            raise ApiError(504, message, code="request_timeout") from None
+        async with self._deadline:
+            return await anext(self._source, None)
 
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """One engine request. Whatever the engine has against it is raised as an ``ApiError``."""
@@ -202,9 +217,13 @@ class Generation:
 
     def _event(self, index: int, update: Update, timer: RequestTimer) -> Event:
         timer.tokens(update.index, len(update.token_ids), time.monotonic())
+        timer.engine_times(update.times)
         self.completion_tokens += len(update.token_ids)
         self._cached_tokens[index] = max(self._cached_tokens[index], update.num_cached_tokens)
+        if update.token_ids and self._first_token_s is None:
+            self._first_token_s = round(time.monotonic() - self._began, 4)
         if update.finish_reason is not None:
+            self._reasons.append(update.finish_reason)
             timer.choice_finished(update.finish_reason)
         if update.finish_reason == "error":
             raise ApiError(500, update.error or "the engine could not go on with this request", code="engine_error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from .replies import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 from .serving import TokenizerLike
 
 if TYPE_CHECKING:
@@ -13,6 +13,23 @@ if TYPE_CHECKING:
 
 # JSON has no -inf; a token that cannot be drawn gets the number that vLLM and OpenAI's older API use.
 NEVER = -9999.0
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[PromptLogprobs | None] | None:
+    """vLLM's form of a prompt's: for each token but the first, the token's own and the likeliest, by token id."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token): PromptLogprob(
+                logprob=max(entry.logprob, NEVER), rank=entry.rank, decoded_token=entry.decoded_token
+            )
+            for token, entry in position.items()
+        }
+        for position in positions
+    ]
 
 
 def chat_logprobs(

@@ -15,11 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from .metric_names import shown
+
 if TYPE_CHECKING:
-    from ..engine.outputs import SchedulerStats
+    from ..engine.outputs import RequestTimes, SchedulerStats
 
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
@@ -101,10 +104,26 @@ class TokenHistogram:
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
-class Metrics:
-    """The counters and histograms of one server."""
+class _Shown:
+    """A registry's metrics as they are shown; what ``generate_latest`` reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry, self._model_name = registry, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        return shown(self._registry.collect(), self._model_name)
+
+
+class Metrics:
+    """The counters and histograms of one server.
+
+    Args:
+        model_name: the label of all of them.
+    """
+
+    def __init__(self, model_name: str = "") -> None:
+        self._model_name = model_name
         registry = CollectorRegistry()
         self.registry = registry
         self.engine = EngineCollector()
@@ -125,9 +144,26 @@ class Metrics:
             "transect_request_latency_seconds", "Arrival to last token", buckets=WHOLE_S, registry=registry
         )
 
+        self.queue_time, self.prefill_time, self.decode_time = (
+            Histogram(f"transect_{name}_time_seconds", text, buckets=WHOLE_S, registry=registry)
+            for name, text in (
+                ("queue", "Arrival in the engine to the first step of a request"),
+                ("prefill", "First step of a request to its first token"),
+                ("decode", "First token of a request to its last"),
+            )
+        )
+        self.prompt_length, self.generation_length, self.longest_length = (
+            Histogram(f"transect_request_{name}_tokens", text, buckets=LENGTHS, registry=registry)
+            for name, text in (
+                ("prompt", "Prompt tokens of a request"),
+                ("generation", "Tokens generated for a request, all choices together"),
+                ("longest_generation", "Tokens of a request's longest choice"),
+            )
+        )
+
     def render(self) -> bytes:
         """The Prometheus text format."""
-        return generate_latest(self.registry)
+        return generate_latest(_Shown(self.registry, self._model_name))  # type: ignore[arg-type]
 
 
 class RequestTimer:
@@ -136,7 +172,10 @@ class RequestTimer:
     def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int) -> None:
         self._metrics, self._arrival, self._prompt_tokens = metrics, arrival, prompt_tokens
         self._started = False
+        self._first = 0.0
         self._last: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+        self._times: RequestTimes | None = None
 
     def tokens(self, choice: int, count: int, now: float) -> None:
         """``count`` tokens of ``choice`` arrived at ``now``; those of one step share the time since the step before."""
@@ -144,13 +183,19 @@ class RequestTimer:
             return
         metrics = self._metrics
         metrics.generation_tokens.value += count
+        self._counts[choice] = self._counts.get(choice, 0) + count
         if not self._started:
             self._started = True
             metrics.prompt_tokens.inc(self._prompt_tokens)
             metrics.first_token.observe(now - self._arrival)
+            self._first = now
         elif choice in self._last:
             metrics.between_tokens.observe((now - self._last[choice]) / count, count)
         self._last[choice] = now
+
+    def engine_times(self, times: RequestTimes | None) -> None:
+        """What the engine says of a choice; the last to come is of the choice that ends last."""
+        self._times = times if times is not None else self._times
 
     def choice_finished(self, reason: str) -> None:
         """A choice had its terminal event."""
@@ -158,4 +203,14 @@ class RequestTimer:
 
     def request_finished(self, now: float) -> None:
         """The last choice ended."""
-        self._metrics.whole.observe(now - self._arrival)
+        metrics, times = self._metrics, self._times
+        metrics.whole.observe(now - self._arrival)
+        metrics.prompt_length.observe(self._prompt_tokens)
+        metrics.generation_length.observe(sum(self._counts.values()))
+        metrics.longest_length.observe(max(self._counts.values(), default=0))
+        if times is not None and times.first_scheduled is not None and times.first_token is not None:
+            metrics.queue_time.observe(times.first_scheduled - times.arrival)
+            metrics.prefill_time.observe(times.first_token - times.first_scheduled)
+            # The engine does not know when a stop string ended a choice.
+            ended = None if times.finished is None else times.finished - times.first_token
+            metrics.decode_time.observe(max(self._last.values()) - self._first if ended is None else ended)

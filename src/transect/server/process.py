@@ -1,6 +1,7 @@
 """The life of a server process: bind, serve, drain on SIGTERM, end with the engine.
 
-Exit codes: 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine died and a supervisor should start the server again.
+Exit codes: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C, 1 when the engine died and a supervisor should start the server
+again.
 """
 
 from __future__ import annotations
@@ -8,15 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
+import os
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
+from ..text.chat_template import ChatTemplate
 from .app import create_app
+from .connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
+from .gate import DRAINING
+from .rendering import RenderApart
 from .serving import Engine, ServerOptions, Serving
 
 log = logging.getLogger("transect.server")
@@ -65,12 +73,47 @@ def _bind_error(host: str, port: int, error: OSError) -> ValueError:
     return ValueError(f"cannot listen on {host} port {port} ({error.strerror}): choose another --host or --port")
 
 
-def url_of(sock: socket.socket) -> str:
-    """Where a client on this machine reaches the socket."""
+def bind_unix(path: str) -> socket.socket:
+    """A bound Unix socket that does not listen yet, which this user alone may use. What a killed server left there is
+    replaced; the caller removes it in the end.
+
+    Raises:
+        ValueError: the path is taken by something else, or cannot be had.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _abandoned(path):
+            os.unlink(path)
+        mask = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(mask)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"--uds {path!r} cannot be bound ({error.strerror or error}): choose another path") from None
+    return sock
+
+
+def _abandoned(path: str) -> bool:
+    """Whether a socket is there that nobody listens on."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
+    """Where a client on this machine reaches the socket; ``unix:PATH`` of a Unix socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -83,15 +126,20 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C as something to wait for. A second signal of either kind means: now."""
+    """SIGTERM, SIGHUP and Ctrl-C as something to wait for. A second signal of any kind means: now.
+
+    SIGHUP, which a closed terminal sends, is left alone where it is ignored, as ``nohup`` wants it.
+    """
 
     def __init__(self) -> None:
+        hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        self._kinds = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else []))
         self.first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
         self.again = asyncio.Event()
 
     def __enter__(self) -> _Signals:
         loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in self._kinds:
             loop.add_signal_handler(each, self._caught, each)
         return self
 
@@ -103,7 +151,7 @@ class _Signals:
 
     def __exit__(self, *exception: object) -> None:
         loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in self._kinds:
             loop.remove_signal_handler(each)
 
 
@@ -153,22 +201,28 @@ async def _serve(
     grace_s: float,
     ready: Callable[[Any], None],
 ) -> int:
-    app = create_app(engine, options)
+    renderer = RenderApart()
+    app = create_app(engine, options, renderer)
     serving: Serving = app.state.serving
+    limits = Limits(most_connections(options.max_connections), options.receive_timeout_s)
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=functools.partial(Connection, limits),  # type: ignore[arg-type]
         lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
         timeout_graceful_shutdown=int(SETTLE_S),
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
     try:
         sock.listen(config.backlog)
     except OSError as error:
         host, port = sock.getsockname()[:2]
         raise _bind_error(host, port, error) from None
+    asyncio.get_running_loop().set_exception_handler(log_shortages_rarely())
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients' mistakes are answered, not logged
     server = _Uvicorn(config)
     running = asyncio.create_task(server.serve(sockets=[sock]))
     death = asyncio.create_task(_death(engine))
@@ -177,20 +231,25 @@ async def _serve(
             await asyncio.sleep(0.005)
             if running.done():
                 running.result()
+        if isinstance(engine.chat_template, ChatTemplate):
+            renderer.start(engine.chat_template)
         ready(engine)
         await asyncio.wait((running, death, signals.first), return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             code = ENGINE_DIED
             log.error("transect: error: the engine has stopped (%s): start the server again", death.result())
-            await _settle(serving, SETTLE_S)
+            server.force_exit = not await _settle(serving, SETTLE_S)
             await asyncio.sleep(RED_S)
         else:
             code = _code(signals)
             serving.draining = True
-            await _drain(serving, engine, signals, death, grace_s if code == DRAINED else 0.0)
+            refuse_half_sent(server.server_state.connections, DRAINING)
+            settled = await _drain(serving, engine, signals, death, grace_s if code == DRAINED else 0.0)
+            server.force_exit = not settled  # whoever has not read his answer by now is not waited for
         return code
     finally:
         death.cancel()
+        renderer.close()
         server.should_exit = True
         await asyncio.gather(running, death, return_exceptions=True)
 
@@ -204,18 +263,20 @@ async def _death(engine: Engine) -> str | None:
 
 async def _drain(
     serving: Serving, engine: Any, signals: _Signals, death: asyncio.Task[str | None], grace_s: float
-) -> None:
-    """Let running requests finish; what is left after the grace period, or at a second signal, gets one clean error."""
+) -> bool:
+    """Let running requests finish; what is left after the grace period, or at a second signal, gets one clean error.
+    Returns whether all have ended."""
     waiting = [asyncio.ensure_future(each) for each in (serving.idle.wait(), signals.again.wait())]
     await asyncio.wait((*waiting, death), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     for each in waiting:
         each.cancel()
     if serving.in_flight:
         await engine.shutdown()
-        await _settle(serving, SETTLE_S)
+    return await _settle(serving, SETTLE_S)
 
 
-async def _settle(serving: Serving, limit_s: float) -> None:
+async def _settle(serving: Serving, limit_s: float) -> bool:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await serving.idle.wait()
+    return not serving.in_flight

@@ -1,4 +1,4 @@
-"""From a request body to token ids. Long texts are encoded in a thread, so that they do not hold up other requests."""
+"""From a request body to token ids."""
 
 from __future__ import annotations
 
@@ -6,32 +6,70 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from ..text.inert import ChatRendering
+from .encoding import TooManyTokens
 from .errors import ApiError
 from .generation import Prompt
 from .protocol import ChatMessage
-from .serving import Serving
+from .serving import Serving, TokenizerLike
 
-LONG = 4096
-"""Characters from which encoding is worth a thread."""
+RESERVED = {"self", "messages", "add_generation_prompt"}
+"""Names that ``chat_template_kwargs`` cannot give: they have a field of their own, or none."""
+COUNTED_CONTEXTS = 4
+LEAST_COUNTED = 65536
 
 
-async def encode(serving: Serving, text: str, *, add_special: bool, parse_special: bool = False) -> list[int]:
-    """Token ids of a text.
+def most_counted(serving: Serving) -> int:
+    """Tokens of a text that is only to be tokenized, or cut: enough to see by how much a text is too long."""
+    return max(COUNTED_CONTEXTS * serving.engine.max_model_len, LEAST_COUNTED)
+
+
+async def encode(
+    serving: Serving,
+    text: str,
+    *,
+    add_special: bool,
+    parse_special: bool = False,
+    limit: int | None = None,
+    field: str = "prompt",
+    tokenizer: TokenizerLike | None = None,
+) -> list[int]:
+    """Token ids of a text, by the model's tokenizer unless another is given.
+
+    Args:
+        limit: a text with more tokens is given up as soon as that is known; None: the context length.
+        field: where the text comes from, for errors.
 
     Raises:
-        ApiError: 400 where the model has no tokenizer.
+        ApiError: 400 where it is too long, or the model has no tokenizer.
     """
-    encode = serving.engine.tokenizer.encode
+    most = serving.engine.max_model_len if limit is None else limit
     try:
-        if len(text) < LONG:
-            return encode(text, add_special_tokens=add_special, parse_special=parse_special)
-        return await asyncio.to_thread(encode, text, add_special_tokens=add_special, parse_special=parse_special)
+        return await serving.encoder.encode(
+            tokenizer or serving.engine.tokenizer, text, most, add_special=add_special, parse_special=parse_special
+        )
+    except TooManyTokens as error:
+        if limit is None:
+            raise too_long(serving, error.at_least, field, least=True) from None
+        message = f"the text has at least {error.at_least} tokens; this route counts up to {limit}"
+        raise ApiError(400, message, param=field, code="context_length_exceeded") from None
     except ValueError as error:
-        raise ApiError(400, str(error), param="prompt", code="cannot_encode") from None
+        raise ApiError(400, str(error), param=field, code="cannot_encode") from None
 
 
-async def completion_prompts(serving: Serving, prompt: Any) -> list[Prompt]:
+async def completion_prompts(
+    serving: Serving,
+    prompt: Any,
+    *,
+    add_special: bool = True,
+    parse_special: bool = True,
+    truncate: int | None = None,
+    room: int = 1,
+) -> list[Prompt]:
     """The prompts of a completions request, each as text or token ids.
+
+    ``add_special``: put around a text what the model expects there. ``parse_special``: spellings of special tokens in a
+    text are those tokens. ``truncate``, ``room``: see ``truncated``.
 
     Raises:
         ApiError: 400 where one is empty or too long, or there are too many.
@@ -45,12 +83,33 @@ async def completion_prompts(serving: Serving, prompt: Any) -> list[Prompt]:
     prompts = []
     for each in many:
         if isinstance(each, str):
-            prompts.append(Prompt(each, await encode(serving, each, add_special=True) if each else []))
+            most = None if truncate is None else most_counted(serving)
+            ids: list[int] = []
+            if each:
+                ids = await encode(serving, each, add_special=add_special, parse_special=parse_special, limit=most)
+            prompts.append(Prompt(each, ids))
+            await asyncio.sleep(0)  # many short ones are as much work as a long one
         else:
             prompts.append(Prompt(None, each))
+    prompts = [truncated(serving, each, truncate, room) for each in prompts]
     for each in prompts:
         check_length(serving, each.token_ids, "prompt")
     return prompts
+
+
+def truncated(serving: Serving, prompt: Prompt, most: int | None, room: int) -> Prompt:
+    """The last ``most`` tokens of a prompt; -1: as many as leave ``room`` for the answer in the context.
+
+    Raises:
+        ApiError: 400 where ``most`` is no number of tokens.
+    """
+    if most is None:
+        return prompt
+    if most < -1 or most == 0:
+        message = f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, got {most}"
+        raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+    most = max(1, serving.engine.max_model_len - room) if most == -1 else most
+    return prompt if len(prompt.token_ids) <= most else Prompt(None, prompt.token_ids[-most:])
 
 
 async def chat_prompt(
@@ -58,9 +117,13 @@ async def chat_prompt(
     messages: Sequence[ChatMessage],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special: bool = False,
+    truncate: int | None = None,
+    room: int = 1,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Prompt:
-    """A conversation through the model's chat template.
+    """A conversation through the model's chat template. What looks like a special token in a message stays text.
 
     Raises:
         ApiError: 400 where the model has no template, the template refuses the messages, or the result is too long.
@@ -71,16 +134,31 @@ async def chat_prompt(
         raise ApiError(400, message, param="messages", code="no_chat_template")
     plain = [message.plain() for message in messages]
     extra = template_kwargs or {}
-    reserved = sorted({"messages", "add_generation_prompt"} & extra.keys())
+    reserved = sorted(RESERVED & extra.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")
     try:
-        text = await asyncio.to_thread(template.render, plain, add_generation_prompt, **extra)
+        chat = ChatRendering(serving.engine.tokenizer, plain, extra, continue_final_message=continue_final_message)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
-    token_ids = await encode(serving, text, add_special=False, parse_special=True)
-    check_length(serving, token_ids, "messages")
-    return Prompt(text, token_ids)
+    try:
+        text = chat.finish(
+            await serving.renderer.render(template, chat.messages, add_generation_prompt, chat.variables)
+        )
+    except ValueError as error:
+        raise ApiError(400, chat.shown(str(error)), param="messages", code="chat_template_error") from None
+    token_ids = await encode(
+        serving,
+        text,
+        add_special=add_special,
+        parse_special=True,
+        limit=None if truncate is None else most_counted(serving),
+        field="messages",
+        tokenizer=chat.encoder,
+    )
+    prompt = truncated(serving, Prompt(chat.shown(text), token_ids), truncate, room)
+    check_length(serving, prompt.token_ids, "messages")
+    return prompt
 
 
 def check_length(serving: Serving, token_ids: Sequence[int], field: str) -> None:
@@ -93,12 +171,20 @@ def check_length(serving: Serving, token_ids: Sequence[int], field: str) -> None
     if not token_ids:
         raise ApiError(400, f"{field} is empty: give at least one token", param=field, code="empty_prompt")
     if len(token_ids) >= limit:
-        message = (
-            f"{field} has {len(token_ids)} tokens, but prompt and answer together have {limit} tokens of context: "
-            f"shorten it to at most {limit - 1}"
-        )
-        raise ApiError(400, message, param=field, code="context_length_exceeded")
+        raise too_long(serving, len(token_ids), field)
     highest = max(token_ids)
     if highest >= serving.engine.vocab_size:
         message = f"{field} holds token id {highest}; this model has ids 0 to {serving.engine.vocab_size - 1}"
         raise ApiError(400, message, param=field, code="invalid_token_id")
+
+
+def too_long(serving: Serving, tokens: int, field: str, *, least: bool = False) -> ApiError:
+    """The error for a prompt of so many tokens; ``least``: of so many or more."""
+    limit = serving.engine.max_model_len
+    # These first words are OpenAI's, and are what clients look for to shorten a conversation and try again.
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
+        f"{'at least ' * least}{tokens} tokens, and the answer needs at least one: reduce the length of the {field} to "
+        f"at most {limit - 1} tokens"
+    )
+    return ApiError(400, message, param=field, code="context_length_exceeded")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -21,7 +22,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ..engine.sampling_params import SamplingParams
+from ..engine.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from ..text.sampling_defaults import SamplingDefaults
+from . import unsupported
+from .bounds import MAX_TEMPLATE_ARGUMENTS, AnyPrompt, FewParts, Listed, at_most
 from .errors import nearest
 
 # Fields of OpenAI's API that change nothing about the tokens a local server returns.
@@ -51,15 +55,20 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
-    "best_of": (None, 1),
     "suffix": (None, ""),
     "refusal": (None, ""),
     "annotations": (None, []),
 }
 
-Whole = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+
+def _whole(value: Any) -> Any:
+    """4.0 as 4, which is how some clients write whole numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**64 - 1)]
 
 
 def _shape(sentence: str) -> WrapValidator:
@@ -76,9 +85,9 @@ def _shape(sentence: str) -> WrapValidator:
 
 Prompt = Annotated[
     str | list[str] | list[TokenId] | list[list[TokenId]],
-    _shape("a string, a list of strings, a list of token ids or a list of lists of token ids"),
+    AnyPrompt,
 ]
-Stop = Annotated[str | list[str], _shape("a string or a list of strings")]
+Stop = Annotated[str | Listed[str], _shape("a string or a list of strings")]
 
 
 class Body(BaseModel):
@@ -95,11 +104,14 @@ class Body(BaseModel):
         for name, value in data.items():
             if name in cls.model_fields:
                 kept[name] = value
-            elif name in NOT_SUPPORTED:
-                if not any(value == nothing and type(value) is type(nothing) for nothing in NOT_SUPPORTED[name]):
-                    text = "{name} is not supported by this server: leave it out"
-                    raise PydanticCustomError("unsupported_field", text, {"name": name})
-            elif name not in HARMLESS:
+            elif value is None or name in HARMLESS or name in unsupported.IGNORED:
+                continue
+            elif name in NOT_SUPPORTED or name in unsupported.EMPTY:
+                nothings = NOT_SUPPORTED.get(name) or unsupported.EMPTY[name]
+                if not unsupported.asks_for_nothing(value, nothings):
+                    context = {"name": name, "sentence": unsupported.sentence(name)}
+                    raise PydanticCustomError("unsupported_field", "{sentence}", context)
+            else:
                 shown = name if len(name) <= 60 else name[:57] + "..."
                 context = {"name": shown, "hint": nearest(name[:60], cls.model_fields)}
                 raise PydanticCustomError("unknown_field", "unknown field '{name}'{hint}", context)
@@ -114,7 +126,8 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    str | list[TextPart], _shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)')
+    str | Listed[TextPart],
+    _shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)'),
 ]
 
 
@@ -125,6 +138,7 @@ class ChatMessage(Body):
     content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it."""
@@ -132,11 +146,15 @@ class ChatMessage(Body):
         return {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
 
 
-class StreamOptions(Body):
-    """``include_usage`` adds a last chunk with token counts."""
+Messages = Annotated[Listed[ChatMessage], Field(min_length=1), FewParts]
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+
+class StreamOptions(Body):
+    """``include_usage`` adds a last chunk with token counts; ``continuous_usage_stats`` puts those so far into each."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 PASSED_ON = tuple(field.name for field in dataclasses.fields(SamplingParams) if "log" not in field.name)
@@ -152,7 +170,7 @@ class SamplingBody(Body):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = None
     seed: Seed | None = None
     stop: Stop | None = None
     max_tokens: Whole | None = None
@@ -164,10 +182,13 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     min_tokens: Whole | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Listed[TokenId] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Whole | None = None
+    prompt_logprobs: Whole | None = None
+    truncate_prompt_tokens: Whole | None = None
+    return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> SamplingBody:
@@ -176,19 +197,32 @@ class SamplingBody(Body):
             raise PydanticCustomError("unsupported_field", text, {"name": "stream_options"})
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_one_piece(self) -> SamplingBody:
+        if self.prompt_logprobs is not None and self.stream:
+            text = "prompt_logprobs needs stream=false"
+            raise PydanticCustomError("unsupported_field", text, {"name": "prompt_logprobs"})
+        return self
+
     @property
     def include_usage(self) -> bool:
         """True where the stream's last chunk shall carry the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
-        """``SamplingParams`` from the fields that were given; ``more`` overrides them.
+    @property
+    def continuous_usage(self) -> bool:
+        """True where every chunk of a stream shall carry the token counts so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def sampling_params(self, defaults: SamplingDefaults, **more: Any) -> SamplingParams:
+        """``SamplingParams`` from the fields that were given, and for others the model's ``defaults``; ``more``
+        overrides both.
 
         Raises:
             ValueError: a value is out of range; the message begins with the field's name.
         """
         given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{**given, "logit_bias": self._bias(), **more})
+        return SamplingParams(**{**defaults.values, **given, "logit_bias": self._bias(), **more})
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
@@ -201,23 +235,39 @@ class SamplingBody(Body):
         return bias
 
 
+def opens_a_turn(add: bool | None, continues: bool | None) -> bool:
+    """Whether a rendered chat ends with what opens the assistant's turn: unless it goes on with its last message.
+
+    Raises:
+        ValueError: both are asked for.
+    """
+    if add and continues:
+        raise ValueError("continue_final_message goes on with the last message: leave add_generation_prompt out")
+    return add is not False and not continues
+
+
 class CompletionRequest(SamplingBody):
     """``POST /v1/completions``: continue one prompt or several. 16 tokens unless ``max_tokens`` says otherwise."""
 
     prompt: Prompt
     echo: bool | None = None
     logprobs: Whole | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    best_of: Whole | None = None
 
 
 class ChatCompletionRequest(SamplingBody):
     """``POST /v1/chat/completions``: the next message of a conversation, by the model's own chat template."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_TEMPLATE_ARGUMENTS)] = None
 
 
 class TokenizeRequest(Body):
@@ -225,16 +275,21 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    truncate_prompt_tokens: Whole | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Body):
     """``POST /detokenize``: text of token ids."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Listed[TokenId]
     skip_special_tokens: bool | None = None
 
 

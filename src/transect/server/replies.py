@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class PromptDetails(BaseModel):
-    """Of the prompt tokens, how many came from the prefix cache."""
+    """How many of the prompt tokens came from the prefix cache."""
 
     cached_tokens: int
 
@@ -38,6 +38,17 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class PromptLogprob(BaseModel):
+    """A token that could have stood at a place of the prompt; 1 is the rank of the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = dict[str, PromptLogprob]
+
+
 class ChatLogprobs(BaseModel):
     """One entry for each token."""
 
@@ -54,13 +65,17 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """``stop_reason`` is the stop string or stop token id that ended the choice, if one did."""
+    """``stop_reason`` is the stop string or stop token id that ended the choice, if one did. ``token_ids`` (in a
+    stream: new ones), ``prompt_token_ids`` and ``prompt_logprobs`` are there where they were asked for."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[PromptLogprobs | None] | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -90,6 +105,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(BaseModel):
@@ -101,6 +117,8 @@ class ChatResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[PromptLogprobs | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Delta(BaseModel):
@@ -122,6 +140,7 @@ class ChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(BaseModel):
@@ -133,6 +152,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(BaseModel):
@@ -153,17 +173,44 @@ class ModelList(BaseModel):
 
 
 class TokenizeResponse(BaseModel):
-    """Token ids of a text, and what one request can hold."""
+    """Token ids of a text, and what one request can hold. ``token_strs``: their texts, where they were asked for."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
 
 
 class DetokenizeResponse(BaseModel):
     """Text of token ids."""
 
     prompt: str
+
+
+class Version(BaseModel):
+    """The version of this server."""
+
+    version: str
+
+
+class Load(BaseModel):
+    """Requests in flight, under the name that vLLM gave it."""
+
+    server_load: int
+
+
+class TokenizerInfo(BaseModel):
+    """How text becomes tokens here."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_ids: list[int]
+    special_tokens: list[str]
+    chat_template: str | None
 
 
 class Health(BaseModel):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.sampling_params import SamplingParams
+from .encoding import Encoder
 from .errors import ApiError, nearest
 from .metrics import Metrics
+from .rendering import Renderer, RenderHere
 
 if TYPE_CHECKING:
     from ..engine.outputs import SchedulerStats
     from ..text.output_processor import Update
+    from ..text.sampling_defaults import SamplingDefaults
 
 PROBE_S = 2.0
 """A hung engine must not hang /health or /metrics: they wait this many seconds for an answer."""
@@ -25,6 +29,15 @@ class TokenizerLike(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def longest_token(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+    @property
+    def special_texts(self) -> Sequence[str]: ...
+    def encode_chat(self, text: str, mask: Any, add_special_tokens: bool = ...) -> list[int]: ...
     def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
     def token_text(self, token_id: int) -> str: ...
@@ -34,6 +47,8 @@ class TokenizerLike(Protocol):
 class ChatTemplateLike(Protocol):
     """What the server needs of a chat template (``text.chat_template.ChatTemplate``)."""
 
+    @property
+    def source(self) -> str: ...
     def render(self, messages: Any, add_generation_prompt: bool = ..., **kwargs: Any) -> str: ...
 
 
@@ -44,6 +59,8 @@ class Engine(Protocol):
     def tokenizer(self) -> TokenizerLike: ...
     @property
     def chat_template(self) -> ChatTemplateLike | None: ...
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
     @property
     def max_model_len(self) -> int: ...
     @property
@@ -65,6 +82,7 @@ class Engine(Protocol):
     def pid(self) -> int | None: ...
     async def health(self) -> Any: ...
     async def stats(self) -> SchedulerStats: ...
+    async def reset_prefix_cache(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,12 @@ class ServerOptions:
         max_body_bytes: longest request body.
         request_timeout_s: seconds from arrival to the last token; None for no limit.
         max_prompts: prompts in one completions request.
+        max_connections: clients connected at the same time; None for what the limit of open files allows.
+        receive_timeout_s: seconds in which the head of a request must arrive, and the beginning of its body.
+        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what web pages of other origins may do
+            (CORS); ``*`` is all.
+        root_path: where a proxy shows this server: ``/llm``.
+        ssl_certfile, ssl_keyfile: PEM files; where they are given the server speaks TLS.
     """
 
     model_names: tuple[str, ...]
@@ -84,25 +108,55 @@ class ServerOptions:
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float | None = None
     max_prompts: int = 256
+    max_connections: int | None = None
+    receive_timeout_s: float = 20.0
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names must hold at least one non-empty name")
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ValueError("api keys must be non-empty and plain ASCII")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
+        _check_tls(self.ssl_certfile, self.ssl_keyfile)
         if self.max_body_bytes < 1024:
             raise ValueError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
+        if not self.receive_timeout_s > 0:
+            raise ValueError(f"receive_timeout_s must be above 0, got {self.receive_timeout_s}")
+
+
+def _check_tls(certificate: str | None, key: str | None) -> None:
+    """Load the files once, so that what is wrong with them is said before a model is loaded."""
+    if certificate is None:
+        if key is not None:
+            raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that it belongs to")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"ssl_certfile {certificate} and ssl_keyfile {key} cannot be used: {error}") from None
 
 
 class Serving:
     """The state of one server: made with the app, found by handlers as ``request.app.state.serving``."""
 
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+    def __init__(self, engine: Engine, options: ServerOptions, renderer: Renderer | None = None) -> None:
         self.engine = engine
         self.options = options
-        self.metrics = Metrics()
+        self.metrics = Metrics(options.model_names[0])
+        self.encoder = Encoder()
+        self.renderer = renderer or RenderHere()
         self.started = int(time.time())
         self.draining = False
         self.in_flight = 0

@@ -4,17 +4,23 @@ On the way in:
 
 * ``tokenizer.py``       Tokenizer: text to ids and back; from a Hugging Face directory or GGUF metadata
 * ``hf_settings.py``     the small JSON files beside a tokenizer.json
+* ``sampling_defaults.py`` what the model's makers recommend for sampling
+* ``model_text.py``      ModelText: tokenizer, template and defaults, as settings choose
 * ``gguf_vocab.py``      a byte-level BPE tokenizer out of GGUF metadata
 * ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name
+* ``hf_tokenizer.py``    HFTokenizer: the same under the names of transformers
 * ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces
 * ``chat_messages.py``   messages in the one form that templates expect
-* ``chat_template.py``   ChatTemplate: messages to one string, in a bounded Jinja sandbox
+* ``chat_template.py``   ChatTemplate: messages to one string, by a Jinja template
+* ``template_sandbox.py``  where templates run, and what bounds them
+* ``template_worker.py``   TemplateWorker: templates in a process that can be ended
+* ``inert.py``           chat_tokens: messages to ids, where no message can speak the protocol
 
 On the way out:
 
 * ``number_text.py``       NumberText: what stands in for a tokenizer where a model has none
 * ``detokenizer.py``       IncrementalDetokenizer: ids to text a few at a time, whole characters only
-* ``stop.py``              StopMatcher: stop strings across any chunk border
+* ``stop.py``              StopAutomaton, StopMatcher: stop strings across any chunk border
 * ``outputs.py``           RequestOutput, CompletionOutput, Logprob: what a caller gets
 * ``output_processor.py``  OutputProcessor: engine outputs to updates, one terminal event for each choice
 

@@ -8,13 +8,14 @@ fraction of a second.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from ..formats.fields import Fields, shown
 from .pretokenizers import PreTokenizer, pre_tokenizer
 
 CONTROL, USER_DEFINED = 3, 4
@@ -43,9 +44,11 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     Raises:
         ValueError: no tokenizer in the file, one of a kind that is not supported, or one that contradicts itself.
     """
+    read = Fields(metadata, "the GGUF metadata", _PREFIX)
     model = metadata.get(_PREFIX + "model")
     if model != "gpt2":
-        found = "holds no tokenizer (tokenizer.ggml.model is missing)" if model is None else f"holds a {model!r} one"
+        missing = "holds no tokenizer (tokenizer.ggml.model is missing)"
+        found = missing if model is None else f"holds a {shown(model)} one"
         raise ValueError(
             f"only byte-level BPE tokenizers (tokenizer.ggml.model = 'gpt2') are read from GGUF files, and this file "
             f"{found}: use the model's directory with its tokenizer.json"
@@ -65,8 +68,8 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     bos = _token_id(metadata, "bos", len(tokens))
     ends = [_token_id(metadata, key, len(tokens)) for key in ("eos", "eot", "eom")]
     eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
-    add_bos = metadata.get(_PREFIX + "add_bos_token", pre.add_bos)
-    add_eos = metadata.get(_PREFIX + "add_eos_token", False)
+    add_bos = read.flag("add_bos_token", pre.add_bos)
+    add_eos = read.flag("add_eos_token", False)
     return GGUFVocabulary(
         backend=backend,
         bos_token_id=bos,
@@ -84,7 +87,8 @@ def gguf_chat_template(metadata: Mapping[str, Any]) -> tuple[str | None, str, st
     """
     tokens = _strings(metadata, "tokens")
     bos, eos = (_token_id(metadata, which, len(tokens)) for which in ("bos", "eos"))
-    template = metadata.get("tokenizer.chat_template")
+    found = metadata.get("tokenizer.chat_template")
+    template = None if found is None else Fields(metadata, "the GGUF metadata").text("tokenizer.chat_template")
     return template, "" if bos is None else tokens[bos], "" if eos is None else tokens[eos]
 
 
@@ -108,7 +112,7 @@ def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:
 
 
 def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[AddedToken]:
-    kinds = _listed(metadata.get(_PREFIX + "token_type", ()))
+    kinds = _listed(metadata.get(_PREFIX + "token_type", ()), "token_type")
     if kinds and len(kinds) != len(tokens):
         raise ValueError(
             f"the GGUF file has {len(tokens)} tokens but {len(kinds)} token types: download or convert the model again"
@@ -129,23 +133,25 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
             stacklevel=2,
         )
         name = "default"
+    if not isinstance(name, str):
+        raise ValueError(f"'tokenizer.ggml.pre' in the GGUF metadata must be a string, not {shown(name)}")
     return pre_tokenizer(name)
 
 
 def _token_id(metadata: Mapping[str, Any], which: str, count: int) -> int | None:
-    value = metadata.get(f"{_PREFIX}{which}_token_id")
+    value = Fields(metadata, "the GGUF metadata", _PREFIX).token_id(f"{which}_token_id")
     if value is None:
         return None
-    if not 0 <= int(value) < count:
+    if value >= count:
         raise ValueError(
             f"the GGUF file's {which}_token_id is {value}, but it has {count} tokens: download or convert the model "
             "again"
         )
-    return int(value)
+    return value
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
-    values = _listed(metadata.get(_PREFIX + key, ()))
+    values = _listed(metadata.get(_PREFIX + key, ()), key)
     if not values or not all(isinstance(value, str) for value in values):
         raise ValueError(
             f"the GGUF file has no list of strings under tokenizer.ggml.{key}: download or convert the model again"
@@ -153,5 +159,8 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     return values
 
 
-def _listed(values: Iterable[Any]) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+def _listed(values: Any, key: str) -> list[Any]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"'{_PREFIX}{key}' in the GGUF metadata must be a list, not {shown(values)}")
+    return list(values)

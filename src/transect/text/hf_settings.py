@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..formats.fields import Fields, read_json_object, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,15 @@ def read_hf_settings(directory: Path) -> HFSettings:
     Raises:
         ValueError: one of the files is not JSON of the right form; the message names it.
     """
-    tokenizer = {**_read(directory / "special_tokens_map.json"), **_read(directory / "tokenizer_config.json")}
-    model = {**_read(directory / "config.json"), **_read(directory / "generation_config.json")}
-    ends = model.get("eos_token_id")
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    tokenizer = read_object(directory / "special_tokens_map.json") | read_object(directory / "tokenizer_config.json")
+    model = read_object(directory / "config.json") | read_object(directory / "generation_config.json")
+    read = Fields(model, f"config.json or generation_config.json of {directory}")
+    bos = read.token_ids("bos_token_id")
     return HFSettings(
-        bos_token=_content(tokenizer.get("bos_token")),
-        eos_token=_content(tokenizer.get("eos_token")),
-        bos_token_id=model.get("bos_token_id"),
-        eos_token_ids=tuple(int(end) for end in ends),
+        bos_token=_content(tokenizer, "bos_token", directory),
+        eos_token=_content(tokenizer, "eos_token", directory),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=read.token_ids("eos_token_id"),
         chat_template=_chat_template(directory, tokenizer),
     )
 
@@ -51,22 +52,34 @@ def _chat_template(directory: Path, tokenizer: dict[str, Any]) -> str | None:
             raise ValueError(f"{path} is not UTF-8 text ({error}): download it again") from error
     template = tokenizer.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"'chat_template' in tokenizer_config.json of {directory} must be a string or a list of objects with "
+            f"'name' and 'template', not {shown(template)}"
+        )
     return template
 
 
-def _content(token: Any) -> str | None:
+def _content(tokenizer: dict[str, Any], key: str, directory: Path) -> str | None:
     """Special tokens are written as a string or as an object with a ``content``."""
-    return token.get("content") if isinstance(token, dict) else token
+    token = tokenizer.get(key)
+    content = token.get("content") if isinstance(token, dict) else token
+    if content is not None and not isinstance(content, str):
+        raise ValueError(
+            f"{key!r} in tokenizer_config.json or special_tokens_map.json of {directory} must be a string or an object "
+            f"with a 'content', not {shown(token)}"
+        )
+    return content
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file without its nulls; {} where there is no file.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, found a {type(value).__name__}: download it again")
-    return {key: entry for key, entry in value.items() if entry is not None}
+    return {key: entry for key, entry in read_json_object(path).items() if entry is not None}

@@ -11,12 +11,15 @@ class NumberText:
 
     Attributes:
         vocab_size: ids are below this.
+        longest_token: as in ``Tokenizer``.
     """
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     special_ids: frozenset[int] = frozenset()
+    special_texts: tuple[str, ...] = ()
     drops_leading_space = False
+    longest_token = 2**31  # so that nobody counts before ``encode`` says what is wrong
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -28,6 +31,15 @@ class NumberText:
             ValueError: there is nothing to encode with.
         """
         raise ValueError("this model has random weights and no tokenizer: give the prompt as token ids")
+
+    def encode_chat(self, text: str, mask: object, add_special_tokens: bool = False) -> NoReturn:
+        """Always raises, as ``encode`` does."""
+        self.encode(text)
+
+    def token_id(self, token: str) -> int | None:
+        """The number, where it is one."""
+        number = token.strip()
+        return int(number) if number.isdecimal() and int(number) < self.vocab_size else None
 
     def decode(
         self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False

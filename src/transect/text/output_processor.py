@@ -17,13 +17,14 @@ Rules:
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from .detokenizer import IncrementalDetokenizer, TokenTable
 from .outputs import CompletionOutput, Logprob, PositionLogprobs, RequestMetrics, RequestOutput
-from .stop import StopMatcher
+from .stop import StopAutomaton, StopMatcher
 
 
 class TokenTexts(TokenTable, Protocol):
@@ -88,6 +89,8 @@ class Update:
     error: str | None = None
     aborts: list[tuple[str, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
+    times: Any = None
+    """The engine's ``RequestTimes``, where it sent them."""
     final: RequestOutput | None = None
 
     @property
@@ -103,6 +106,7 @@ class Update:
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.aborts.extend(later.aborts)
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.times = later.times if later.times is not None else self.times
         self.final = later.final
 
 
@@ -156,6 +160,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._clock = clock
         self._requests: dict[str, _Request] = {}
+        self._automata: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = weakref.WeakValueDictionary()
+        """Those of running requests, by their stop strings: the prompts and choices of a request share one."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -190,11 +196,12 @@ class OutputProcessor:
             raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
+        automaton = self._automaton(tuple(stop))
         choices = [
             _Choice(
                 index,
                 IncrementalDetokenizer(self._tokenizer, skip_special_tokens, continues_text=bool(prompt_token_ids)),
-                StopMatcher(stop, include_stop),
+                StopMatcher(automaton, include_stop),
             )
             for index in range(n)
         ]
@@ -202,6 +209,12 @@ class OutputProcessor:
         self._requests[request_id] = _Request(
             prompt, list(prompt_token_ids), choices, min_tokens, include_stop, RequestMetrics(arrival)
         )
+
+    def _automaton(self, stop: tuple[str, ...]) -> StopAutomaton:
+        automaton = self._automata.get(stop)
+        if automaton is None:
+            automaton = self._automata[stop] = StopAutomaton(stop)
+        return automaton
 
     def process(self, output: EngineOutputLike) -> Update | None:
         """Take what one engine step brought for one choice.
@@ -221,6 +234,7 @@ class OutputProcessor:
                 None if entry is None else self._position(entry) for entry in output.prompt_logprobs
             ]
         update = Update(output.request_id, output.index, num_cached_tokens=request.num_cached_tokens)
+        update.times = getattr(output, "times", None)
         stopped = self._take_tokens(request, choice, output, update)
         if stopped is not None:
             if output.finish_reason is None:

@@ -22,7 +22,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""Of one position, by token id: the token that was taken first, then the likeliest ones that were asked for."""
+"""Logprobs of one position, by token id: first the token that was taken, then the likeliest ones as asked for."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,9 @@ Its state after a character is the longest suffix of the text that begins some s
 The stop string that is *complete first* wins; of several complete at the same character, the longest, which begins
 first. So the answer depends on the text alone and not on how it was cut into chunks, and no token is generated only to
 learn whether a longer stop string might follow.
+
+``StopAutomaton`` is what a set of stop strings makes, built once and read by all choices; ``StopMatcher`` is the place
+of one choice in it.
 """
 
 from __future__ import annotations
@@ -13,59 +16,81 @@ from collections import deque
 from collections.abc import Iterable
 
 
+class StopAutomaton:
+    """The automaton of some stop strings. Nothing in it changes once it is built.
+
+    Args:
+        stops: non-empty strings; none at all is an automaton that finds nothing.
+
+    Raises:
+        ValueError: a stop string is empty or not a string.
+    """
+
+    __slots__ = ("__weakref__", "depth", "fail", "found", "goto")
+
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self.goto: list[dict[str, int]] = [{}]
+        """By node: the next character to the next node. Node 0 is the root."""
+        self.fail = [0]
+        """By node: the node of its longest proper suffix."""
+        self.depth = [0]
+        """By node: how many characters lead to it."""
+        self.found: list[str | None] = [None]
+        """By node: the longest stop string that is complete there."""
+        for stop in stops:
+            if not isinstance(stop, str) or not stop:
+                raise ValueError(f"stop must hold non-empty strings, got {stop!r}")
+            self._insert(stop)
+        self._link()
+
+    def _insert(self, stop: str) -> None:
+        node = 0
+        for char in stop:
+            child = self.goto[node].get(char)
+            if child is None:
+                child = len(self.goto)
+                self.goto[node][char] = child
+                self.goto.append({})
+                self.fail.append(0)
+                self.depth.append(self.depth[node] + 1)
+                self.found.append(None)
+            node = child
+        self.found[node] = stop
+
+    def _link(self) -> None:
+        """Breadth first: a node falls back to the node of its longest proper suffix, and inherits what ends there."""
+        queue = deque(self.goto[0].values())
+        while queue:
+            node = queue.popleft()
+            for char, child in self.goto[node].items():
+                fallback = self.fail[node]
+                while fallback and char not in self.goto[fallback]:
+                    fallback = self.fail[fallback]
+                self.fail[child] = self.goto[fallback].get(char, 0)
+                queue.append(child)
+            if self.found[node] is None:
+                self.found[node] = self.found[self.fail[node]]
+
+
 class StopMatcher:
     """Finds the first of ``stops`` in text that arrives in pieces.
 
     Args:
-        stops: non-empty strings; none at all makes ``push`` pass text through.
+        stops: stop strings, or the automaton that they have made; none at all makes ``push`` pass text through.
         include_stop: keep the stop string at the end of the text; otherwise the text ends before it.
 
     Raises:
         ValueError: a stop string is empty or not a string.
     """
 
-    def __init__(self, stops: Iterable[str] = (), include_stop: bool = False) -> None:
+    __slots__ = ("_automaton", "_held", "_include_stop", "_state", "_stopped")
+
+    def __init__(self, stops: Iterable[str] | StopAutomaton = (), include_stop: bool = False) -> None:
+        self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._include_stop = include_stop
-        self._goto: list[dict[str, int]] = [{}]
-        self._fail = [0]
-        self._depth = [0]
-        self._found: list[str | None] = [None]
-        for stop in stops:
-            if not isinstance(stop, str) or not stop:
-                raise ValueError(f"stop must hold non-empty strings, got {stop!r}")
-            self._insert(stop)
-        self._link()
         self._state = 0
         self._held = ""
         self._stopped: str | None = None
-
-    def _insert(self, stop: str) -> None:
-        node = 0
-        for char in stop:
-            child = self._goto[node].get(char)
-            if child is None:
-                child = len(self._goto)
-                self._goto[node][char] = child
-                self._goto.append({})
-                self._fail.append(0)
-                self._depth.append(self._depth[node] + 1)
-                self._found.append(None)
-            node = child
-        self._found[node] = stop
-
-    def _link(self) -> None:
-        """Breadth first: a node falls back to the node of its longest proper suffix, and inherits what ends there."""
-        queue = deque(self._goto[0].values())
-        while queue:
-            node = queue.popleft()
-            for char, child in self._goto[node].items():
-                fallback = self._fail[node]
-                while fallback and char not in self._goto[fallback]:
-                    fallback = self._fail[fallback]
-                self._fail[child] = self._goto[fallback].get(char, 0)
-                queue.append(child)
-            if self._found[node] is None:
-                self._found[node] = self._found[self._fail[node]]
 
     @property
     def stopped(self) -> str | None:
@@ -79,21 +104,23 @@ class StopMatcher:
         """
         if self._stopped is not None:
             return "", self._stopped
-        if len(self._goto) == 1:
+        automaton = self._automaton
+        goto, fail, found = automaton.goto, automaton.fail, automaton.found
+        if len(goto) == 1:
             return delta, None
         state = self._state
         for position, char in enumerate(delta):
-            while state and char not in self._goto[state]:
-                state = self._fail[state]
-            state = self._goto[state].get(char, 0)
-            stop = self._found[state]
+            while state and char not in goto[state]:
+                state = fail[state]
+            state = goto[state].get(char, 0)
+            stop = found[state]
             if stop is not None:
                 text = self._held + delta[: position + 1]
                 self._stopped, self._held, self._state = stop, "", 0
                 return (text if self._include_stop else text[: -len(stop)]), stop
         self._state = state
         text = self._held + delta
-        safe = len(text) - self._depth[state]
+        safe = len(text) - automaton.depth[state]
         self._held = text[safe:]
         return text[:safe], None
 

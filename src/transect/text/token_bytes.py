@@ -34,12 +34,14 @@ class Spelling:
         replacements: (from, to) strings replaced in every token, in order; the usual one is ("▁", " ").
         byte_tokens: tokens written ``<0xHH>`` are single bytes.
         leading_space: the space before every text is taken off when decoding.
+        space_before: each token is a word, and brings the space before it.
     """
 
     byte_level: bool
     replacements: tuple[tuple[str, str], ...] = ()
     byte_tokens: bool = False
     leading_space: bool = False
+    space_before: bool = False
 
     def bytes_of(self, token: str, *, literal: bool = False) -> bytes:
         """The bytes of one token. ``literal``: an added token, which byte-level vocabularies hold as plain text."""
@@ -55,19 +57,26 @@ class Spelling:
             return bytes([int(match[1], 16)])
         for old, new in self.replacements:
             token = token.replace(old, new)
-        return token.encode()
+        return f" {token}".encode() if self.space_before else token.encode()
 
 
 BYTE_LEVEL = Spelling(byte_level=True)
 
 
-def spelling_of(decoder: dict[str, Any] | None) -> Spelling:
+def spelling_of(decoder: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None = None) -> Spelling:
     """Read the ``decoder`` section of a tokenizer.json.
+
+    Where there is none, what the ``pre_tokenizer`` does to text is undone, if that is byte level or Metaspace; else
+    tokens are words, with a space between, as in transformers.
 
     Raises:
         ValueError: it works in a way that is not supported; the message names it.
     """
-    steps = _flatten(decoder)
+    steps = _flatten(decoder) or [
+        step for step in _flatten(pre_tokenizer) if step.get("type") in ("ByteLevel", "Metaspace")
+    ]
+    if not steps:
+        return Spelling(False, space_before=True, leading_space=True)
     if any(step.get("type") == "ByteLevel" for step in steps):
         return BYTE_LEVEL
     replacements: list[tuple[str, str]] = []
@@ -88,8 +97,6 @@ def spelling_of(decoder: dict[str, Any] | None) -> Spelling:
                 f"the tokenizer's decoder {json.dumps(step, ensure_ascii=False)} is not supported: byte-level ones and "
                 "those made of Replace, ByteFallback, Fuse, Strip and Metaspace are"
             )
-    if not steps:
-        raise ValueError("the tokenizer has no decoder: save it with one (ByteLevel, or Replace with ByteFallback)")
     return Spelling(False, tuple(replacements), byte_tokens, leading_space)
 
 
@@ -97,5 +104,6 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if not decoder:
         return []
     if decoder.get("type") == "Sequence":
-        return [step for part in decoder.get("decoders", []) for step in _flatten(part)]
+        parts = decoder.get("decoders") or decoder.get("pretokenizers") or []
+        return [step for part in parts for step in _flatten(part)]
     return [decoder]

@@ -3,11 +3,10 @@
 Encoding is the work of the `tokenizers` library. Decoding is done here, on bytes, so that decoding all at once and
 decoding token by token (``detokenizer.py``) are the same thing by construction.
 
-**Special tokens in text.** A string such as ``<|im_end|>`` may be typed by any user. By default ``encode`` treats it as
-ordinary text, so that text cannot speak the model's protocol. A chat template's output does speak it and is encoded
-with ``parse_special=True``; there the strings inside the users' own messages become special tokens too, as in vLLM,
-llama.cpp and transformers: whoever puts untrusted text into a chat must know that it can open and close turns. Added
-tokens that are not special (``<think>`` in Qwen3, runs of spaces) are text and are always recognised.
+**Special tokens in text.** A string such as ``<|im_end|>`` may be typed by any user. ``encode`` treats it as ordinary
+text unless ``parse_special`` is set. A prompt given as plain text is the caller's own and is parsed (``engine/inputs``,
+as in vLLM and transformers); of a chat only what the template writes is (``inert.py``), so that no message can open or
+close a turn. Added tokens that are not special (``<think>`` in Qwen3, runs of spaces) are text and always recognised.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +24,15 @@ import tokenizers
 
 from .gguf_vocab import read_gguf_vocabulary
 from .hf_settings import HFSettings, read_hf_settings
+from .inert import Mask
 from .number_text import NumberText
 from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 
 if TYPE_CHECKING:
     from ..models.resolve import ModelSource
 
+LONG = 4096
+"""Characters from which a text is encoded by the call that lets other threads run meanwhile."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -41,6 +44,7 @@ class Tokenizer:
         bos_token_id: the token that begins a text, or None.
         eos_token_ids: tokens that end a model's answer; may be several, may be empty.
         special_ids: tokens that are no text and that decoding leaves out by default.
+        special_texts: their spellings.
         drops_leading_space: this family puts a space before every text, which decoding takes off again.
     """
 
@@ -62,6 +66,7 @@ class Tokenizer:
         self._prefix, self._suffix = list(prefix_ids), list(suffix_ids)
         self._bytes: dict[int, bytes] = {}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_texts = tuple(added[index].content for index in sorted(self.special_ids))
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
@@ -119,9 +124,12 @@ class Tokenizer:
             raise ValueError(f"{path} is not a tokenizer that can be read ({error}): download it again") from error
         backend.no_truncation()
         backend.no_padding()
-        decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        decoder, cuts = (
+            None if part is None else json.loads(part.__getstate__())
+            for part in (backend.decoder, backend.pre_tokenizer)
+        )
         try:
-            spelling = spelling_of(decoder)
+            spelling = spelling_of(decoder, cuts)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         settings: HFSettings = read_hf_settings(directory)
@@ -140,6 +148,12 @@ class Tokenizer:
         """The same for tokenizers that encode alike; tells whose a file of token ids is."""
         return hashlib.sha256(f"{self._parsing.to_str()}{self._prefix}{self._suffix}".encode()).hexdigest()[:16]
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of a text that one token stands for, at the most."""
+        # Spellings have a character for each byte of the text, or for each of its characters.
+        return max(map(len, self._parsing.get_vocab(with_added_tokens=True)), default=1)
+
     def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
 
@@ -156,9 +170,29 @@ class Tokenizer:
         Raises:
             ValueError: the text holds a lone surrogate, which no UTF-8 text can.
         """
-        backend = self._parsing if parse_special else self._plain
+        return self._encode(self._parsing if parse_special else self._plain, text, add_special_tokens)
+
+    def encode_chat(self, text: str, mask: Mask, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered chat: special tokens that stand in ``text`` are tokens, what ``mask`` hid is text.
+
+        Raises:
+            ValueError: as for ``encode``.
+        """
+        if not mask:
+            return self.encode(text, add_special_tokens, parse_special=True)
+        ids = self._encode(self._guarded.backend, mask.show(self._guarded.under_aliases(text)), add_special_tokens)
+        return [self._guarded.ids.get(token, token) for token in ids]
+
+    @cached_property
+    def _guarded(self) -> _Guarded:
+        return _Guarded(self._parsing, {token: self._added[token] for token in self.special_ids})
+
+    def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG:
+                ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             found = _LONE_SURROGATE.search(text)
             if found is None:
@@ -215,6 +249,39 @@ class Tokenizer:
             return self._spelling.bytes_of(self._added[token_id], literal=True)
         token = self._parsing.id_to_token(token_id) if token_id < self.vocab_size else None
         return b"" if token is None else self._spelling.bytes_of(token)
+
+
+class _Guarded:
+    """A tokenizer that takes special tokens under secret aliases only: their own spellings are text to it.
+
+    Attributes:
+        ids: id of an alias to that of the special token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, specials: Mapping[int, str]) -> None:
+        added = backend.get_added_tokens_decoder()
+        self.backend = _without_special(backend, added)
+        secret = secrets.token_hex(16)
+        self._aliases = {text: f"<{secret}.{token}>" for token, text in specials.items()}
+        self.backend.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    self._aliases[text],
+                    lstrip=added[token].lstrip,
+                    rstrip=added[token].rstrip,
+                    single_word=added[token].single_word,
+                    normalized=False,
+                )
+                for token, text in specials.items()
+            ]
+        )
+        self.ids = {self.backend.token_to_id(self._aliases[text]): token for token, text in specials.items()}
+        longest_first = sorted(self._aliases, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)))
+
+    def under_aliases(self, text: str) -> str:
+        """The text with each special token's spelling replaced by its alias."""
+        return self._spelled.sub(lambda found: self._aliases[found[0]], text)
 
 
 def _without_special(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> tokenizers.Tokenizer:

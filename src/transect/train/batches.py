@@ -49,6 +49,11 @@ class Batch:
     def num_tokens(self) -> int:
         return self.tokens_T.shape[0]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document; for a batch on the host."""
+        return [int(size) for size in self.cu_seqlens.diff()]
+
     def to(self, device: torch.device) -> Batch:
         """A copy on another device; pinned and asynchronous if that is a GPU."""
         if device.type == "cpu":

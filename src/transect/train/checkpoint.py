@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -57,6 +58,35 @@ class Checkpoint:
     step: int
     state: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+
+
+class RunLock:
+    """One process trains in a run's directory at a time; the lock goes with the process that holds it.
+
+    Use as a context manager.
+
+    Raises:
+        ValueError: another process trains there.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._path = Path(run_dir) / ".lock"
+
+    def __enter__(self) -> RunLock:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self._path, timeout=0)
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"another process trains in {self._path.parent}: wait for it, or set another run_dir"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"cannot write to run_dir {self._path.parent}: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
 
 
 class Writer:
@@ -156,6 +186,18 @@ def list_steps(run_dir: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def set_aside_after(checkpoint: Checkpoint) -> list[Path]:
+    """Give checkpoints of later steps another name: a run that goes on from an earlier one makes them anew."""
+    moved = []
+    for path in list_steps(checkpoint.path.parent):
+        if int(path.name.removeprefix("step-")) > checkpoint.step:
+            aside = path.with_name(f"aside-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            moved.append(path)
+    return moved
+
+
 def read(path: str | Path) -> Checkpoint:
     """Open a checkpoint and check every file of it.
 
@@ -189,11 +231,13 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def newest(run_dir: str | Path) -> Checkpoint:
-    """The last checkpoint of a run.
+    """The last checkpoint of a run; or ``run_dir`` itself, where that is a checkpoint.
 
     Raises:
         ValueError: there is none, or it is damaged.
     """
+    if (Path(run_dir) / STATE).exists():
+        return read(run_dir)
     steps = list_steps(run_dir)
     if not steps:
         raise ValueError(f"{run_dir} has no checkpoint to go on from: start the run without --resume")

@@ -25,7 +25,7 @@ import difflib
 import math
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -42,15 +42,18 @@ class DataConfig:
     """The training data.
 
     Attributes:
-        train, validation: files. ``.jsonl`` with ``messages`` are chats, trained on the assistant's tokens only;
-            ``.jsonl`` with ``text``, and any other file, are text; a ``.tokens`` directory is what
-            ``transect data tokenize`` wrote.
+        train, validation: files, by their endings: text, rows (JSON, JSON lines, CSV, parquet), directories of Hugging
+            Face ``datasets``, or a ``.tokens`` directory that ``transect data tokenize`` wrote (``files.py``). Rows may
+            be in any layout of ``layouts.py``; of a chat the assistant's tokens are trained on.
+        on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
+            (``skip``) and counted.
         seq_len: longest document, in tokens; longer ones are cut (text) or left out with a count (chats).
         micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
     """
 
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
+    on_bad_row: Literal["stop", "skip"] = "stop"
     seq_len: int = 1024
     micro_batch: int = 4096
 
@@ -201,6 +204,9 @@ class TrainConfig:
         memory: how much of the device's memory the run may use, such as ``24GB``; empty: what is free.
         merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
             model is of that kind; false: operator by operator.
+        on_spike: what happens when the loss jumps and the model, not the batch, is the cause: ``warn`` and go on,
+            ``skip`` the update, or ``stop`` the run. An unusual batch alone is only told of, or skipped where that is
+            asked for.
         seed: decides initial weights, the order of the data, and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
         eval_every: steps between measurements of the validation loss (0: at the end only).
@@ -219,8 +225,9 @@ class TrainConfig:
     checkpointing: Checkpointing = "auto"
     memory: str = ""
     merged: bool = True
+    on_spike: Literal["warn", "skip", "stop"] = "warn"
     seed: int = 0
-    save_every: int = 0
+    save_every: int = 500
     keep: int = 2
     eval_every: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -260,6 +267,30 @@ class TrainConfig:
         """From nested mappings, such as ``to_dict`` gives; errors as in ``from_toml``."""
         config: TrainConfig = _build(cls, values, "")
         return config
+
+    def changed(self, settings: Sequence[str]) -> TrainConfig:
+        """With ``key=value`` settings in place of its own, such as ``optimizer.clip=0.5``; values are TOML.
+
+        Raises:
+            ValueError: not such a setting, or as in ``from_toml``.
+        """
+        values = self.to_dict()
+        for setting in settings:
+            key, equals, text = setting.partition("=")
+            if not equals:
+                raise ValueError(f"--set takes key=value, such as optimizer.clip=0.5, not {setting!r}")
+            try:
+                value = tomllib.loads(f"value = {text}")["value"]
+            except tomllib.TOMLDecodeError:
+                value = text  # a bare word is a string
+            *tables, name = key.strip().split(".")
+            place = values
+            for table in tables:
+                place = place.setdefault(table, {})
+                if not isinstance(place, dict):
+                    raise ValueError(f"the setting {key} is not known: {table} is no table")
+            place[name] = value
+        return self.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""

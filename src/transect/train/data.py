@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +15,9 @@ from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .batches import Batch, DocumentPlan, EpochPlan, WindowPlan
 from .config import DataConfig
+from .documents import Document, Reader
+from .files import find
+from .identity import stream_identity
 from .tokens import SUFFIX, TokenStream, join, open_tokens, token_dtype
 
 log = logging.getLogger(__name__)
@@ -28,124 +28,41 @@ def load_stream(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     template: ChatTemplate | None = None,
+    *,
+    skip: bool = False,
+    tell: Callable[[str], None] = log.info,
 ) -> TokenStream:
-    """Every document of the files; text and chats are tokenized in memory, token files are mapped.
+    """Every document of the files; text and rows are tokenized in memory, token files are mapped.
 
     Args:
         tokenizer: needed for anything but token files.
         template: needed for chats.
+        skip: leave out rows that cannot be used.
+        tell: is told of each file what was found in it.
 
     Raises:
         ValueError: no file, one that cannot be read, chats mixed with text, or something missing to read them with.
     """
-    if not paths:
-        raise ValueError("no data: name at least one file in data.train")
     streams = []
-    for name in paths:
-        path = Path(name)
-        if path.suffix == SUFFIX or (path.is_dir() and (path / "meta.json").exists()):
-            streams.append(open_tokens(path, vocab_size, None if tokenizer is None else tokenizer.fingerprint))
+    for file in find(list(paths)):
+        if file.kind == "tokens":
+            stream = open_tokens(file.path, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
+            tell(f"{file.path}: {stream.num_documents} documents, tokenized before")
+            streams.append(stream)
             continue
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}: correct data.train or data.validation")
         if tokenizer is None:
-            raise ValueError(f"the model brings no tokenizer to read {path} with: give a {SUFFIX} directory instead")
-        documents = read_documents(path, tokenizer, template)
-        streams.append(collect(documents, vocab_size, path))
+            raise ValueError(f"the model brings no tokenizer to read {file.path} with: give a {SUFFIX} directory")
+        reader = Reader(tokenizer, template, skip=skip)
+        streams.append(collect(reader.file(file), vocab_size, file.path))
+        for tally in reader.tallies:
+            tell(str(tally))
     kinds = {stream.trained is not None for stream in streams}
     if len(kinds) == 2:
         raise ValueError("chats and text cannot be packed in one run: give either in data.train")
     return join(streams)
 
 
-def read_documents(
-    path: Path, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> Iterator[tuple[list[int], list[bool] | None]]:
-    """Token ids of each document of a text or JSONL file, and for chats which of them are trained on.
-
-    Raises:
-        ValueError: not UTF-8, a line that is not what it should be (its number is named), or no chat template.
-    """
-    try:
-        if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as file:
-                yield from read_lines(file, path, tokenizer, template)
-        else:
-            yield text_tokens(path.read_text(encoding="utf-8"), tokenizer), None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
-
-
-def read_lines(
-    lines: Iterable[str], path: Path, tokenizer: Tokenizer, template: ChatTemplate | None, first_line: int = 1
-) -> Iterator[tuple[list[int], list[bool] | None]]:
-    """``read_documents`` for lines of JSONL; ``path`` and ``first_line`` are for messages."""
-    for number, line in enumerate(lines, first_line):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        record = _record(line, where)
-        if "messages" in record:
-            if template is None:
-                raise ValueError(f"{where} is a chat and the model brings no chat template: use a model with one")
-            try:
-                yield chat_tokens(record["messages"], tokenizer, template)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-        elif isinstance(record.get("text"), str):
-            yield text_tokens(record["text"], tokenizer), None
-        else:
-            raise ValueError(f'{where} needs "messages" (a chat) or "text" (a string)')
-
-
-def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """A document as the model expects it, closed by the end-of-text token if there is one."""
-    return [*tokenizer.encode(text, add_special_tokens=True), *tokenizer.eos_token_ids[:1]]
-
-
-def chat_tokens(messages: Any, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[bool]]:
-    """A chat as the model will see it when it serves, and a mask of the tokens that the assistant said.
-
-    Each answer is tokenized on its own after the text that opens it, as when a server renders the prompt and the model
-    continues. The loss covers the answer, including the token that ends it.
-
-    Raises:
-        ValueError: malformed messages, none of the assistant's, or a template that does not render a conversation as a
-            continuation of its beginning.
-    """
-    ids: list[int] = []
-    trained: list[bool] = []
-    done = ""
-    for turn, message in enumerate(messages if isinstance(messages, list) else []):
-        if not isinstance(message, Mapping) or message.get("role") != "assistant":
-            continue
-        opened = template.render(messages[:turn], add_generation_prompt=True) if turn else ""
-        answered = template.render(messages[: turn + 1], add_generation_prompt=False)
-        if not (opened.startswith(done) and answered.startswith(opened)):
-            raise ValueError(
-                "the chat template renders earlier turns anew with every answer, so answers cannot be told apart"
-            )
-        before = tokenizer.encode(opened[len(done) :], parse_special=True)
-        answer = tokenizer.encode(answered[len(opened) :], parse_special=True)
-        ids += before + answer
-        trained += [False] * len(before) + said(answer, tokenizer)
-        done = answered
-    if not any(trained):
-        template.render(messages)  # says what is wrong with them, if that is it
-        raise ValueError("the chat has no message of the assistant to learn from")
-    return ids, trained
-
-
-def said(answer: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
-    """Which tokens of a rendered answer the assistant said: up to and with the last that ends one, or all."""
-    ends = [i + 1 for i, token in enumerate(answer) if token in tokenizer.eos_token_ids]
-    until = ends[-1] if ends else len(answer)
-    return [i < until for i in range(len(answer))]
-
-
-def collect(
-    documents: Iterator[tuple[list[int], list[bool] | None]], vocab_size: int, path: Path, *, allow_empty: bool = False
-) -> TokenStream:
+def collect(documents: Iterable[Document], vocab_size: int, path: Path, *, allow_empty: bool = False) -> TokenStream:
     """Documents as one stream in memory. ValueError if there are none, unless that is allowed."""
     tokens: list[np.ndarray] = []
     trained: list[np.ndarray] = []
@@ -154,6 +71,11 @@ def collect(
     for ids, said in documents:
         if not ids:
             continue
+        if max(ids) >= vocab_size:
+            raise ValueError(
+                f"{path}: the tokenizer gives the token {max(ids)}, and the model knows {vocab_size}: use the model's "
+                "own tokenizer"
+            )
         tokens.append(np.array(ids, dtype=token_dtype(vocab_size)))
         if said is not None:
             trained.append(np.array(said, dtype=bool))
@@ -168,16 +90,6 @@ def collect(
     return TokenStream(
         np.concatenate(tokens), np.array(ends, dtype=np.uint64), np.concatenate(trained) if trained else None
     )
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} must be a JSON object")
-    return record
 
 
 @dataclass(slots=True)
@@ -216,10 +128,10 @@ class Loader:
                 left_out, stream.num_documents, config.seq_len,
             )  # fmt: skip
 
-    def fingerprint(self) -> str:
-        """Changes when the same position would mean another batch."""
-        key = f"{self.stream.fingerprint()} {self.config.seq_len} {self.config.micro_batch} {self.seed}"
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
+    def identity(self) -> dict[str, str]:
+        """Digests of what the same position means the same batch by; see ``identity.py``."""
+        sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed}"
+        return {**stream_identity(self.stream), "sizes": sizes}
 
     def __next__(self) -> Batch:
         plan = self._plan(self.position.epoch)

@@ -4,16 +4,45 @@ Source: Chowdhery et al. 2022, arXiv:2204.02311."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from ..models.config import ModelConfig
 from ..models.cost import Row, step_cost
+from ..ops.counting import visible_pairs
+
+
+class TrainingFlops:
+    """FLOPs of steps, forward and backward, from what a step really computed.
+
+    The backward pass of a product is two products, one where the weight is frozen (adapters count as nothing); that of
+    attention, which recomputes its scores, five products for two. The output head works on tokens with a label only,
+    and a token sees its own document only.
+
+    Args:
+        config: of the model.
+        frozen: the weights are not trained, adapters beside them are.
+    """
+
+    def __init__(self, config: ModelConfig, *, frozen: bool) -> None:
+        one = step_cost(config, [Row(1, 1)], logit_rows=1)
+        products = 2 if frozen else 3
+        self._linear, self._head = products * one["linear"].flops, products * one["head"].flops
+        self._pair = 3.5 * 4 * config.q_dim
+        self._windows = Counter(config.layer_window(layer) for layer in range(config.n_layers))
+
+    def __call__(self, lengths: Iterable[int], labels: int) -> float:
+        """FLOPs of documents of so many tokens each, ``labels`` of whose tokens have a label."""
+        counts = Counter(lengths)
+        attended = sum(
+            count * layers * visible_pairs(length, length, window)
+            for length, count in counts.items()
+            for window, layers in self._windows.items()
+        )
+        tokens = sum(length * count for length, count in counts.items())
+        return tokens * self._linear + labels * self._head + attended * self._pair
 
 
 def flops_per_token(config: ModelConfig, length: int, *, frozen: bool) -> float:
-    """FLOPs of one token in documents of ``length`` tokens, forward and backward.
-
-    The backward pass of a product is two products, one where the weight is ``frozen`` (adapters count as nothing); that
-    of attention, which recomputes its scores, five products for two.
-    """
-    costs = step_cost(config, [Row(length, length)], logit_rows=length)
-    products = costs["linear"].flops + costs["head"].flops
-    return ((2 if frozen else 3) * products + 3.5 * costs["paged_attention"].flops) / length
+    """FLOPs of one token, with a label, in documents of ``length`` tokens, forward and backward."""
+    return TrainingFlops(config, frozen=frozen)([length], length) / length

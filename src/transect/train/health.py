@@ -24,20 +24,33 @@ class TrainingStopped(RuntimeError):
 
 
 class LossWatch:
-    """Remembers the last losses and notices one that is far above them."""
+    """Remembers the last losses and notices one that leaves them far behind.
+
+    A batch may simply be harder than others. Whether it is the batch or the model shows in a batch that was calm a
+    moment ago: where its loss is still what it was, the model is well.
+    """
 
     def __init__(self, losses: list[float] | None = None) -> None:
         self.losses: deque[float] = deque(losses or [], maxlen=WINDOW)
 
-    def is_spike(self, loss: float) -> bool:
+    @property
+    def usual(self) -> float:
+        """The median of the last losses."""
+        return statistics.median(self.losses)
+
+    def stands_out(self, loss: float) -> bool:
         """Whether ``loss`` is far above the last ones; it is remembered if not."""
         if len(self.losses) >= LEAST:
-            middle = statistics.median(self.losses)
-            usual = statistics.median(abs(x - middle) for x in self.losses)
-            if loss > middle + max(RISE, SPREADS * usual):
+            spread = statistics.median(abs(x - self.usual) for x in self.losses)
+            if loss > self.usual + max(RISE, SPREADS * spread):
                 return True
         self.losses.append(loss)
         return False
+
+    @staticmethod
+    def has_jumped(before: float, now: float) -> bool:
+        """Whether a calm batch's loss ``before`` and ``now`` says that the model has gone wrong."""
+        return not now < before + RISE
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ import json
 import logging
 import time
 from collections import deque
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,23 @@ log = logging.getLogger(__name__)
 LOG = "log.jsonl"
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixRate:
+    """What MFU is a share of: FLOP/s of matrix products in ``dtype``, and how that is known."""
+
+    flops_per_second: float
+    dtype: str
+    origin: str
+
+    def too_low(self, mfu: float) -> str:
+        """Why a share can be above 1, in one sentence."""
+        return (
+            f"MFU of {mfu:.0%} means that the rate it is a share of is too low: "
+            f"{self.flops_per_second / 1e12:.3g} TFLOP/s of {self.dtype}, {self.origin}; "
+            "`transect hardware --again` measures it anew, best while nothing else runs"
+        )
+
+
 class RunLog:
     """``RUN/log.jsonl``: one object a line, ``{"kind": "step" | "evaluation", "step": ..., ...}``.
 
@@ -27,7 +45,7 @@ class RunLog:
 
     Args:
         resumed_at: the step of the checkpoint; 0 begins a new file.
-        flops_per_token, flops_per_second: for MFU; None leaves it out.
+        rate: for MFU; None leaves it out.
     """
 
     def __init__(
@@ -35,8 +53,7 @@ class RunLog:
         run_dir: str | Path,
         resumed_at: int = 0,
         *,
-        flops_per_token: float | None = None,
-        flops_per_second: float | None = None,
+        rate: MatrixRate | None = None,
         tensorboard: bool = True,
     ) -> None:
         directory = Path(run_dir)
@@ -47,14 +64,14 @@ class RunLog:
         part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         part.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        self._flops_per_token, self._flops_per_second = flops_per_token, flops_per_second
+        self.rate = rate
         self._board = _tensorboard(directory, resumed_at) if tensorboard else None
 
     def step(self, record: StepRecord) -> None:
         """Write one step."""
         values = asdict(record) | {"tokens_per_second": record.tokens_per_second}
         values |= values.pop("extra")
-        if (mfu := self.mfu(record)) is not None:
+        if (mfu := self.mfu([record])) is not None:
             values["mfu"] = mfu
         self._write("step", values)
 
@@ -62,11 +79,12 @@ class RunLog:
         """Write one measurement of the validation loss."""
         self._write("evaluation", asdict(record))
 
-    def mfu(self, record: StepRecord) -> float | None:
-        """The share of the device's matrix rate that the step's useful FLOPs are."""
-        if self._flops_per_token is None or self._flops_per_second is None:
+    def mfu(self, records: Sequence[StepRecord]) -> float | None:
+        """The share of the device's matrix rate that the steps' useful FLOPs are; None where one is not known."""
+        flops = sum(record.flops for record in records)
+        if self.rate is None or not flops:
             return None
-        return record.tokens_per_second * self._flops_per_token / self._flops_per_second
+        return flops / sum(record.seconds for record in records) / self.rate.flops_per_second
 
     def close(self) -> None:
         """Flush and close."""
@@ -110,6 +128,7 @@ class Terminal:
         self._console = console or Console()
         self._recent: deque[StepRecord] = deque(maxlen=20)
         self._steps = steps
+        self._explained = False
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
@@ -133,8 +152,9 @@ class Terminal:
         speed = sum(r.tokens for r in self._recent) / sum(r.seconds for r in self._recent)
         line = f"loss {record.loss:.4f}  {speed:,.0f} tok/s"
         line += "".join(f"  {name} {value:.3f}" for name, value in record.extra.items())
-        if (mfu := self._log.mfu(record)) is not None:
-            line += f"  MFU {mfu:.0%}"
+        if (mfu := self._log.mfu(self._recent)) is not None:
+            line += f"  MFU {mfu:.0%}" if mfu <= 1 else "  MFU above 100%, see above"
+            self._explain(mfu)
         if record.peak_bytes:
             line += f"  {record.peak_bytes / 2**30:.1f} GiB"
         self._progress.update(self._task, completed=record.step, line=line)
@@ -142,6 +162,12 @@ class Terminal:
         if not self._console.is_terminal and (record.step % every == 0 or record.step == self._steps):
             left = (self._steps - record.step) * sum(r.seconds for r in self._recent) / len(self._recent)
             self._console.print(f"step {record.step}/{self._steps}  {line}  {left:.0f} s left", highlight=False)
+
+    def _explain(self, mfu: float) -> None:
+        """Say once why a share is above 1."""
+        if mfu > 1 and not self._explained and self._log.rate is not None:
+            self._explained = True
+            self._progress.console.print(f"transect: {self._log.rate.too_low(mfu)}", highlight=False)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Show a validation loss."""

@@ -24,7 +24,9 @@ import numpy as np
 from ..models.resolve import resolve
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
-from .data import collect, read_documents, read_lines
+from .data import collect
+from .documents import Reader
+from .files import DataFile, Row, find, json_object
 from .tokens import SUFFIX, token_dtype, write_meta
 
 CHUNK_BYTES = 8 * 2**20
@@ -32,13 +34,19 @@ CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes ``start`` to before ``end`` of a file: whole lines of JSONL, or a whole text file."""
+    """Bytes ``start`` to before ``end`` of a file: whole lines of JSONL, or a whole file of another kind."""
 
     path: str
     start: int
     end: int
     first_line: int
     """Number of the first line, for messages."""
+    kind: str
+    zipped: bool = False
+
+    @property
+    def whole_lines(self) -> bool:
+        return self.kind == "lines" and not self.zipped
 
 
 def tokenize(
@@ -71,7 +79,7 @@ def tokenize(
     if not isinstance(tokenizer, Tokenizer):
         raise ValueError(f"{model} brings no tokenizer: give a model that does")
     vocab_size = source.config.vocab_size
-    chunks = [chunk for path in inputs for chunk in cut(Path(path), chunk_bytes)]
+    chunks = [chunk for file in find([str(p) for p in inputs], "the input") for chunk in cut(file, chunk_bytes)]
     if not chunks:
         raise ValueError("there is no text in the input: name files that hold some")
     parts = output / "parts"
@@ -96,25 +104,45 @@ def tokenize(
     return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint)
 
 
-def cut(path: Path, chunk_bytes: int) -> Iterator[Chunk]:
+def cut(file: DataFile, chunk_bytes: int) -> Iterator[Chunk]:
     """The chunks of a file. ValueError if it cannot be read."""
+    path = file.path
+    if file.kind == "tokens":
+        raise ValueError(f"{path} is tokenized already")
     try:
-        size = path.stat().st_size
-        if path.suffix != ".jsonl":
+        inside = path.rglob("*") if path.is_dir() else [path]
+        size = sum(found.stat().st_size for found in inside if found.is_file())
+        if file.kind != "lines" or file.zipped:
             if size:
-                yield Chunk(str(path), 0, size, 1)
+                yield Chunk(str(path), 0, size, 1, file.kind, file.zipped)
             return
-        with path.open("rb") as file:
+        with path.open("rb") as opened:
             start, line = 0, 1
             while start < size:
-                block = file.read(chunk_bytes) + file.readline()
+                block = opened.read(chunk_bytes) + opened.readline()
                 if not block:
                     break
-                yield Chunk(str(path), start, start + len(block), line)
+                yield Chunk(str(path), start, start + len(block), line, file.kind)
                 start += len(block)
                 line += block.count(b"\n")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _lines(chunk: Chunk) -> Iterator[Row]:
+    """The rows of a chunk of JSONL."""
+    with open(chunk.path, "rb") as file:
+        file.seek(chunk.start)
+        data = file.read(chunk.end - chunk.start)
+    try:
+        lines = data.decode("utf-8-sig" if chunk.start == 0 else "utf-8").split("\n")  # not at U+2028
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{chunk.path} is not UTF-8 text ({error.reason} at byte {chunk.start + error.start}): convert it"
+        ) from None
+    for number, line in enumerate(lines, chunk.first_line):
+        if line.strip():
+            yield f"{chunk.path}, line {number}", json_object(line)
 
 
 def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str) -> None:
@@ -142,15 +170,10 @@ def _reader(model: str) -> tuple[Tokenizer, ChatTemplate | None, int]:
 def _tokenize_chunk(model: str, chunk: Chunk, target: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     tokenizer, template, vocab_size = _reader(model)
-    path = Path(chunk.path)
-    if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            file.seek(chunk.start)
-            lines = file.read(chunk.end - chunk.start).decode("utf-8").split("\n")  # not at U+2028
-        documents = read_lines(lines, path, tokenizer, template, chunk.first_line)
-    else:
-        documents = read_documents(path, tokenizer, template)
-    stream = collect(documents, vocab_size, path, allow_empty=True)
+    source = DataFile(Path(chunk.path), chunk.kind, chunk.zipped)
+    reader = Reader(tokenizer, template)
+    documents = reader.rows(chunk.path, _lines(chunk)) if chunk.whole_lines else reader.file(source)
+    stream = collect(documents, vocab_size, source.path, allow_empty=True)
     part = Path(f"{target}.{os.getpid()}.part")
     arrays = {"tokens": stream.tokens, "ends": stream.ends}
     if stream.trained is not None:

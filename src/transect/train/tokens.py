@@ -11,7 +11,6 @@ A token file is a directory ``NAME.tokens``:
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +45,6 @@ class TokenStream:
     def lengths(self) -> np.ndarray:
         """Tokens of each document, int64."""
         return np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
-
-    def fingerprint(self) -> str:
-        """Changes when the documents do: from their ends and a sample of the tokens."""
-        digest = hashlib.sha256(np.asarray(self.ends[:: max(1, len(self.ends) // 65536)], dtype=np.uint64).tobytes())
-        digest.update(str(len(self.tokens)).encode())
-        step = max(1, len(self.tokens) // 65536)
-        digest.update(np.asarray(self.tokens[::step], dtype=np.uint32).tobytes())
-        return digest.hexdigest()[:16]
 
 
 def join(streams: list[TokenStream]) -> TokenStream:

@@ -5,7 +5,8 @@ One step, in the order it happens (``Trainer.step``):
 1. The objective makes the micro-batches. How many labels they hold together is known on the host, so each
    micro-batch's mean loss is weighted by its share, and the gradient is that of the mean over all labels of the step.
 2. Forward and backward for each: the model of ``models/``, packed documents, the objective's loss.
-3. The global norm of the gradient; anything that is not finite, or a loss far above the last ones, stops the run.
+3. The global norm of the gradient; anything that is not finite stops the run. A loss far above the last ones does what
+   ``on_spike`` says, once a calm batch has shown whether the model or the batch is at fault.
 4. Clip, set the learning rate, step the optimizer. On a GPU this is on its way while the host still waits for the loss:
    the kernel changes nothing if loss or norm are not finite.
 
@@ -15,9 +16,10 @@ the step, the last losses. There is no dropout and so no random state; the order
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,10 +33,12 @@ from ..models.load import fill, stored_weights
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
-from .checkpoint import Checkpoint, Snapshot, Writer
+from .checkpoint import Checkpoint, Snapshot, Writer, list_steps
 from .config import TrainConfig
 from .data import Position
+from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
+from .identity import base_identity, compare
 from .memory import fit
 from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
@@ -42,6 +46,8 @@ from .objectives import build as build_objective
 from .objectives.base import Objective
 from .optim import build as build_optimizer
 from .schedule import factor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class StepRecord:
     seconds: float
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
+    flops: float = 0.0
+    """Useful FLOPs of the step (``flops.py``); 0 where nobody counted."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the objective, such as margins and rewards."""
 
@@ -106,13 +114,16 @@ class Trainer:
     Args:
         config: the run.
         checkpoint: where to resume; None to start.
+        allow_changed: parts of ``identity.py`` that may differ from the checkpoint's.
 
     Raises:
         ValueError: the model, the data or a setting is at fault, the run does not fit in memory, or the checkpoint is
             of another run.
     """
 
-    def __init__(self, config: TrainConfig, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, checkpoint: Checkpoint | None = None, *, allow_changed: Collection[str] = ()
+    ) -> None:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -124,12 +135,19 @@ class Trainer:
         self.optimizer = build_optimizer(
             config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
         )
+        self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
+        self.identity = self.objective.identity()
+        """Digests of what the run is of; every checkpoint keeps them."""
+        if self.trainable.adapted:
+            self.identity["base"] = base_identity(self.trainable.source)
         self.watch = LossWatch()
+        self._calm: tuple[Batch, float] | None = None
+        """The first micro-batch of the last step that did not stand out, and its loss then."""
         self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
         self._taken_up_at = -1 if checkpoint is None else checkpoint.step  # a checkpoint of that step is there
         if checkpoint is not None:
-            self._restore(checkpoint)
+            self._restore(checkpoint, allow_changed)
 
     def step(self) -> StepRecord:
         """Take one step.
@@ -154,14 +172,14 @@ class Trainer:
         clip = self.config.optimizer.clip
         rate = factor(self.config.schedule, self.steps_done, self.config.steps)
         scale = self.optimizer.clip_scale(norm, clip) if clip else None
-        if (
-            self.optimizer.skips
-        ):  # on its way before the host knows the loss: the device takes no step that is not finite
+        # On its way before the host knows the loss: the device takes no step that is not finite.
+        early = self.optimizer.skips and self.config.on_spike != "skip"
+        if early:
             finite = 0 * (losses.sum() + norm)
             self.optimizer.step(rate, finite + (1.0 if scale is None else scale))
         values = seen.wait()
-        self._check(values[:-1], values[-1], before, on_device)
-        if not self.optimizer.skips:
+        taken = self._check(values[:-1], values[-1], before, on_device, labels)
+        if taken and not early:
             self.optimizer.step(rate, scale)
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -172,8 +190,9 @@ class Trainer:
             learning_rate=self.config.optimizer.learning_rate * rate,
             tokens=sum(batch.num_tokens for batch in batches),
             labels=labels,
+            flops=sum(self._flops(batch.lengths, batch.num_labels) for batch in batches if batch.num_labels),
             seconds=time.perf_counter() - begin,
-            extra=self.objective.metrics(),
+            extra={**self.objective.metrics(), **({} if taken else {"skipped": 1.0})},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
 
@@ -223,19 +242,17 @@ class Trainer:
         state = {
             "config": self.config.to_dict(),
             "position": asdict(self.objective.position),
-            "data": self.objective.fingerprint(),
+            "identity": self.identity,
             "optimizer_steps": self.optimizer.steps,
             "losses": list(self.watch.losses),
         }
         return Snapshot(self.steps_done, lambda folder: self.trainable.write(weights, folder), tensors, state)
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
-        if state["data"] != self.objective.fingerprint():
-            raise ValueError(
-                f"{checkpoint.path} was trained on other data, sizes or seed than are there now: put back the files "
-                "and settings of that run"
-            )
+        if "identity" not in state:
+            log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
+        compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
         with torch.no_grad():
             if self.trainable.adapted:
                 for name, parameter in self.trainable.parameters.items():
@@ -254,26 +271,56 @@ class Trainer:
         self.watch = LossWatch(state["losses"])
         self.steps_done = checkpoint.step
 
-    def _check(self, losses: list[float], norm: float, position: Position, batches: list[Batch]) -> None:
+    def _check(self, losses: list[float], norm: float, position: Position, batches: list[Batch], labels: int) -> bool:
+        """Whether the step is to be taken.
+
+        Raises:
+            TrainingStopped: a number is not finite, or the model has gone wrong and ``on_spike`` says to stop.
+        """
         loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite and not self.watch.is_spike(loss):
-            return
-        step, kept = self.steps_done + 1, "the last checkpoint is whole and from before this step"
-        if finite:
-            recent = sum(self.watch.losses) / len(self.watch.losses)
-            last = position.index + len(batches) - 1
+        step = self.steps_done + 1
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            index, name = self._first_bad(losses, batches)
             raise TrainingStopped(
-                f"the loss jumped to {loss:.3f} at step {step} (epoch {position.epoch}, micro-batches "
-                f"{position.index} to {last}), the last ones averaged {recent:.3f}: lower the learning rate or look at "
-                f"that batch; {kept}"
+                f"loss {losses[index]} and gradient norm {norm} at step {step} (epoch {position.epoch}, micro-batch "
+                f"{position.index + index}); the first tensor that is not finite is {name}: lower the learning rate or "
+                f"look at that batch; {self._whole()}"
             )
-        index, name = self._first_bad(losses, batches)
-        raise TrainingStopped(
-            f"loss {losses[index]} and gradient norm {norm} at step {step} (epoch {position.epoch}, micro-batch "
-            f"{position.index + index}); the first tensor that is not finite is {name}: lower the learning rate or "
-            f"look at that batch; {kept}"
-        )
+        if not self.watch.stands_out(loss):
+            if batches[0].num_labels:
+                self._calm = batches[0], losses[0] * labels / batches[0].num_labels
+            return True
+        where = f"step {step} (epoch {position.epoch}, micro-batches {position.index} to "
+        where += f"{position.index + len(batches) - 1}): loss {loss:.3f}, others {self.watch.usual:.3f}"
+        if not self._model_has_jumped():
+            log.warning("%s. The batch is unusual, the model is well%s", where, self._consequence("unusual"))
+            return self.config.on_spike != "skip"
+        if self.config.on_spike == "stop":
+            raise TrainingStopped(
+                f"the loss jumped at {where}, and a batch of a moment ago jumped with it, so the model has gone wrong: "
+                f'lower the learning rate, or go on with --resume --set on_spike="skip"; {self._whole()}'
+            )
+        log.warning("%s. The model has gone wrong%s", where, self._consequence("wrong"))
+        self.watch.losses.append(loss)  # this is its level now
+        return self.config.on_spike != "skip"
+
+    def _consequence(self, what: str) -> str:
+        if self.config.on_spike == "skip":
+            return "; this update is skipped"
+        return "" if what == "unusual" else '; lower the learning rate, or set on_spike to "skip" or "stop"'
+
+    @torch.no_grad()
+    def _model_has_jumped(self) -> bool:
+        """Whether a batch that was calm a step ago has a loss far above what it had."""
+        if self._calm is None:
+            return True
+        batch, before = self._calm
+        return self.watch.has_jumped(before, float(self.objective.loss(batch)))
+
+    def _whole(self) -> str:
+        """The checkpoint that the run can go on from, as a clause."""
+        steps = list_steps(self.config.run_dir)
+        return f"{steps[-1]} is whole and from before this step" if steps else "no checkpoint was written yet"
 
     def _first_bad(self, losses: list[float], batches: list[Batch]) -> tuple[int, str]:
         """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""

@@ -93,5 +93,5 @@ def test_the_fused_stack_joins_what_is_in_4_bits(model):
     whole = qkv.join()
     assert whole.arranged.is_contiguous() and whole.arranged.data_ptr() == qkv.parts["q"].arranged.data_ptr()
     x = torch.randn(5, source.config.dim, device="cuda", dtype=torch.bfloat16)
-    together, apart = stack._layers[0].qkv(x), torch.cat([each(x) for each in stack._layers[0].qkv_apart], -1)
+    together, apart = stack._layers[0].qkv(x), torch.cat([each(x) for each in qkv.products()], -1)
     assert (together.double() - apart.double()).norm() <= 0.01 * apart.double().norm()

@@ -1,15 +1,16 @@
 """What the engine needs on a GPU, beyond what it needs everywhere.
 
-* ``options.py``          ``GPUOptions``: switches of what makes it fast
-* ``build.py``            start-up, as a recipe; its parts, in order: ``setup.py`` decides what the engine does,
-                          ``load.py`` the model and its kernels, ``measure.py`` the largest step, ``size.py`` the KV
-                          cache, ``capture.py`` the runner and its graphs (``startup_times.py`` times each)
-* ``memory.py``           where the GPU's memory goes
-* ``warm_kernels.py``     which kernels an engine needs; ``compilers.py``: processes that compile them meanwhile
-* ``runner.py``           ``GPURunner``, the executor; it works a step ahead of its tokens
-* ``step_plan.py``        a batch laid out as a step; ``step_sizes.py``: the few sizes that steps have
-* ``sequence_table.py``   what steps are filled from; ``step_inputs.py``: a step's numbers in one piece of memory
-* ``step_ring.py``        that memory for the steps under way, and its way to the device
-* ``graphs.py``           CUDA graphs of steps
+* ``options.py``: ``GPUOptions``, switches of what makes it fast
+* ``build.py``: start-up, as a recipe; its parts, in order: ``setup.py`` decides what the engine does, ``load.py`` loads
+  the model and its kernels, ``measure.py`` runs the largest step, ``size.py`` sizes the KV cache, ``capture.py`` makes
+  the runner and its graphs (``startup_times.py`` times each)
+* ``memory.py``: where the GPU's memory goes
+* ``warm_kernels.py``: which kernels an engine needs; ``compilers.py``: processes that compile them meanwhile
+* ``runner.py``: ``GPURunner``, the executor; it works a step ahead of its tokens
+* ``step_plan.py``: a batch laid out as a step; ``step_sizes.py``: the few sizes that steps have
+* ``sequence_table.py``: what is known about recent sequences; ``step_inputs.py``: a step's numbers in one piece of
+  memory
+* ``step_ring.py``: that memory for the steps in flight, and its way to the device
+* ``graphs.py``: CUDA graphs of steps
 * ``device_sampling.py``, ``adjust_state.py``: draws, penalties and logprobs on the device
 """

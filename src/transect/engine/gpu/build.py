@@ -37,7 +37,7 @@ class GPUParts:
     report: tuple[str, ...]
     """Where the memory went, and the time."""
     fill_tokens: int | None
-    """Up to how many tokens steps are filled (``filling.py``), if they are."""
+    """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
 
 
 def device_for(config: EngineConfig) -> tuple[torch.device, str]:

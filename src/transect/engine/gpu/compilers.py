@@ -51,9 +51,9 @@ PIPE_BYTES = 2**20
 END = None
 """The engine's last message."""
 ANSWER = b'{"done": '
-"""How a line of theirs begins."""
+"""How a line of their answers begins."""
 MOST_BYTES = 2**17
-"""Of one job; a kernel's description is 3 KB."""
+"""The longest message of one job; a kernel's description is 3 KB."""
 CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
 """What nvcc compiles, and the compute capability from which on it runs (90: there alone)."""
 
@@ -85,7 +85,8 @@ class Compilers:
         return cls(process)
 
     def begin(self, arch: int, stamps: tuple[str, ...]) -> None:
-        """Say for which compute capability (90 for 9.0), and which files to make when all is compiled."""
+        """Tell the processes for which compute capability to compile (90 for 9.0), and which files to make when all is
+        compiled."""
         self._send((arch, stamps))
 
     def submit(self, kernel: Any) -> None:
@@ -94,7 +95,7 @@ class Compilers:
         self._sent.append(kernel)
 
     def all_needed(self) -> None:
-        """``finish`` is not to wait for what is submitted from now on."""
+        """Tell ``finish`` not to wait for what is submitted from now on."""
         self._needed = len(self._sent)
 
     @property
@@ -110,8 +111,8 @@ class Compilers:
             self._process.stdin.flush()
 
     def finish(self, compiled: Callable[[Any], object]) -> int:
-        """Until what is needed is compiled, and the libraries are built: tell of each kernel as soon as it is. Returns
-        how many. The rest is compiled while nobody waits."""
+        """Wait until what is needed is compiled, and the libraries are built; report each kernel as soon as it is.
+        Returns how many. The rest is compiled while nobody waits."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._send(END)
         with contextlib.suppress(BrokenPipeError):
@@ -137,7 +138,7 @@ class Compilers:
         return count
 
     def stop(self) -> None:
-        """End them, whatever they are at, unless ``finish`` has left them to end by themselves."""
+        """End the processes, whatever they are doing, unless ``finish`` has left them to end by themselves."""
         if not self._left_alone:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -156,7 +157,7 @@ def compiling(config: EngineConfig) -> Iterator[Compilers | None]:
 
 
 def sources_digest() -> str:
-    """Of all that compiled kernels depend on, besides their arguments."""
+    """A digest of everything that compiled kernels depend on, besides their arguments."""
     import triton
 
     key = hashlib.sha256(triton.__version__.encode())
@@ -211,7 +212,7 @@ def main() -> None:
 
 
 def _next_message() -> Any:
-    """What the engine sends, at last ``END``. If it ends without having said so, this whole process group does."""
+    """The next message of the engine, at last ``END``. If the engine ends without it, this whole process group ends."""
     try:
         return pickle.load(sys.stdin.buffer)
     except (EOFError, pickle.UnpicklingError):
@@ -255,7 +256,7 @@ def _no_libraries() -> None:
 
 
 def _capability() -> int:
-    """Of the first GPU, 90 for 9.0, by the driver alone."""
+    """The compute capability of the first GPU (90 for 9.0), by the driver alone."""
     driver = ctypes.CDLL("libcuda.so.1")
     device, parts = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
     codes = [driver.cuInit(0), driver.cuDeviceGet(ctypes.byref(device), 0)]
@@ -274,7 +275,7 @@ def _build_driver() -> None:
 
 
 def import_operators() -> None:
-    """All that workers share."""
+    """Import everything that workers share."""
     from triton.runtime.cache import triton_key
 
     key = threading.Thread(target=triton_key)  # reads all of Triton; kept
@@ -287,7 +288,7 @@ def import_operators() -> None:
 
 
 class CompileTarget:
-    """What Triton asks its driver for, of a GPU that is not there."""
+    """Answers what Triton asks its driver, for a GPU that is not there."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -305,7 +306,7 @@ class CompileTarget:
 
 
 def compile_kernel(kernel: Any, arch: int) -> None:
-    """Into Triton's cache: a ``CollectedKernel`` and the C function that launches it."""
+    """Compile a ``CollectedKernel`` and the C function that launches it into Triton's cache."""
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime import driver
 

@@ -1,7 +1,8 @@
-"""From logits to tokens without the host: what a step's graph ends with.
+"""From logits to tokens without the host: the end of a step's graph.
 
 Adjusted logits (``ops/sampling/adjust_logits.py``), draws (``ops/sampling/sampling.py``) and logprobs of the drawn
-tokens stay in tensors on the device. ``LogprobTensors`` turns the last into what a ``StepResult`` holds, on the host.
+tokens stay in tensors on the device. ``LogprobTensors`` turns the logprobs into the entries of a ``StepResult``, on the
+host.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from .adjust_state import AdjustState
 from .step_inputs import Fields
 
 OUTPUT_BYTES = 10
-"""Of one draw: its token, and two flags."""
+"""Bytes of one draw: its token, and two flags."""
 
 
 class Drawn(NamedTuple):
-    """What a step leaves for the next, and for the host; each has room for the most draws that a step can have."""
+    """What a step leaves for the next step and for the host; each tensor has room for the most draws of a step."""
 
     token: Any
     """int64; 0 where ``finite`` is 0."""
@@ -105,9 +106,10 @@ DeviceSampler = Callable[[Tensor, Fields, Drawn, AdjustState, bool, bool], Logpr
 
 
 def device_sampler(device: torch.device) -> DeviceSampler:
-    """``(logits_RV, fields, drawn, state, adjust, logprobs)``: draw into ``drawn``; logprobs where they are wanted.
+    """``(logits_RV, fields, drawn, state, adjust, logprobs)``: draws into ``drawn``, with logprobs where they are
+    wanted.
 
-    On a GPU with Triton the kernels; elsewhere the references of the operators.
+    On a GPU with Triton it runs the kernels, elsewhere the references of the operators.
     """
     adjust, count = adjust_logits.reference, adjust_logits.reference_count
     draw: Callable[..., object] = _draw_reference

@@ -19,8 +19,8 @@ import torch
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Python's cyclic garbage collector stays off within, as a capture needs it: an engine of before that it takes away
-    gives its graphs and memory back, calls with which CUDA ends the capture as failed."""
+    """Switches Python's cyclic garbage collector off inside the block, as a capture needs it. An engine that the
+    collector takes away gives its graphs and memory back, and those calls make CUDA end the capture as failed."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -36,9 +36,9 @@ class GraphCache:
 
     stream: torch.cuda.Stream
     most_rare: int = 64
-    """Of the work that is captured only when it comes a second time, so many are kept."""
+    """How many graphs are kept of work that is captured only when it comes a second time."""
     seconds: float = 0.0
-    """Spent on capturing so far."""
+    """Time spent on capturing so far."""
     _pool: Any = None
     _graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
     _met: dict[Hashable, bool] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class GraphCache:
         return result
 
     def run_rare(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        """As ``run``, for work of many kinds: it is captured when it comes for the second time."""
+        """``run`` for work of many kinds: it is captured only when it comes for the second time."""
         if key not in self._graphs:
             if key not in self._met or sum(self._met.values()) >= self.most_rare:
                 self._met.setdefault(key, False)

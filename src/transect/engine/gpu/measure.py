@@ -1,4 +1,4 @@
-"""What the largest step takes of a GPU's memory, measured by running it."""
+"""Measures how much of a GPU's memory the largest step takes, by running it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Measured(NamedTuple):
     """Bytes."""
 
     tables: int
-    """Of a runner: the inputs of its steps."""
+    """Bytes of a runner's tables: the inputs of its steps."""
     largest_step: int
     """Activations and logits."""
 
@@ -46,7 +46,7 @@ def trial_runner(
 
 
 def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-    """As much prefill as a step may hold, then as many decodes, all with logprobs."""
+    """Run as much prefill as a step may hold, then as many decodes, all with logprobs."""
     # Every row writes to block 0, one over the other: what is measured does not depend on it.
     rows = min(max_num_seqs, max_num_batched_tokens)
     length = min(max_num_batched_tokens // rows, max_model_len)

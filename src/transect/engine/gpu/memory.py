@@ -1,4 +1,4 @@
-"""Where the bytes of a GPU go: measured before the KV cache is made, which gets what is left."""
+"""The account of a GPU's memory, measured before the KV cache is made, which gets what is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MemoryAccount:
     total: int
     usable: int
     others: int
-    """Taken before the engine loaded anything: other programs, the CUDA context."""
+    """Memory that was taken before the engine loaded anything: other programs, the CUDA context."""
     weights: int
     tables: int
     """Angles of rotary embedding, the steps' inputs."""

@@ -1,19 +1,19 @@
 """``GPURunner``: the executor for a device that works beside the host. It takes the same batches as ``Runner``.
 
-A step is prepared in one piece of pinned memory, copied to the device once, computed and sampled there, and its tokens
-come back by a copy that only ``result`` waits for (``step_ring.py``). So with ``EngineCore(lag=1)`` the host prepares
-step n + 1 while the device computes step n: the input tokens of step n + 1 that step n is about to draw are read on the
-device, from where step n leaves them.
+A step is prepared in one piece of pinned memory, copied to the device once, computed and sampled there. Its tokens come
+back by a copy that only ``result`` waits for (``step_ring.py``). So with ``EngineCore(lag=1)`` the host prepares step n
++ 1 while the device computes step n. Step n + 1 reads the input tokens that step n is about to draw on the device, from
+where step n leaves them.
 
-Steps that only decode are padded to one of a few sizes (``row_bucket``, ``width_bucket``) and replayed as CUDA graphs;
-the rows added belong to no sequence and have no length. Of the steps with prefill chunks the small ones are too, when
-their size comes again (rows added there write to a block of the cache that no sequence has); large ones are launched
-kernel by kernel, under the arithmetic of which the launches are hidden.
+Steps that only decode are padded to one of a few sizes (``row_bucket``, ``width_bucket``) and replayed as CUDA graphs.
+Padding rows belong to no sequence and have length 0. Small steps with prefill chunks are captured too, when their size
+comes again (their padding rows write to a block of the cache that no sequence has). Large ones are launched kernel by
+kernel; the arithmetic hides the launches.
 
-Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
-step's graph is then another one. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.
+Penalties, logit_bias, min_tokens and logprobs of drawn tokens are part of the graph where a step has them; the step's
+graph is then another one. ``prompt_logprobs`` are computed within ``submit``, which waits for the device.
 
-All of it runs on CPU tensors too, without graphs and at once: that is how it is tested without a GPU.
+All of it also runs on CPU tensors, without graphs and at once: that is how it is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Pending:
     _result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """What the step drew; blocks until the device is done with it."""
+        """The result of the step; blocks until the device is done with it."""
         if self._result is None:
             if self.ready is not None:
                 self.ready.synchronize()
@@ -88,6 +88,8 @@ class _Pending:
                 del result.tokens[seq_id]
                 nothing_left = self.adjusted and drawn.raw_finite[index]
                 result.errors[seq_id] = NOTHING_LEFT if nothing_left else NOT_FINITE
+                if nothing_left:
+                    result.sound.add(seq_id)
         if self.logprobs is not None:
             wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and finite[i]]
             entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
@@ -206,9 +208,9 @@ class GPURunner:
 
     @torch.inference_mode()
     def warm(self, rows: Sequence[int], widths: int, filled: int | None = None) -> None:
-        """Run decode steps of these numbers of rows once, on padding alone, for the ``widths`` narrowest block tables:
-        kernels are compiled, and graphs captured. Where steps full of prompt tokens are captured, those too; and those
-        that are filled up to ``filled`` tokens."""
+        """Warm-up: run decode steps of these numbers of rows once, on padding rows alone, for the ``widths`` narrowest
+        block tables, so that kernels are compiled and graphs captured. Where steps full of prompt tokens are captured,
+        run those too, and those of chunked prefill up to ``filled`` tokens."""
         for number in range(widths):
             width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
             for count in rows:
@@ -239,7 +241,7 @@ class GPURunner:
 
     @torch.inference_mode()
     def compile_chunks(self, tokens: int, rows: int) -> None:
-        """As ``compile``, for a step of ``tokens`` with prompts beside sequences that decode."""
+        """``compile`` for a step of ``tokens`` with prompts beside sequences that decode."""
         width = width_bucket(1, self._block_size, self._max_blocks)
         self._run_chunks(tokens, rows, width, eager=True)
         if self._stream is not None:
@@ -257,7 +259,7 @@ class GPURunner:
 
     @torch.inference_mode()
     def compile_whole(self, rows: int, prompts: int, tokens_each: int) -> None:
-        """As ``compile``, for a step in which whole prompts stand behind ``rows`` that decode, or alone."""
+        """``compile`` for a step in which whole prompts stand behind ``rows`` that decode, or alone."""
         width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(rows + prompts * tokens_each, rows + prompts, 0, width)
         starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
@@ -307,7 +309,7 @@ class GPURunner:
             raise
 
     def _step(self, plan: StepPlan) -> tuple[Tensor, Sampled]:
-        """All that is on the device of a step."""
+        """Everything that happens on the device in a step."""
         self._ring.take(plan.layout.nbytes)
         found = self._compute(plan)
         self._ring.give()
@@ -339,7 +341,8 @@ class GPURunner:
         return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, *plan.variant)
 
     def _wanted(self, fields: Fields) -> Wanted:
-        """What the draws need: the last token of each draw's sequence, which then is ``draw_position`` long."""
+        """The tokens that the draws need: the last token of each draw's sequence, which then is ``draw_position``
+        long."""
         starts = torch.arange(len(fields.last) + 1, dtype=torch.int32, device=self._device)
         tables = fields.table.index_select(0, fields.draw_row)
         rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1, fresh=True)
@@ -363,7 +366,7 @@ class GPURunner:
         self._host_tokens = samples.tokens
         drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
         self._drawn.token[: len(drawn)].copy_(drawn)
-        return StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors)
+        return StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors, samples.sound)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:

@@ -2,7 +2,7 @@
 
 A sequence (a row, or a choice that draws) gets a slot when it is first seen: a line in a host copy of its block table,
 in its sampling parameters, and in the note of where its last token was drawn. Slots are only a cache of what batches
-say anyway: those that the last two steps did not use are given to others when room is needed.
+contain anyway: slots that the last two steps did not use go to others when room is needed.
 """
 
 from __future__ import annotations

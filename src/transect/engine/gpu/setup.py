@@ -1,4 +1,5 @@
-"""What an engine on a GPU will do, decided before anything is loaded: its operators, limits, the ways of its runner."""
+"""Decides what an engine on a GPU does, before anything is loaded: its operators, its limits, the options of its
+runner."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ LAUNCH_SECONDS, MULTIPLIES = 70e-6, 600e12
 
 
 FILL_BYTES, FILL_TOKENS = 8 << 30, 256
-"""Steps are filled up for models of so many bytes of weights, to so many tokens or max_num_seqs. On an H200 a step of
-an 8B model takes, without attention, 5.0 ms for 128 tokens and 7.3 for 256; 128 tokens of a long prompt take 2.8.
-Weights that take less time to read than attention over a few more queries does have nothing to gain."""
+"""Prompts are spread over decode steps (``filling.py``) for models with this many bytes of weights, up to this many
+tokens or max_num_seqs a step. On an H200 a step of an 8B model takes, without attention, 5.0 ms for 128 tokens and 7.3
+for 256; 128 tokens of a long prompt take 2.8. Weights that are read faster than attention handles a few more queries
+have nothing to gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that the parts of the start-up are told."""
+    """Everything that the parts of the start-up need to know."""
 
     config: EngineConfig
     """With CUDA graphs off where they cannot be."""
@@ -55,9 +57,9 @@ class Setup:
     limits: dict[str, Any]
     """max_num_seqs, max_num_batched_tokens and max_model_len, by the names of ``GPURunner``'s arguments."""
     tricks: dict[str, Any]
-    """What ``GPURunner`` is to do besides, by the names of its arguments."""
+    """Further options of ``GPURunner``, by the names of its arguments."""
     fill_tokens: int | None
-    """Up to how many tokens steps are filled (``filling.py``), if they are."""
+    """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
     others: int
     """Bytes of the GPU that were taken before."""
     total: int
@@ -108,7 +110,8 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device) -> Se
 
 
 def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
-    """The operators of an engine on a GPU; ``dependent_launch``: launched so where the GPU can (Hopper)."""
+    """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
+    (Hopper)."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
     dependent_launch = dependent_launch and has_dependent_launch(device)
     if dependent_launch and not deterministic:
@@ -133,7 +136,7 @@ def without_graphs(config: EngineConfig, ops: OpSet) -> EngineConfig:
 def runner_tricks(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, ops: OpSet
 ) -> dict[str, Any]:
-    """What ``GPURunner`` is to do on this device, by the names of its arguments."""
+    """Further options of ``GPURunner`` on this device, by the names of its arguments."""
     switches = config.gpu
     return {
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,

@@ -1,8 +1,8 @@
-"""What one step needs from the host, in one piece of memory, so that one copy takes it to the device.
+"""Everything that one step needs from the host, in one piece of memory, so that one copy takes it to the device.
 
 A ``StepLayout`` says where each field lies, from the sizes of a step alone: T tokens, B rows (sequences), D draws and W
-columns of the block table. The same layout is viewed as numpy on the host side, where it is filled, and as tensors on
-the device, where it is read. CUDA graphs keep the addresses, so all steps of one layout can replay one graph.
+columns of the block table. The same layout is viewed as numpy on the host, where it is filled, and as tensors on the
+device, where it is read. CUDA graphs keep the addresses, so all steps of one layout can replay one graph.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StepLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of all fields together."""
+        """Bytes of all fields together."""
         return _places(self)[1]
 
     def numpy(self, memory: np.ndarray) -> Fields:
@@ -126,7 +126,7 @@ class StepMemory:
     memory: np.ndarray
     """uint8."""
     holds: object = None
-    """Whose constants stand in it, from the last step that was written here: they need not be written again."""
+    """The group of sequences whose constants the memory holds since the last step; they need not be written again."""
     step: int = 0
     """The last step that was written here."""
     _fields: dict[StepLayout, Fields] = field(default_factory=dict)

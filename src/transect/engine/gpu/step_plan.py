@@ -65,7 +65,7 @@ class StepPlan(NamedTuple):
     decode: bool
     """One token and one draw for each row: padded, and fit for a graph."""
     seq_ids: list[int]
-    """Of the draws."""
+    """The sequences of the draws."""
     draws: Sequence[Draw]
     variant: Variant
     alternatives: Sequence[int]
@@ -75,7 +75,7 @@ class StepPlan(NamedTuple):
     """In the order of ``starts``."""
     whole: WholePrompts | None = None
     graph: bool = False
-    """Of a kind that comes again, though not one that only decodes."""
+    """The step is of a kind that comes again, though it does not only decode."""
     prune: bool = False
     """The last layer computes only what the draws need."""
     chunk_rows: int | None = None
@@ -123,7 +123,7 @@ class _Group:
 
     def __init__(self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int) -> None:
         self.order = sorted(range(len(rows)), key=lambda index: rows[index].start, reverse=True)
-        """Of the rows as they are scheduled; all else is in this order."""
+        """The order of the rows as they are scheduled; everything else follows it."""
         self.slots = np.array([table.row(rows[index], step) for index in self.order])
         self.starts = np.array([rows[index].start for index in self.order], np.int32)
         self.draws = [rows[index].draws[0] for index in self.order]

@@ -1,9 +1,9 @@
-"""The sizes that steps on a device are filled up to, so that there are few kinds of kernels and few CUDA graphs."""
+"""The sizes that steps on a device are padded to, so that there are few kinds of kernels and few CUDA graphs."""
 
 from __future__ import annotations
 
 FEWEST_ROWS = 16
-"""Rows that a step with prefill chunks is filled up to, and that are kept for its prompts at the least."""
+"""The least number of rows in a padded step with prefill chunks, and of rows kept for its prompts."""
 SMALLEST_WIDTH = 1024
 """Positions that the narrowest block table of a graph covers."""
 
@@ -42,7 +42,7 @@ def width_bucket(blocks: int, block_size: int, most: int) -> int:
 
 
 def filled_rows(tokens: int) -> list[int]:
-    """Every number of rows that a step filled up to ``tokens`` has, with up to ``FEWEST_ROWS`` prompts in it."""
+    """Every number of rows that a step padded to ``tokens`` has, with up to ``FEWEST_ROWS`` prompts in it."""
     return sorted({ragged_rows(tokens, FEWEST_ROWS + decodes) for decodes in range(1, tokens)})
 
 

@@ -1,10 +1,10 @@
-"""Compile an engine's kernels in several processes at once, before it needs them.
+"""Compiles an engine's kernels in several processes at once, before it needs them.
 
-Triton compiles a kernel when it is first launched, one after another: some 20 s for all kernels of a model on a machine
-that has never run it. Here the engine goes through its kinds of steps once without launching a kernel, on a layer or
-two and memory that is not filled, which takes less than a second and tells which kernels there are; processes compile
-them (``compilers.py``) while the engine loads weights. A file beside Triton's cache says that this has been done for a
-model, these sources and this GPU.
+Triton compiles a kernel when it is first launched, one after another: about 20 s for all kernels of a model on a
+machine that has never run it. Here the engine walks through its kinds of steps once without launching a kernel, on a
+layer or two and on memory that is not filled. This takes less than a second and shows which kernels there are.
+Processes compile them (``compilers.py``) while the engine loads weights. A file beside Triton's cache says that this
+has been done for a model, these sources and this GPU.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Warming:
     collected: int = 0
 
     def wait(self) -> int:
-        """Until those that every engine needs are compiled, loading each; how many. One that fails is no error: it is
-        compiled later."""
+        """Wait until the kernels that every engine needs are compiled, and load each; returns how many. A kernel that
+        fails is no error: it is compiled later."""
         return 0 if self.compilers is None else self.compilers.finish(_load)
 
 
@@ -143,7 +143,7 @@ class Task(NamedTuple):
 
 
 def tasks(work: Work) -> list[Task]:
-    """All that is to be run, what takes longest to compile first: draws, attention with few rows, whole prompts."""
+    """Everything to run, in the order of compile time, longest first: draws, attention with few rows, whole prompts."""
     sizes = row_buckets(work.max_num_seqs, work.fine_rows)
     ragged = [rows for rows in row_buckets(work.max_num_seqs) if rows >= FEWEST_ROWS] or [FEWEST_ROWS]
     found = [Task(sizes[0], 1, True)]

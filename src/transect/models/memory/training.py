@@ -38,7 +38,7 @@ FIXED_MARGIN = 256 * 2**20
 WIDE = 2**22
 """Elements of a 16-bit parameter that AdamW holds in float32 at a time, where it is not one kernel."""
 SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
-"""Of the 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
+"""The 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

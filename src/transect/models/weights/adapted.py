@@ -51,7 +51,7 @@ class Adapted(Weight):
 
     @property
     def bias(self) -> Any:  # type: ignore[override]
-        """Of the base."""
+        """The bias of the base."""
         return self.base.bias
 
     def forward(self, x_TI: Tensor) -> Tensor:

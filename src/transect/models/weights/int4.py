@@ -115,7 +115,7 @@ def quantize(weight: Tensor, group: int, dtype: torch.dtype | None = None) -> tu
 
 @torch.no_grad()
 def codes_of(weight: Tensor, group: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``quantize``, but with one code in a byte, uint8 ``[N, K]``, and any number of whole groups in a row."""
+    """Does what ``quantize`` does, with one code in a byte, uint8 ``[N, K]``; a row may have any number of groups."""
     n, k = weight.shape
     dtype = dtype or weight.dtype
     groups = weight.float().view(n, k // group, group)

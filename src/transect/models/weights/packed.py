@@ -60,7 +60,7 @@ class Packed(Weight):
 
     @property
     def matrix(self) -> PackedWeight:
-        """As packed, with the bias."""
+        """The packed matrix with its bias."""
         if self._matrix is None:
             raise ValueError("this matrix has no values yet")
         return self._matrix

@@ -1,8 +1,8 @@
 // GELU forward and backward in bfloat16 (exact and tanh form; the math is in gelu.py). Bound by bytes: 4 for each
-// element forward, 6 backward. A thread takes twice 8 elements, 16 bytes, from each input and computes in float32. There
-// is a thread for all of them: a loop over fewer threads waits for each load. At 4.3 TB/s a multiprocessor has time for
-// 27 instructions an element forward: (1 + tanh u) / 2 is taken as 1 / (1 + e^-2u), and erf as a polynomial of degree 5
-// times an exponential, which is far more exact than bfloat16 shows.
+// element forward, 6 backward. A thread takes twice 8 elements, 16 bytes, from each input and computes in float32.
+// There is a thread for all of them: a loop over fewer threads waits for each load. At 4.3 TB/s a multiprocessor has
+// time for 27 instructions an element forward: (1 + tanh u) / 2 is taken as 1 / (1 + e^-2u), and erf as a polynomial of
+// degree 5 times an exponential, which is far more exact than bfloat16 shows.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

@@ -38,16 +38,16 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def by_exp(gate: Tensor, up: Tensor) -> Tensor:
-    """As ``reference``, through exp: torch's sigmoid on the CPU has other last bits at the end of a tensor than inside.
+    """``reference`` through exp: torch's sigmoid on the CPU has other last bits at the end of a tensor than inside.
 
-    Below -80 the gate is 0 to float32 either way; the clamp keeps exp and its gradient finite.
+    Below -80 the gate is 0 in float32 either way; the clamp keeps exp and its gradient finite.
     """
     wide = gate.to(compute_dtype(gate.dtype))
     return (wide / (1 + torch.exp(-wide.clamp(min=-80))) * up.to(wide.dtype)).to(gate.dtype)
 
 
 MERGED_BLOCK, MERGED_WARPS = 2048, 8
-"""Of the kernels on gate and up side by side."""
+"""Block size and warps of the kernels on gate and up side by side."""
 
 
 @kernel
@@ -101,7 +101,8 @@ def triton_backward(grad: Tensor, gate: Tensor, up: Tensor, *, config: Config | 
 
 @kernel
 def _merged_kernel(x_ptr, y_ptr, n_cols, x_row, y_row, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BLOCK columns of a row: gates are in its first ``n_cols`` columns, what they are multiplied with in the next."""
+    """BLOCK columns of a row: the first ``n_cols`` columns hold gates, the next ``n_cols`` the factors that they are
+    multiplied with."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     x = x_ptr + row * x_row + col
@@ -130,7 +131,7 @@ def _merged_backward_kernel(g_ptr, x_ptr, n_cols, g_row, x_row, blocks, BLOCK: t
 
 
 def triton_merged(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x ``[T, 2 F]``, gate beside up, -> ``[T, F]``. ``out``: where to; rows of either may be apart.
+    """x ``[T, 2 F]``, gate beside up, -> ``[T, F]``. ``out``: where the result goes; rows of either may be apart.
 
     Raises:
         ValueError: shapes that do not fit, or neighbours of a row that are apart.

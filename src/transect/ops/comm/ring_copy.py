@@ -1,17 +1,16 @@
-"""Copy the row of a ring whose turn it is, to or from memory that stays in place: how a step gets its inputs and
-delivers its results, as two kernels of its graph.
+"""Copy the current row of a ring to or from memory with a fixed address: a step's inputs and results, inside its graph.
 
     into a buffer: target = source[turn]        out of one: target[turn] = source        then turn = (turn + 1) mod rows
 
-The ring is host memory that is pinned, so that kernels reach it over the bus; the turn is a number on the device. A
-CUDA graph replays the same launches on the same addresses, and yet each replay finds another row, so the host can write
-the next ones meanwhile. A copy by the copy engine would stand outside of the graph, and a GPU does nothing while its
-engines hand over to each other, some 5 us each time.
+The ring is pinned host memory, which kernels reach over the bus; the turn is a number on the device. A CUDA graph
+replays the same launches on the same addresses, and yet each replay finds another row. So the host can write the next
+rows meanwhile. A copy by the copy engine would stand outside of the graph, and a GPU idles while its engines hand over
+to each other, about 5 us each time.
 
 Shapes: a ring ``[rows, n]`` or wider and a vector ``[n]``, one of them the source, the other the target; turn int32
 ``[1]``. Any dtype; rows and vector contiguous. The target and the turn change in place.
 
-Bound by bytes: over the bus, n of them once.
+Bound by bytes: the n elements cross the bus once.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _copy_row(
 
 
 def refusal(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> str | None:
-    """Why the kernel does not take these, as a sentence, or None."""
+    """Why the kernel does not take these arguments, as a sentence, or None."""
     ring, vector = (source, target) if source.dim() == 2 else (target, source)
     if ring.dim() != 2 or vector.dim() != 1 or ring.dtype != vector.dtype or len(vector) > ring.shape[1]:
         return (
@@ -75,10 +74,10 @@ def refusal(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False)
 def triton_ring_copy(
     source: Tensor, target: Tensor, turn: Tensor, advance: bool = False, *, dependent_launch: bool = False
 ) -> None:
-    """``reference`` in one launch, which can be captured in a CUDA graph. The ring may be pinned host memory.
+    """``reference`` in one launch, which a CUDA graph can capture. The ring may be pinned host memory.
 
-    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper), and let the next one
-    begin when that one has ended.
+    ``dependent_launch``: begin while the kernel before still runs (Hopper), and let the next one begin when that one
+    has ended.
 
     Raises:
         ValueError: ``refusal`` says why.
@@ -131,7 +130,7 @@ def _cases() -> Sequence[Case]:
 
 
 def _by_copy_engine(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> None:
-    """Row 0, whatever the turn."""
+    """A copy of row 0, whatever the turn."""
     if source.dim() == 2:
         target.copy_(source[0, : len(target)], non_blocking=True)
     else:

@@ -1,7 +1,7 @@
 """Compiles the CPU kernels for this machine once, and keeps the library in the user's cache.
 
-The cache key is a hash of the sources, the flags, the compiler and what the processor can do, so a library never meets
-a processor that lacks its instructions, and a changed source is compiled anew.
+The cache key is a hash of the sources, the flags, the compiler and the features of the processor. So a library never
+runs on a processor that lacks its instructions, and a changed source is compiled anew.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _processor() -> str:
 
 
 def main() -> None:
-    """Build ahead of the first use, and say what came of it."""
+    """Build ahead of the first use, and report the result."""
     try:
         print(f"C++ kernels: {library_path().name}")
     except Unavailable as reason:

@@ -1,24 +1,37 @@
-"""The ceilings of this machine for the C++ kernels: memory bandwidth, and the rate of float32 multiply-adds."""
+"""The ceilings of a device as every command knows them: on a processor with the rate of float32 multiply-adds.
+
+torch's matrix product does not use every instruction that a processor has; what the C++ kernels can reach is above.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from ...hardware.ceilings import Ceilings
-from ...hardware.cpu import best_seconds, memory_bandwidth, processor_name
-from .library import Library
+from ...hardware.cpu import best_seconds
+from ...hardware.device import Device
+from ...hardware.measured import Measurement, measurement
+from ..registry import Unavailable
+from .library import Library, load
 
 FMA_ROUNDS = 2_000_000
 
 
-def measure(library: Library) -> Ceilings:
-    """Measure with the library's team of threads. The float32 rate counts multiply-adds on registers alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(library.threads)
+def multiply_adds(library: Library) -> float:
+    """FLOP/s of float32 multiply-adds on registers alone, by the library's team of threads."""
+    return library.fma_probe(FMA_ROUNDS) / best_seconds(lambda: library.fma_probe(FMA_ROUNDS))
+
+
+def device_measurement(device: Device, *, again: bool = False) -> Measurement:
+    """What ``device`` can do at the most: from the user's cache, or measured now (seconds) and kept.
+
+    Args:
+        device: of a processor, with torch's number of threads at this moment.
+        again: measure in any case.
+    """
+    if device.kind != "cpu":
+        return measurement(device, again=again)
     try:
-        read, copy = memory_bandwidth()
-    finally:
-        torch.set_num_threads(before)
-    flops = library.fma_probe(FMA_ROUNDS) / best_seconds(lambda: library.fma_probe(FMA_ROUNDS))
-    name = f"{processor_name()}, {library.threads} threads, {library.isa}"
-    return Ceilings(name, read, copy, {"float32": flops})
+        library = load(torch.get_num_threads())
+    except Unavailable:
+        return measurement(device, again=again)
+    return measurement(device, again=again, multiply_adds=lambda: multiply_adds(library))

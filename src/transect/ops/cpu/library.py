@@ -22,7 +22,7 @@ GROUP_ROWS = 16
 
 
 class Kind(IntEnum):
-    """How a packed weight is stored: bits of a code, then the format of scales and zeros (see ``linear.h``)."""
+    """The storage of a packed weight: bits of a code, then the format of scales and zeros (see ``linear.h``)."""
 
     Q4_HALF = 0
     Q4_FLOAT = 1

@@ -1,7 +1,8 @@
 """Weights into the layout of ``linear.h``, and packed models kept on disk so that the next start maps them.
 
-A packed file is a JSON header (name -> kind, n, k, offset, size) behind a magic number and the header's length, then
-the matrices, each at a multiple of 64 bytes.
+A packed file is a JSON header (name -> kind, n, k, offset, size, CRC-32 of the bytes) behind a magic number, the
+header's length and its own CRC-32, then the matrices, each at a multiple of 64 bytes. What the kernels read they do not
+check, so a file is used only if every sum is right: whatever happened to it, the matrices are packed again.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import struct
 import tempfile
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +23,13 @@ from torch import Tensor
 
 from ...formats.affine import AffineGroups
 from ...formats.ggml_blocks import QuantizedTensor
+from ...hardware.cores import usable_cores
 from .library import Kind, Library, PackedWeight
 
-MAGIC = b"TRNSPK01"
+MAGIC = b"TRNSPK02"
 ALIGNMENT = 64
+PREFIX = struct.Struct("<8sQI")
+"""Magic number, length of the header, its CRC-32."""
 
 
 def pack(library: Library, weight: Tensor | QuantizedTensor) -> PackedWeight:
@@ -54,54 +61,79 @@ def _kind(groups: AffineGroups) -> Kind:
 
 
 def write_packed(path: Path, weights: Mapping[str, PackedWeight]) -> None:
-    """Keep packed matrices in ``path``: written beside it, then moved there, so that readers see all or nothing."""
+    """Keep packed matrices in ``path``: written beside it, flushed to the disk, then moved there, so that readers see
+    all or nothing, also after the power went."""
     header: dict[str, dict[str, int]] = {}
+    sums = _sums([weight.data.numpy().data for weight in weights.values()])
     offset = 0
-    for name, weight in weights.items():
+    for (name, weight), crc in zip(weights.items(), sums, strict=True):
         size = weight.data.numel()
-        header[name] = {"kind": int(weight.kind), "n": weight.n, "k": weight.k, "offset": offset, "size": size}
+        entry = {"kind": int(weight.kind), "n": weight.n, "k": weight.k, "offset": offset, "size": size, "crc": crc}
+        header[name] = entry
         offset = _aligned(offset + size)
     text = json.dumps(header).encode()
-    start = _aligned(len(MAGIC) + 8 + len(text))
+    start = _aligned(PREFIX.size + len(text))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(MAGIC + len(text).to_bytes(8, "little") + text)
+            file.write(PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text)
             for name, weight in weights.items():
                 file.seek(start + header[name]["offset"])
                 file.write(weight.data.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except BaseException:
         os.unlink(temporary)
         raise
 
 
 def read_packed(path: Path, expected: Iterable[str]) -> dict[str, PackedWeight] | None:
-    """The matrices in ``path``, memory-mapped; None if there is no such file or it does not hold just these names."""
+    """The matrices in ``path``, memory-mapped; None if there is no such file, it does not hold just these names, or its
+    bytes are not those that were written."""
     try:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError):
         return None
-    begin = len(MAGIC) + 8
-    end = begin + int.from_bytes(mapped[len(MAGIC) : begin], "little")
-    if mapped[: len(MAGIC)] != MAGIC or end > len(mapped):
+    if len(mapped) < PREFIX.size:
         return None
-    try:
-        header = json.loads(mapped[begin:end])
-    except ValueError:
+    magic, length, crc = PREFIX.unpack_from(mapped)
+    end = PREFIX.size + length
+    if magic != MAGIC or end > len(mapped) or zlib.crc32(mapped[PREFIX.size : end]) != crc:
         return None
+    header = json.loads(mapped[PREFIX.size : end])
     start = _aligned(end)
-    if set(header) != set(expected) or any(start + e["offset"] + e["size"] > len(mapped) for e in header.values()):
+    if set(header) != set(expected):
+        return None
+    spans = [(start + entry["offset"], start + entry["offset"] + entry["size"]) for entry in header.values()]
+    if any(last > len(mapped) for _, last in spans):
         return None
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    parts = [whole[first:last] for first, last in spans]
+    if _sums([part.numpy().data for part in parts]) != [entry["crc"] for entry in header.values()]:
+        return None
     return {
-        name: PackedWeight(
-            Kind(entry["kind"]), entry["n"], entry["k"], whole[start + entry["offset"] :][: entry["size"]]
-        )
-        for name, entry in header.items()
+        name: PackedWeight(Kind(entry["kind"]), entry["n"], entry["k"], part)
+        for (name, entry), part in zip(header.items(), parts, strict=True)
     }
+
+
+def _sums(parts: Sequence[memoryview]) -> list[int]:
+    """CRC-32 of each, on all cores: zlib lets other threads run meanwhile."""
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return list(pool.map(zlib.crc32, parts))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the disk know the names in a folder, too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _aligned(offset: int) -> int:

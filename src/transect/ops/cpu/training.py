@@ -1,7 +1,7 @@
 """The kernels of ``products.h`` and ``training.h`` as Python functions on float32 tensors.
 
-Inputs are checked here, the C++ side trusts what it gets. What an autograd function needs kept is returned to it; the
-gradients themselves are put together in the operators' files and in ``train/``.
+Inputs are checked here; the C++ side trusts what it gets. What an autograd function must keep is returned to it. The
+operators' files and ``train/`` put the gradients together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 // Matrix product as a ladder: C = A B, row-major, A [M, K], B [K, N]. Each rung changes one thing about the one below.
-// 2 M N K FLOPs; at M = N = K = 4096 in float32 that is 137 GFLOP on 201 MB: 2.7 ms at the 51 TFLOP/s that cuBLAS reaches,
-// 0.05 ms for the bytes if each were moved once. Everything below is about how often each byte is moved, and from where.
+// 2 M N K FLOPs; at M = N = K = 4096 in float32 that is 137 GFLOP on 201 MB: 2.7 ms at the 51 TFLOP/s that cuBLAS
+// reaches, 0.05 ms for the bytes if each were moved once. Everything below is about how often each byte is moved, and
+// from where.
 // Figures: one H200, 4096 x 4096 x 4096 (the ladder's rows in benchmarks/results/h200/ops.json).
 
 #include <cuda_bf16.h>
@@ -18,8 +19,8 @@ __global__ void __launch_bounds__(256) naive(const float* A, const float* B, flo
   C[(size_t)row * N + column] = sum;
 }
 
-// Rung 2, coalesced: the same, but neighbouring threads take neighbouring columns. Predicted: a warp's loads of B are one
-// access of 128 bytes and its load of A a broadcast: 8 to 16 times fewer transactions. Still two loads for each
+// Rung 2, coalesced: the same, but neighbouring threads take neighbouring columns. Predicted: a warp's loads of B are
+// one access of 128 bytes and its load of A a broadcast: 8 to 16 times fewer transactions. Still two loads for each
 // multiply-add. Measured: 5.9 TFLOP/s, 6 times the naive one.
 __global__ void __launch_bounds__(256) coalesced(const float* A, const float* B, float* C, int M, int N, int K) {
   const int column = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 8 + threadIdx.y;
@@ -29,9 +30,10 @@ __global__ void __launch_bounds__(256) coalesced(const float* A, const float* B,
   C[(size_t)row * N + column] = sum;
 }
 
-// Rung 3, shared-memory tiles: a block loads a 32 x 32 tile of A and of B once and uses each element 32 times from shared
-// memory. Predicted: 32 times fewer reads of global memory, but still two shared-memory loads for each multiply-add, so
-// bound by shared memory: 32 lanes x 4 bytes a cycle where a multiply-add needs 8 (one of them a broadcast).
+// Rung 3, shared-memory tiles: a block loads a 32 x 32 tile of A and of B once and uses each element 32 times from
+// shared memory. Predicted: 32 times fewer reads of global memory, but still two shared-memory loads for each
+// multiply-add, so bound by shared memory: 32 lanes x 4 bytes a cycle where a multiply-add needs 8 (one of them a
+// broadcast).
 // Measured: 8.4 TFLOP/s; the L1 cache had already saved rung 2 most of those reads.
 __global__ void __launch_bounds__(1024) shared_tiles(const float* A, const float* B, float* C, int M, int N, int K) {
   __shared__ float a[32][32], b[32][32];
@@ -49,10 +51,11 @@ __global__ void __launch_bounds__(1024) shared_tiles(const float* A, const float
   if (row < M && column < N) C[(size_t)row * N + column] = sum;
 }
 
-// Rung 4, register tiles and vector accesses: a block of 256 threads computes 128 x 128, each thread 8 x 8 in registers: 16
-// loaded values feed 64 multiply-adds, so shared memory gives four times what is needed. Loads are 16 bytes wide, and the
-// next tile of 8 k comes from global memory into registers while this one is multiplied (two buffers in shared memory, one
-// barrier a step). A thread's 8 rows and columns are two runs of 4, 64 apart, so that a warp's reads meet no bank twice.
+// Rung 4, register tiles and vector accesses: a block of 256 threads computes 128 x 128, each thread 8 x 8 in
+// registers: 16 loaded values feed 64 multiply-adds, so shared memory gives four times what is needed. Loads are 16
+// bytes wide, and the next tile of 8 k comes from global memory into registers while this one is multiplied (two
+// buffers in shared memory, one barrier a step). A thread's 8 rows and columns are two runs of 4, 64 apart, so that a
+// warp's reads meet no bank twice.
 // K and N must be multiples of 4. Predicted: 70 to 80% of what cuBLAS reaches. Measured: 40.4 TFLOP/s, 79% of
 // cuBLAS's 51.4.
 __global__ void __launch_bounds__(256, 2) register_tiles(const float* __restrict__ A, const float* __restrict__ B,
@@ -108,11 +111,12 @@ __global__ void __launch_bounds__(256, 2) register_tiles(const float* __restrict
   }
 }
 
-// Rung 5, tensor cores: bfloat16 in, float32 sums. 8 warps share a 128 x 128 tile; each multiplies 64 x 32 of it in 16 x 16
-// fragments, an instruction for each 16 x 16 x 16. Tiles of 32 k come in by asynchronous copies, three stages deep, so that no
-// thread waits for memory with its registers. M, N multiples of 128 and K of 32. Predicted: these are the instructions of the
-// generation before Hopper's, which reach about 60% of its peak at best; the Triton kernels use
-// Hopper's own. Measured: 170 TFLOP/s of cuBLAS's 724: fragments come from shared memory with bank conflicts and one at a time.
+// Rung 5, tensor cores: bfloat16 in, float32 sums. 8 warps share a 128 x 128 tile; each multiplies 64 x 32 of it in 16
+// x 16 fragments, an instruction for each 16 x 16 x 16. Tiles of 32 k come in by asynchronous copies, three stages
+// deep, so that no thread waits for memory with its registers. M, N multiples of 128 and K of 32. Predicted: these are
+// the instructions of the generation before Hopper's, which reach about 60% of its peak at best; the Triton kernels use
+// Hopper's own. Measured: 170 TFLOP/s of cuBLAS's 724: fragments come from shared memory with bank conflicts and one at
+// a time.
 constexpr int kTileK = 32, kStages = 3, kPadA = kTileK + 8, kPadB = 128 + 8;
 constexpr int kStage = 128 * kPadA + kTileK * kPadB;
 
@@ -121,8 +125,8 @@ __device__ void copy16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from));
 }
 
-__global__ void __launch_bounds__(256) tensor_cores(const __nv_bfloat16* A, const __nv_bfloat16* B, float* C, int M, int N,
-                                                    int K) {
+__global__ void __launch_bounds__(256)
+    tensor_cores(const __nv_bfloat16* A, const __nv_bfloat16* B, float* C, int M, int N, int K) {
   using namespace nvcuda::wmma;
   extern __shared__ __align__(16) __nv_bfloat16 tiles[];
   const int t = threadIdx.x, warp = t / 32;

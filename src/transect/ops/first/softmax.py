@@ -10,14 +10,14 @@ Shapes: x and the result ``[..., D]``. float32 inside for half inputs, rounded o
 throughout has no answer and gives NaN, as in torch.
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (the running maximum).
 
-Bound by bytes: about 5 FLOPs an element against one read and one write, 5 / (2 * 2) FLOPs per byte in bfloat16, if
-the row is read once. A row of up to 32768 elements stays in the registers of one program. A longer one, such as the
-scores over a vocabulary, is 256 KB and more: too long for one multiprocessor that is to have other rows on their way at
-the same time. On NVIDIA GPUs several programs hold a part each, leave the maximum and sum of their part in memory, and
-wait until those of the other parts of the row are there. So the row still is read once.
+Bound by bytes: about 5 FLOPs an element against one read and one write, 5 / (2 * 2) FLOPs per byte in bfloat16, if the
+row is read once. A row of up to 32768 elements stays in the registers of one program. A longer one, such as the scores
+over a vocabulary, is 256 KB and more: too long for a multiprocessor that should have other rows on their way at the
+same time. On NVIDIA GPUs several programs hold a part each, leave the maximum and sum of their part in memory, and wait
+for those of the other parts. So the row is still read once.
 
 Elsewhere (AMD, the interpreter), and where a row has more parts than there are multiprocessors, one program reads it
-twice. ``softmax_kernels.py`` has both, and why waiting cannot lock up.
+twice. ``softmax_kernels.py`` has both, and says why waiting cannot lock up.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def reference_backward(grad: Tensor, y: Tensor) -> Tensor:
 
 
 def rule(width: int) -> Config:
-    """By the row's width alone, so that a row's result does not depend on how many rows there are.
+    """Knobs from the row's width alone, so that a row's result does not depend on how many rows there are.
 
-    ``block`` is of 16-bit numbers; a program holds half as many of float32. ``registers`` a thread at most: with fewer
-    a multiprocessor holds more of them, with too few they spill.
+    ``block`` counts 16-bit numbers; a program holds half as many of float32. ``registers`` is the most a thread may
+    have: with fewer a multiprocessor holds more programs, with too few they spill.
     """
     if width > ONE_PASS:
         return {"block": 16384, "warps": 4, "registers": 120}
@@ -84,12 +84,12 @@ def rule(width: int) -> Config:
 
 
 def backward_rule(width: int) -> Config:
-    """As ``rule``; two tensors are held."""
+    """``rule`` for the backward pass, which holds two tensors."""
     return {"block": 4096, "warps": 2, "registers": 96} if width > ONE_PASS else rule(width)
 
 
 TWICE: Config = {"block": 8192, "warps": 16}
-"""How long rows are read twice."""
+"""The configuration for long rows that are read twice."""
 
 
 def _parts(x: Tensor, block: int) -> int:

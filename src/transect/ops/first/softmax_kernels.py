@@ -116,8 +116,8 @@ def _again(x):
 
 @kernel
 def clear_kernel(words_ptr, n, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
-    """No part has left its word. With DEPENDENT_LAUNCH the kernel that uses the words may begin now: it waits before it
-    does."""
+    """Mark that no part has left its word. With DEPENDENT_LAUNCH the kernel that uses the words may begin now: it waits
+    before it does."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -169,7 +169,7 @@ def split_backward_kernel(
     g_ptr, y_ptr, dx_ptr, words_ptr, n_cols, g_stride, y_stride,
     PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """As ``split_kernel``; what comes together is the product of g and y."""
+    """The backward ``split_kernel``; here the programs share the sum of g times y."""
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     col = part * BLOCK + tl.arange(0, BLOCK)
@@ -189,7 +189,8 @@ def split_backward_kernel(
 def rows_backward_kernel(
     g_ptr, y_ptr, dx_ptr, n_rows, n_cols, g_stride, y_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """As ``rows_kernel``. In float32 the product of g and y is over the sum of y, which rounding puts off 1."""
+    """The backward ``rows_kernel``. In float32 the product of g and y is divided by the sum of y, which rounding makes
+    differ from 1."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
@@ -204,7 +205,7 @@ def rows_backward_kernel(
 
 @kernel
 def long_backward_kernel(g_ptr, y_ptr, dx_ptr, n_cols, g_stride, y_stride, BLOCK: tl.constexpr):
-    """As ``long_kernel``: a pass for the product of g and y, and one, backwards, for the result."""
+    """The backward ``long_kernel``: a pass for the product of g and y, and one, backwards, for the result."""
     row = tl.program_id(0).to(tl.int64)
     g_ptr += row * g_stride
     y_ptr += row * y_stride

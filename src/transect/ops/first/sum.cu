@@ -19,7 +19,8 @@ __device__ float block_sum(float value) {
   return value;
 }
 
-__global__ void __launch_bounds__(kThreads) sum_kernel(const float* __restrict__ x, float* __restrict__ out, long long n) {
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(const float* __restrict__ x, float* __restrict__ out, long long n) {
   const long long stride = (long long)gridDim.x * kThreads;
   const long long first = (long long)blockIdx.x * kThreads + threadIdx.x;
   const long long quads = n / 4;

@@ -4,9 +4,10 @@ r"""Sum of all elements, in two levels.
 
 Shapes: x of any shape -> a scalar in x's dtype; accumulated in float32.
 
-One program cannot read fast enough and all programs cannot add to one number without waiting for each other (nor in the
-same order twice). So: a fixed number of programs each walk over the input in strides and keep one running sum per
-lane; each writes its sum to memory; a second, single program adds those. Fixed order, so the same bits in every run.
+One program cannot read fast enough. All programs cannot add to one number without waiting for each other, and not in
+the same order twice. So a fixed number of programs each walk over the input in strides and keep one running sum per
+lane. Each writes its sum to memory; a second, single program adds those. The order is fixed, so every run gives the
+same bits.
 
 Bound by bytes: one FLOP an element against one read, 1/2 a FLOP per byte in bfloat16.
 """

@@ -1,6 +1,7 @@
 // Vector add: c = a + b in float32. Twelve bytes and one addition for each element, so bound by bytes.
 //
-// Each thread adds 16 bytes: a warp then asks for 512 neighbouring bytes in one instruction, the widest access there is.
+// Each thread adds 16 bytes: a warp then asks for 512 neighbouring bytes in one instruction, the widest access there
+// is.
 // There is a thread for all of them. A few blocks for each multiprocessor that walk over the arrays would be launched
 // sooner, but each waits for its loads before it asks for the next: on an H200 that took 6% longer.
 

@@ -5,12 +5,12 @@ r"""Vector add, the teaching example: every part that an operator file has, at i
 Shapes: x, y and the result of one shape, any number of dimensions, one dtype.
 
 A GPU runs many *programs* of one kernel. Program p of this one owns elements ``[p * BLOCK, (p + 1) * BLOCK)``: it makes
-their indices with ``arange``, masks those past the end, loads two tiles, adds, stores one. That is a *tile*: a block of
+their indices with ``arange``, masks those past the end, loads two tiles, adds, stores one. A *tile* is a block of
 values that lives in the registers of the threads of one program. With 128 threads and BLOCK = 1024 a thread holds 8
 neighbours, 16 bytes of bfloat16, which is the widest access that a GPU has.
 
-Bound by bytes: one FLOP an element against two reads and one write, 1 / (3 * 2) FLOPs per byte in bfloat16.
-No cleverness can help but to keep enough loads in flight.
+Bound by bytes: one FLOP an element against two reads and one write, 1 / (3 * 2) FLOPs per byte in bfloat16. Nothing
+helps except enough loads in flight.
 """
 
 from __future__ import annotations

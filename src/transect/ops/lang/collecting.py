@@ -1,4 +1,4 @@
-"""Which Triton kernels some work needs, found by doing that work without launching any."""
+"""Finds the Triton kernels that some work needs, by doing that work without launching any of them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class CollectedKernel(NamedTuple):
 
 @contextmanager
 def collected(found: Callable[[CollectedKernel], None]) -> Iterator[None]:
-    """Within, no kernel of this package is launched, neither Triton's nor CUDA C++; ``found`` is told once of each
-    Triton kernel that would have been.
+    """Inside the block no kernel of this package is launched, neither Triton's nor CUDA C++. ``found`` is called once
+    for each Triton kernel that would have been.
 
     What other libraries launch (torch, cuBLAS) does run, on memory that nothing has filled. Other threads, perhaps
-    another engine's, launch as ever; they load their kernels anew meanwhile. One that collects too waits.
+    those of another engine, launch as always; they load their kernels anew meanwhile. A second thread that collects
+    waits.
     """
     with _HOOK, _hooked(found), cuda.skipped():
         yield

@@ -21,7 +21,7 @@ _skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=F
 
 @contextmanager
 def skipped() -> Iterator[None]:
-    """Within, what ``bind`` made launches nothing, and says that all is well: nobody waits for nvcc."""
+    """Inside the block, what ``bind`` made launches nothing and reports success, so that nobody waits for nvcc."""
     token = _skipping.set(True)
     try:
         yield
@@ -78,11 +78,11 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
 
 
 def bind_on_hopper(name: str, symbol: str, signature: str, device: torch.device | None) -> Callable[..., int]:
-    """As ``bind``, of a source for sm_90 alone, for who makes memory of its own for the launches on ``device``.
+    """``bind`` for a source for sm_90 alone, whose caller makes memory of its own for the launches on ``device``.
 
     Raises:
-        Unavailable: not a Hopper GPU, or as ``bind``.
-        RuntimeError: within a CUDA graph capture, where that memory would be the graph's.
+        Unavailable: not a Hopper GPU, or the errors of ``bind``.
+        RuntimeError: inside a CUDA graph capture, where that memory would belong to the graph.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise Unavailable(f"{name}.cu needs an NVIDIA GPU (sm_90)")
@@ -128,7 +128,7 @@ def _launcher(name: str, symbol: str, target: str) -> Callable[..., None]:
 
 
 def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """What ``Implementation.load`` of a CUDA C++ implementation is: builds ``NAME.cu``, then gives ``call``.
+    """``Implementation.load`` of a CUDA C++ implementation: builds ``NAME.cu``, then gives ``call``.
 
     Raises (when called):
         Unavailable: no GPU, or ``cuda_build.check`` says why nothing can be built.
@@ -142,7 +142,7 @@ def available(name: str, call: Callable[..., Any]) -> Callable[[], Callable[...,
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x`` contiguous and beginning at a multiple of 16 bytes, which is what the kernels read at a time; copied if it
-    is not."""
+    """``x`` contiguous and beginning at a multiple of 16 bytes, which the kernels read at a time; copied if it is
+    not."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

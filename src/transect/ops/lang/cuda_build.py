@@ -1,7 +1,7 @@
-"""The CUDA C++ sources of ``ops/``: found, and built with nvcc for one device. No torch here.
+"""The CUDA C++ sources of ``ops/``: finds them, and builds them with nvcc for one device. No torch here.
 
-Every ``.cu`` file is complete in itself: kernels, and ``extern "C"`` launchers on raw pointers.
-So nvcc alone compiles them, with no torch headers, and ctypes is all the binding that they need (``cuda.py``).
+Every ``.cu`` file is complete in itself: kernels, and ``extern "C"`` launchers on raw pointers. So nvcc alone compiles
+them, without torch headers, and ctypes is all the binding that they need (``cuda.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SOURCES = Path(__file__).parent.parent
 """The folder ``ops``; a source stands in the family of its operator, and its name is unique."""
 CUDA_TARGETS = ("sm_80", "sm_90")
 TOOLKIT = "/usr/local/cuda"
-"""Where NVIDIA's installers put it."""
+"""The folder where NVIDIA's installers put the toolkit."""
 WHOLE = ("-shared", "--split-compile=0")
-"""For a library in one piece; its kernels are optimized by as many threads as there are cores (CUDA 12.1)."""
+"""Options for a library in one piece; as many threads as cores optimize its kernels (CUDA 12.1)."""
 _LAUNCHER = re.compile(r'^extern "C" int (\w+)\(([^)]*)\)', re.MULTILINE)
 _PARTS = re.compile(r"^#define TRANSECT_PARTS (\d+)$", re.MULTILINE)
 
@@ -170,7 +170,7 @@ def compile_library(source: Path, target: str, output: Path) -> None:
 
 
 def _asks(name: str, parameters: str, parts: int) -> str:
-    """C++ of a launcher that asks those of all parts, until one's answer is not -1."""
+    """C++ of a launcher that calls those of all parts, until the answer of one is not -1."""
     arguments = ", ".join(re.findall(r"(\w+)\s*(?:,|$)", parameters))
     lines = [f'extern "C" int {name}_{part}({parameters});' for part in range(parts)]
     lines += [f'extern "C" int {name}({parameters}) {{', "  int code = -1;"]
@@ -187,21 +187,21 @@ def ptx_of(source: Path, target: str) -> str:
 
 
 def library_folder() -> Path:
-    """In the user's cache."""
+    """The folder for libraries in the user's cache."""
     return cache_folder() / "cuda"
 
 
 def library_path(name: str, target: str) -> Path:
-    """Where the library of ``NAME.cu`` is kept in the user's cache; its name tells the source's version."""
+    """The place of ``NAME.cu``'s library in the user's cache; its name tells the version of the source."""
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.cuh")))
     digest = hashlib.sha256(source(f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
     return library_folder() / f"{name}-{digest}-{target}.so"
 
 
 def build(name: str, target: str) -> Path:
-    """The library of ``NAME.cu``, built if it is not there yet: of several processes by one, the others wait.
+    """The library of ``NAME.cu``, built if it is not there yet. One of several processes builds it; the others wait.
 
-    Errors as in ``check`` and ``compile_source``.
+    Errors are those of ``check`` and ``compile_source``.
     """
     output = library_path(name, target)
     if not output.exists():

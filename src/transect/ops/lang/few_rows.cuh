@@ -1,5 +1,5 @@
-// What the kernels of a decode step share (products of few rows, paged decode): copies into shared memory, the tensor-core
-// product of mma.sync, reading another block's shared memory, dependent launch.
+// What the kernels of a decode step share (products of few rows, paged decode): copies into shared memory, the
+// tensor-core product of mma.sync, reading another block's shared memory, dependent launch.
 
 #pragma once
 
@@ -51,18 +51,20 @@ __device__ __forceinline__ void read_matrices(uint32_t (&v)[4], uint32_t from) {
                : "r"(from));
 }
 
-// c += a b: a is 16 rows of the weight by 16 k, b 16 k by 8 rows of x, bfloat16; c float32: of lane l, rows l / 4 (c[0], c[1])
-// and l / 4 + 8 of the weight, rows 2 (l % 4) and 2 (l % 4) + 1 of x. The weight is the left operand because that is the wide
-// one: few rows of x would leave most of it empty.
+// c += a b: a is 16 rows of the weight by 16 k, b 16 k by 8 rows of x, bfloat16; c float32: of lane l, rows l / 4
+// (c[0], c[1]) and l / 4 + 8 of the weight, rows 2 (l % 4) and 2 (l % 4) + 1 of x. The weight is the left operand
+// because that is the wide one: few rows of x would leave most of it empty.
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A norm on either side of a product: RMSNorm(X) and residual add + the next RMSNorm, as far as they need no second kernel.
-// Of a stream of rows t the norm is t s / rms(t): the product before it adds to the stream, and leaves t s and the sums of
-// squares of sixteens of t; the product after it multiplies t s by the weight and divides its sums by rms(t).
+// A norm on either side of a product: RMSNorm(X) and residual add + the next RMSNorm, as far as they need no second
+// kernel.
+// Of a stream of rows t the norm is t s / rms(t): the product before it adds to the stream, and leaves t s and the sums
+// of squares of sixteens of t; the product after it multiplies t s by the weight and divides its sums by rms(t).
 struct Norm {
   const __nv_bfloat16* residual;  // [M, N] or null: Y is X W^T + residual, and what follows is written too
   const __nv_bfloat16* scale;     // [N]: the next norm's weight
@@ -72,10 +74,10 @@ struct Norm {
   float eps;
 };
 
-// 1 / rms of ``rows`` rows of K elements from m0 on, by ``threads`` threads (whole warps), the ``thread``-th of them. Eight
-// reads at a time, or each would wait for the one before.
-__device__ __forceinline__ void inverse_rms(float* to, const float* squares, float eps, int m0, int rows, int K, int thread,
-                                            int threads) {
+// 1 / rms of ``rows`` rows of K elements from m0 on, by ``threads`` threads (whole warps), the ``thread``-th of them.
+// Eight reads at a time, or each would wait for the one before.
+__device__ __forceinline__ void inverse_rms(float* to, const float* squares, float eps, int m0, int rows, int K,
+                                            int thread, int threads) {
   const int sixteenth = thread % 16, count = K / 64, group = threads / 16;  // of four sums of squares; rows at a time
   for (int row0 = thread / 16; row0 - thread / 16 < rows; row0 += 4 * group) {
     float sum[4] = {};
@@ -121,9 +123,9 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// Blocks of a cluster that wait until all have begun, or until all have read what they want of each other's shared memory. Not
-// for what was written: an arrival that is to order memory waits until all the block's stores are in the L2 cache and copies that
-// were asked for before have come.
+// Blocks of a cluster that wait until all have begun, or until all have read what they want of each other's shared
+// memory. Not for what was written: an arrival that is to order memory waits until all the block's stores are in the L2
+// cache and copies that were asked for before have come.
 __device__ __forceinline__ void arrive_in_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -141,12 +143,13 @@ __device__ __forceinline__ void cluster_meet() {
   wait_for_cluster();
 }
 
-// Numbers that blocks of a cluster send to each other's shared memory, where a barrier counts their bytes: so nobody waits for
-// memory to be in order, and nobody need stay for others to read from it. One thread expects; then all arrive in the cluster, and
-// wait for it before they send.
+// Numbers that blocks of a cluster send to each other's shared memory, where a barrier counts their bytes: so nobody
+// waits for memory to be in order, and nobody need stay for others to read from it. One thread expects; then all arrive
+// in the cluster, and wait for it before they send.
 __device__ __forceinline__ void expect_sent(uint32_t barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier)
+               : "memory");
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
@@ -166,7 +169,8 @@ __device__ __forceinline__ void send(uint32_t place, float4 v, uint32_t barrier,
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n.reg .b32 there, counts;\nmapa.shared::cluster.u32 there, %0, %6;\nmapa.shared::cluster.u32 counts, %1, %6;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [counts];\n}" ::"r"(place),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [counts];\n}" ::"r"(
+          place),
       "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(rank)
       : "memory");
 #endif
@@ -196,7 +200,8 @@ cudaError_t launch(void (*kernel)(Parameters...), int blocks, int threads, int s
     error = cudaFuncGetAttributes(&found, kernel);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (error == cudaSuccess)
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - (int)found.sharedSizeBytes);
+      error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - (int)found.sharedSizeBytes);
     if (error == cudaSuccess)
       error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
     if (error != cudaSuccess) return error;

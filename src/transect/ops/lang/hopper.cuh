@@ -1,5 +1,5 @@
-// What the kernels for Hopper share: barriers in shared memory that count threads and bytes, bulk copies, shared memory of
-// other blocks of a cluster, and results of mma turned around. To be used in code for sm_90 alone.
+// What the kernels for Hopper share: barriers in shared memory that count threads and bytes, bulk copies, shared memory
+// of other blocks of a cluster, and results of mma turned around. To be used in code for sm_90 alone.
 
 #pragma once
 
@@ -39,8 +39,8 @@ __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
 
 // ``bytes`` (a multiple of 16, as are both addresses) to shared memory; the barrier counts them as they land.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier)
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 

@@ -1,17 +1,20 @@
-"""What every Triton file of this folder starts from: the compiler if it is installed, and where its kernels run.
+"""Where every Triton file begins: the compiler if it is installed, and where its kernels run.
 
-Triton is optional. Without it ``kernel`` leaves a function as it is, ``tl`` is None, and ``runs_triton`` is False, so
-that an operator file still imports and its reference works. With ``TRITON_INTERPRET=1`` in the environment before
-Triton is imported, kernels run on the CPU, one program after another, in numpy; that is how they are tested without a
-GPU.
+Triton is optional, and every version from 3.6 on will do: torch 2.11 brings 3.6, torch 2.13 brings 3.7, torch 2.15
+brings 3.9. What differs between them is in this file and in ``gluon_language.py``. Without Triton ``kernel`` leaves a
+function as it is, ``tl`` is None, and ``runs_triton`` is False. An operator file still imports then, and its reference
+works. With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, kernels run on the CPU, one program
+after another, in numpy; that is how they are tested without a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +29,29 @@ except ImportError:
     triton = None
     tl = None
 
+if (
+    triton is not None
+    and hasattr(triton.knobs.language, "default_fp_fusion")
+    and "TRITON_DEFAULT_FP_FUSION" not in os.environ
+):
+    # a * b + c is one instruction here. Triton up to 3.8 always fuses, 3.9 warns unless told to, 3.10 must be told.
+    triton.knobs.language.default_fp_fusion = True
+
+
+def interpreter_refusal(triton_version: str, numpy_version: str) -> str:
+    """Why these two cannot interpret a kernel, or ``""``: Triton 3.6 and numpy from 2.4 on do not fit."""
+
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in version.split(".")[:2])
+
+    if numbers(triton_version) >= (3, 7) or numbers(numpy_version) < (2, 4):
+        return ""
+    return (
+        f"the interpreter of Triton {triton_version} does not work with numpy {numpy_version}: install numpy<2.4, or "
+        "Triton 3.7 with the torch that brings it"
+    )
+
+
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_TARGETS = ("sm_80", "sm_90", "gfx942")
@@ -37,7 +63,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """What ``Implementation.load`` of a Triton launcher is.
+    """``Implementation.load`` of a Triton launcher.
 
     Raises (when called):
         Unavailable: Triton is missing, or there is neither a GPU nor the interpreter.
@@ -48,6 +74,8 @@ def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
             raise Unavailable("Triton is not installed: pip install 'transect[gpu]'")
         if not INTERPRETED and not torch.cuda.is_available():
             raise Unavailable("Triton kernels need a GPU here, or TRITON_INTERPRET=1 in the environment")
+        if INTERPRETED and (reason := interpreter_refusal(triton.__version__, np.__version__)):
+            raise Unavailable(reason)
         return launcher
 
     return load
@@ -61,7 +89,7 @@ def runs_triton(*tensors: Tensor) -> bool:
 
 
 def require(name: str, *tensors: Tensor) -> None:
-    """Check what a launcher is about to hand to a kernel.
+    """Check the tensors that a launcher is about to hand to a kernel.
 
     Raises:
         ValueError: a dtype that no kernel computes in, or tensors on different devices.

@@ -1,8 +1,8 @@
-// For a source that nvcc compiles in several parts at once, each with some of its kernels (cuda_build.py), because somebody
-// waits for it. Such a source says ``#define TRANSECT_PARTS n``, and launches each of its kernels in a line of its own by
-// TRANSECT_HERE(launch): that launches in the part that the line's number gives, where the kernel is compiled, and is -1 in
-// the others, where it is not. A launcher's other parts are asked as long as the answer is -1. Compiled in one piece, every
-// line is in it.
+// For a source that nvcc compiles in several parts at once, each with some of its kernels (cuda_build.py), because
+// somebody waits for it. Such a source says ``#define TRANSECT_PARTS n``, and launches each of its kernels in a line of
+// its own by TRANSECT_HERE(launch): that launches in the part that the line's number gives, where the kernel is
+// compiled, and is -1 in the others, where it is not. A launcher's other parts are asked as long as the answer is -1.
+// Compiled in one piece, every line is in it.
 
 #pragma once
 

@@ -1,6 +1,6 @@
-"""What the kernels on tiles share: descriptors, and a product of two tiles that also works in the interpreter.
+"""What kernels on tiles share: descriptors, and a product of two tiles that also works in the interpreter.
 
-The interpreter holds bfloat16 as bit patterns and would multiply those, so it is given float32.
+The interpreter holds bfloat16 as bit patterns and would multiply those, so it gets float32.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ INTERPRETS = tl.constexpr(INTERPRETED) if tl is not None else INTERPRETED
 
 @kernel
 def after_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """With DEPENDENT_LAUNCH this launch began while the kernel before it still ran (dependent launch, Hopper): let the
-    next one begin likewise, then wait for the one before. Not in the interpreter, where DEPENDENT_LAUNCH is False."""
+    """With DEPENDENT_LAUNCH this launch began while the kernel before it still ran (Hopper): let the next one begin
+    likewise, then wait for the one before. Not in the interpreter, where DEPENDENT_LAUNCH is False."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -26,7 +26,7 @@ def after_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-d
 
 @kernel
 def let_next_begin(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first half of ``after_previous``: between the halves only what the kernel before does not write is read."""
+    """The first half of ``after_previous``. Between the halves, read only what the kernel before does not write."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -36,6 +36,19 @@ def wait_for_previous(DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untype
     """The second half of ``after_previous``."""
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
+
+
+@kernel
+def also(mask, condition):  # type: ignore[no-untyped-def]
+    """``mask`` where a condition of the whole program holds too, and nowhere else.
+
+    The interpreter of Triton 3.9 forgets that such a condition is a boolean and refuses the mask, so there the mask is
+    made one again. Compiled code is that of ``&``.
+    """
+    both = mask & condition
+    if INTERPRETS:
+        both = both != 0
+    return both
 
 
 @kernel

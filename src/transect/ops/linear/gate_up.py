@@ -44,20 +44,20 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def by_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``reference``; the product is rounded to x's dtype before the gate."""
+    """``reference`` through ``linear``; the product is rounded to x's dtype before the gate."""
     gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
     return swiglu.by_exp(gate, up)
 
 
 def by_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``by_linear``; a row's result does not depend on the others (see ``linear.fixed_rows``)."""
+    """``by_linear`` with ``linear.fixed_rows``: a row's result does not depend on the others."""
     gate, up = fixed_rows(x, weight, bias).chunk(2, dim=-1)
     return swiglu.by_exp(gate, up)
 
 
 @kernel
 def _halves(both, out, F, TURNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A piece of one row (axis 0) of ``[T, 2 F]`` -> of ``[T, F]``; both contiguous."""
+    """A piece of one row (axis 0): ``[T, 2 F]`` -> ``[T, F]``, both contiguous."""
     after_previous(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -72,8 +72,8 @@ def _halves(both, out, F, TURNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LA
 def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False) -> Tensor:
     """``[T, 2 F]`` -> ``silu(first half) * second half``, ``[T, F]``.
 
-    ``turns``: the halves come in turns of so many columns, a power of two, instead of one after the other.
-    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper).
+    ``turns``: the halves alternate in groups of this many columns, a power of two, instead of one after the other.
+    ``dependent_launch``: begin while the kernel before still runs (Hopper).
     """
     rows, width = both.shape[0], both.shape[1] // 2
     out = both.new_empty((rows, width))
@@ -93,8 +93,7 @@ def _triton() -> Callable[..., Tensor]:
     at_once = small_matmul.gated_launcher()
 
     def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
-        """As ``reference``, on the GPU; ``dependent_launch``: the weight may be read while the kernel before still
-        runs."""
+        """``reference`` on the GPU. ``dependent_launch``: the weight may be read while the kernel before still runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
             y = at_once(x, weight, dependent_launch=dependent_launch) if bias is None else None
             return (
@@ -111,7 +110,7 @@ def _triton() -> Callable[..., Tensor]:
 
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``reference``, on the GPU; a row's result does not depend on how many rows there are (see ``linear``)."""
+    """``reference`` on the GPU; a row's result does not depend on the number of rows (see ``linear``)."""
     rows = x.shape[0]
     if bias is not None:
         return gate_halves(triton_fixed_linear(x, weight, bias))

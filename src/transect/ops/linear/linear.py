@@ -1,4 +1,4 @@
-r"""Linear: a matrix product, and a bias if there is one.
+r"""Linear: a matrix product with an optional bias.
 
     Y = X W^T + b
 
@@ -8,15 +8,15 @@ Backward, with G = dL/dY:
 
 Shapes: x ``[T, I]``, weight ``[O, I]``, bias ``[O]`` or None, result ``[T, O]``, all of one dtype.
 
-What bounds it depends on the rows: 2 T I O FLOPs against I O weights, so for few tokens (decode) T FLOPs per byte in
-bfloat16: bound by reading the weights; for many (prefill, training) by arithmetic. They cross at T = FLOP rate over
-bandwidth: about 300 on a data-centre GPU, a few tens on a CPU.
+Bound by reading the weights for few tokens (decode), and by arithmetic for many (prefill, training): 2 T I O FLOPs
+against I O weights are T FLOPs per byte in bfloat16. The two cross at T = FLOP rate over bandwidth: about 300 on a
+data-centre GPU, a few tens on a CPU.
 
-``fixed_rows`` multiplies blocks of 16 rows, the last padded with zeros, as one batched product: a library picks its
-kernel, and with that the order of its sums, by the number of rows, so a token alone and a token in a batch would
-otherwise differ in the last bits. That neither the number of blocks nor a row's place in its block matters is up to the
-library; a test checks it (MKL keeps it where ``I`` is a multiple of 4, as in every model). In float32 (576 x 1536, two
-cores) one row costs 4x, as much as 16; 512 rows cost the same. Meant for inference: its gradient is right but wasteful.
+``fixed_rows`` gives a token the same bits alone and in a batch. A library picks its kernel, and with it the order of
+its sums, by the number of rows. So ``fixed_rows`` multiplies blocks of 16 rows (the last one padded with zeros) as one
+batched product. It relies on the library that neither the number of blocks nor the place of a row in its block matters;
+a test checks it (MKL keeps it where ``I`` is a multiple of 4, as in every model). One row then costs as much as 16. It
+is meant for inference: its gradient is right but wasteful.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .many_rows import matmul
 from .many_rows.tiling import SMALL, Tiling
 
 ROWS = 16
-"""Block of ``fixed_rows``."""
+"""Rows in a block of ``fixed_rows``."""
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``reference``; a row's result does not depend on how many rows there are, nor on what they hold."""
+    """``reference``, where a row's result depends neither on the number of rows nor on what the others hold."""
     tokens, inputs = x.shape
     n = -(-tokens // ROWS)
     blocks = F.pad(x, (0, 0, 0, n * ROWS - tokens)).view(n, ROWS, inputs)
@@ -76,8 +76,7 @@ def _triton() -> Callable[..., Tensor]:
     few = available(small_matmul.best_launcher())()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
-        """As ``reference``, on the GPU; ``dependent_launch``: the weight may be read while the kernel before still
-        runs."""
+        """``reference`` on the GPU. ``dependent_launch``: the weight may be read while the kernel before still runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
             return few(x, weight, bias, dependent_launch=dependent_launch)
         return matmul.matmul(x, weight, bias)
@@ -88,9 +87,9 @@ def _triton() -> Callable[..., Tensor]:
 def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> Tiling:
     """The tiling of ``triton_fixed_rows`` for x ``[T, I]``.
 
-    They depend on the number of rows, but no sum does: whatever the tile, an output's products are added in the order
-    of k, in steps of 16, by the same tensor-core instruction (Hopper's takes 64 rows at least, hence tiles of 64 even
-    for one row). K is never split.
+    Tilings depend on the number of rows, but no sum does: in every tile an output's products are added in the order of
+    k, in steps of 16, by the same tensor-core instruction (Hopper's takes at least 64 rows, hence tiles of 64 even for
+    one row). K is never split.
     """
     rows = x.shape[0]
     if INTERPRETED:
@@ -113,14 +112,14 @@ def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> Tiling:
 
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``reference``, on the GPU; a row's result does not depend on how many rows there are."""
+    """``reference`` on the GPU; a row's result does not depend on the number of rows."""
     rows = x.shape[0]
     return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
 
 
 def whole_tile(x: Tensor) -> Tensor:
-    """x with rows of zeros up to 64 if there are fewer: bulk copies of a tile past the end of a tensor are slow (an
-    output head of an 8B model on an H200, 8 rows: 522 us without, 275 with)."""
+    """x padded with rows of zeros to 64 if there are fewer, because bulk copies past the end of a tensor are slow: an
+    output head of an 8B model with 8 rows takes 522 us without padding and 275 with it (H200)."""
     short = 64 - x.shape[0]
     return x if short <= 0 or x.element_size() == 4 or INTERPRETED else F.pad(x, (0, 0, 0, short))
 

@@ -4,19 +4,17 @@ Between two products of a decoder stand a residual add and an RMSNorm,
 
     t = X W^T + residual            Y = (t s / rms(t)) V^T + c,     rms(t) = sqrt(mean(t^2) + eps) of each row,
 
-and as rms(t) is one number for a row, the second product can divide its sums by it instead of its input. So the first
-product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``Stream``); the
-second multiplies t s, and adds up a row's squares while its weights arrive (``small_matmul.cu`` for few rows,
-``few_rows/triton.py`` and ``few_rows/gluon.py`` for more). t and t s are rounded to bfloat16, as t and the norm
-are by ``add_rms_norm.py``; squares are added in one order, so every run gives the same bits.
-
-Bound by bytes, as the products are. What is gained is latency: in a decode step of a small model each kernel waits for
-the one before it. A layer of an 8B model takes 110.7 us with one row instead of 113.1; one of Qwen3-0.6B 85.6 instead
-of 89.8 with 64 rows, 281.5 instead of 281.7 with 256 (H200, 1024 tokens of context, ``decoder_layer.json``). With 8
-rows of the small one it loses 1%; in ``small_matmul_hopper.cu`` it lost 2% and more, and is gone. So it runs for the
-sizes where it was measured to be quicker: in ``ops/tuned/small_matmul`` the choices whose names end in ``stream``.
+and rms(t) is one number for a row. So the second product can divide its sums by it instead of its input. The first
+product adds to the stream and leaves t, t s and the sums of squares of every 16 elements of t (a ``Stream``). The
+second one multiplies t s, and adds up a row's squares while its weights arrive. ``small_matmul.cu`` does this for few
+rows, ``few_rows/triton.py`` and ``few_rows/gluon.py`` for more. t and t s are rounded to bfloat16, as
+``add_rms_norm.py`` rounds t and the norm. Squares are added in one order, so every run gives the same bits.
 
 Shapes: x ``[M, K]``, weight ``[N, K]``, all bfloat16; a ``Stream`` is ``[M, D]``, D a multiple of 64.
+
+Bound by bytes, as the products are. The gain is latency: in a decode step of a small model each kernel waits for the
+one before it. So it runs for the sizes where it was measured to be quicker: the choices in ``ops/tuned/small_matmul``
+whose names end in ``stream``. The measurements are in ``docs/lab-notes/few-row-products.md``.
 """
 
 from __future__ import annotations
@@ -37,35 +35,35 @@ from .few_rows.triton import TritonRows, TritonTiling
 
 log = logging.getLogger(__name__)
 Size = tuple[int, int, bool]
-"""Of a product: N, K, whether with a gate."""
+"""The size of a product: N, K, whether it has a gate."""
 
 
 class Stream(NamedTuple):
-    """Rows of a residual stream, and what the product after the next norm needs of them."""
+    """Rows of a residual stream, and what the product after the next norm needs."""
 
     total: Tensor
     """``[M, D]``: the stream."""
     scaled: Tensor
-    """``[M, D]``: times the next norm's weight."""
+    """``[M, D]``: the stream times the weight of the next norm."""
     squares: Tensor | None
     """Float32: of every 16 elements ``[M, D / 16]``, or, by the Triton kernels, of every tile of columns. None where
     ``scaled`` is divided by its root mean square already."""
     eps: float
-    """Of the next norm."""
+    """The eps of the next norm."""
 
 
 class StreamProducts:
     """The products that begin and end at the residual stream, on one NVIDIA GPU.
 
-    Every launch may read its weight before the kernel before it has ended, so that one must not write weights.
+    Every launch may read its weight before the kernel before it has ended, so that kernel must not write weights.
 
     Args:
         device: the GPU.
-        choose: (m, n, k, gated) to how it is cut up, by ``small_matmul.cu``, ``few_rows/triton.py`` or
-            ``few_rows/gluon.py``, None for what does not run here; by default what is shipped for the device.
+        choose: a function of (m, n, k, gated) that gives the tiling, for ``small_matmul.cu``, ``few_rows/triton.py`` or
+            ``few_rows/gluon.py``, or None for what does not run here; by default what is shipped for the device.
 
-    The CUDA kernels are made when they are first asked for. Where they cannot be (no nvcc), that is said once, in the
-    log, and no product runs on them.
+    The CUDA kernels are made at first use. If they cannot be (no nvcc), the log says so once, and no product runs on
+    them.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class StreamProducts:
         self._choose = choose or partial(_shipped, device)
 
     def takes(self, x: Tensor, sizes: Iterable[Size]) -> bool:
-        """Whether the products of a step on the stream x ``[M, D]``, of all these sizes, are to run here."""
+        """Whether the products of all these sizes in a step on the stream x ``[M, D]`` run here."""
         rows = len(x)
         if x.dtype != torch.bfloat16 or not 0 < rows <= small_matmul_hopper.MOST_ROWS:
             return False

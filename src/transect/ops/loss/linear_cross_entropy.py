@@ -1,4 +1,4 @@
-r"""The loss of a language model from its last hidden states, without the logits of all tokens ever existing at once.
+r"""The loss of a language model from its last hidden states, without ever holding the logits of all tokens.
 
     z_t = x_t W^T        loss = 1/n sum_t (log sum_v exp z_tv - z_t,target(t))        n: tokens not ignored
 
@@ -6,16 +6,16 @@ Backward, for an upstream gradient g of the loss, with p = softmax(z):
 
     dz_tv = g / n (p_tv - [v = target(t)])        dx = dz W        dW = dz^T x
 
-dz costs nothing more while z is at hand, so both gradients are made in the forward pass: a chunk of tokens at a time,
-z for that chunk, its loss, z overwritten by dz, then the chunk's dx and its share of dW. The backward pass multiplies
-by g, in place, and not at all where g is 1 (it looks on the device). Memory beside the gradients: CHUNK x V logits
-instead of T x V, and the products are the same three that autograd makes.
+dz costs nothing extra while z is at hand, so the forward pass makes both gradients, a chunk of tokens at a time: z for
+that chunk, its loss, dz in place of z, then the chunk's dx and its share of dW. The backward pass multiplies by g, in
+place, and not at all where g is 1 (it looks on the device). Memory beside the gradients is CHUNK x V logits instead of
+T x V, and the products are the same three that autograd makes.
 
-Shapes: x ``[T, D]``, weight ``[V, D]`` of one dtype, target ``[T]`` int64 (``ignore_index`` counts for nothing), loss
-a float32 scalar. Logits are rounded to x's dtype, sums over the vocabulary are float32. dW is kept in the weight's
-dtype while the chunks' shares are added to it: on Hopper each share is rounded, and the copy engine has the L2 cache
+Shapes: x ``[T, D]``, weight ``[V, D]`` of one dtype, target ``[T]`` int64 (``ignore_index`` counts for nothing), loss a
+float32 scalar. Logits are rounded to x's dtype, sums over the vocabulary are float32. dW is kept in the weight's dtype
+while the shares of the chunks are added to it. On Hopper each share is rounded, and the copy engine has the L2 cache
 add it, which saves reading dW; elsewhere the sum is float32 and rounded once a chunk. ``choose`` says which products
-are left to cuBLAS.
+cuBLAS runs.
 
 Bound by arithmetic: 6 T V D FLOPs with gradients against 2 (T + V) D elements read.
 Source: chunks as in Liger (Hsu et al. 2024, arXiv:2410.10989); never holding logits: Wijmans et al. 2024,
@@ -50,7 +50,7 @@ CHUNK = 1024
 BM, BN, BK, WARPS = 128, 256, 64, 8
 """Rows and columns of a tile of dW, tokens of a step, warps."""
 ROW_STAGES = 4
-"""Of the loads of the loss kernel."""
+"""Pipeline stages of the loads of the loss kernel."""
 
 
 def reference(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
@@ -129,7 +129,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 
 @kernel
 def _put(out, m, n, acc, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile written to, or added to, what a descriptor describes."""
+    """Write a tile to what a descriptor describes, or add it there."""
     if ADD:
         out.atomic_add([m, n], acc.to(out.dtype))
     else:
@@ -170,12 +170,13 @@ CHOICES = {
     "block": (2048, 4096),
     "row_warps": (4, 8),
 }
-"""What ``transect tune`` may try: not the tokens of a chunk, which decide about memory."""
+"""The knobs that ``transect tune`` may try. The tokens of a chunk are not among them, because they decide about
+memory."""
 Size = tuple[int, int, int]
 
 
 def chunk_of(dim: int) -> int:
-    """Tokens of a chunk: more where the model is narrow, whose dW is added to so often otherwise."""
+    """Tokens of a chunk: more where the model is narrow, because dW would be added to too often otherwise."""
     return CHUNK if dim >= 4096 else 2 * CHUNK
 
 
@@ -269,7 +270,7 @@ def loss_and_gradients(
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """As ``reference``, logits of CHUNK tokens at a time; the loss only."""
+    """``reference`` with the logits of CHUNK tokens at a time; the loss only."""
     return loss_and_gradients(x, weight, target, ignore_index, False, False)[0]
 
 
@@ -337,7 +338,7 @@ _op.register_autograd(_backward, setup_context=_save)
 
 
 def linear_cross_entropy_autograd(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Tensor:
-    """As ``linear_cross_entropy``, with gradients, made in the forward pass; ``backward`` can run once."""
+    """``linear_cross_entropy`` with gradients, which the forward pass makes; ``backward`` can run once."""
     need_x, need_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
     # Through a view: autograd takes over a gradient only if no Python object refers to it (torch 2.11), else it copies.
     return _op(x.view(x.shape), weight.view(weight.shape), target, ignore_index, need_x, need_weight)[0]

@@ -2,12 +2,16 @@ r"""Residual add and RMSNorm in one pass, as between the blocks of a decoder.
 
     s = x + residual            y = rms_norm(s) * w
 
-Both are results: y goes into the next block, s on along the residual stream. Backward, with dL/dy and dL/ds given:
+Both are results: y goes into the next block, s continues along the residual stream. Backward, with dL/dy and dL/ds
+given:
 
     dL/dx = dL/dresidual = dL/ds + (the gradient of ``rms_norm`` at s, of dL/dy)
 
-and dL/dw as there. Shapes: x and residual ``[..., D]`` of one dtype, weight ``[D]``; y and s like x. s is rounded to
-that dtype before the norm, as if it had been written and read again. Source: as ``rms_norm.py``.
+and dL/dw as there.
+
+Shapes: x and residual ``[..., D]`` of one dtype, weight ``[D]``; y and s like x. s is rounded to that dtype before the
+norm, as if it had been written and read again.
+Source: see ``rms_norm.py``.
 
 Bound by bytes: two reads and two writes. Apart, the add would write s and the norm read it again: five for four.
 """
@@ -47,11 +51,11 @@ def triton_add_rms_norm(
     dependent_launch: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``reference`` in one launch. ``out``: where norm and sum go; ``(x, residual)`` updates the stream in place.
-    The rows of a norm that is a matrix may be apart.
+    """``reference`` in one launch. ``out``: where norm and sum go; ``(x, residual)`` updates the stream in place. The
+    rows of a norm that is a matrix may be apart.
 
-    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ValueError if x and
-    residual differ in shape or dtype, or past ``norms.MAX_WIDTH``.
+    ``dependent_launch``: begin while the kernel before still runs (Hopper). ValueError if x and residual differ in
+    shape or dtype, or past ``norms.MAX_WIDTH``.
     """
     function = rms_norm.forward_kernel
     return launch_forward(

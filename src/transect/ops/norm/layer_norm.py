@@ -69,8 +69,8 @@ def backward_kernel(
     eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Of tiles of ROWS rows program p takes p, p + P, ...: it writes their dL/dx and keeps its share of dL/dw and dL/db
-    in registers.
+    """Program p takes the tiles p, p + P, ... of ROWS rows each. It writes their dL/dx and keeps its share of dL/dw and
+    dL/db in registers.
 
     The loads of the next STAGES - 1 tiles are on their way to shared memory while a tile is worked on. The sums of a
     row are taken in two rounds: those of x and g, then those of the centred x. There is no ADD here, and so no up.

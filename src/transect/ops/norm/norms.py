@@ -122,7 +122,7 @@ def backward_rule(width: int) -> Config:
 
 
 def tile_rule(width: int) -> Config:
-    """As ``backward_rule``, for kernels on tiles of rows: one row each."""
+    """``backward_rule`` for kernels on tiles of rows: one row each."""
     return {**backward_rule(width), "rows": 1}
 
 
@@ -143,7 +143,7 @@ def launch_backward(
     """(dL/dx, dL/dw and, of 2 ``vectors``, dL/db). ``grad_sum``, where there is one, is added to dL/dx. ``tiles``: the
     kernel takes ROWS rows at a time. ``out``: where dL/dx goes, like a matrix x; its rows may be apart.
 
-    A fixed number of programs, as many as take equally many rows, each keep their share of dL/dw in registers; a second
+    A fixed number of programs, each with the same number of rows, keep their shares of dL/dw in registers. A second
     launch adds the shares in order. Where the device can, both are launched while the kernel before them ends.
     """
     given = (grad, x, weight) if grad_sum is None else (grad, x, grad_sum, weight)

@@ -111,7 +111,7 @@ def triton_rms_norm(
     """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
 
     ``out``: where the result goes; the rows of a matrix may be apart. ``dependent_launch``: begin while the kernel
-    before still runs (dependent launch, Hopper). ValueError past ``norms.MAX_WIDTH``.
+    before still runs (Hopper). ValueError past ``norms.MAX_WIDTH``.
     """
     places = None if out is None else (out, x)
     made = launch_forward(

@@ -3,17 +3,17 @@ r"""One AdamW step over many tensors in one launch.
     g' = s g        m <- b1 m + (1 - b1) g'        v <- b2 v + (1 - b2) g'^2
     w <- (1 - lr decay) w - (lr / c1) m / (sqrt(v) / c2 + eps)        c1 = 1 - b1^t        c2 = sqrt(1 - b2^t)
 
-s scales the gradient (clipping) and is read from the device, so that the host does not wait for the norm. If s is not a
-number nothing changes: a step whose gradient turns out bad is thus not taken, before the host knows. With a float32
-master copy of w, the update is made there and w is it, rounded.
+s scales the gradient (clipping). The kernel reads it from the device, so the host does not wait for the norm. If s is
+not a number, nothing changes: a step with a bad gradient is skipped before the host knows about it. With a float32
+master copy of w the update happens there, and w is the rounded copy.
 
 Shapes: w, g, m, v of one shape, any number of dimensions; float32 inside, each result rounded once. w, m, v (and the
 master copy) change in place; no gradient.
 Source: Loshchilov & Hutter 2017, arXiv:1711.05101.
 
 Bound by bytes: about 15 FLOPs an element against four reads and three writes, 15 / (7 * 2) FLOPs per byte in bfloat16.
-A model has hundreds of tensors, many of a few kilobytes; a launch for each would cost more than the bytes. So the
-kernel is given a table of addresses, and another that says which tensor each program works on, and where in it.
+A model has hundreds of tensors, many of a few kilobytes, and a launch for each would cost more than the bytes. So the
+kernel gets a table of addresses, and another that says which tensor each program works on, and where in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..registry import Case, Cost, Implementation, Kernel, Op, register
 
 BLOCK = 4096
 SEEN = 4
-"""Tensors whose tables ``OneTensor`` keeps, and with them the tensors."""
+"""How many tensors' tables ``OneTensor`` keeps, and with them the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,8 @@ class FusedAdamW:
         self._addresses: list[int] = []
 
     def step(self, gradients: Sequence[Tensor], numbers: Step, scale: Tensor) -> None:
-        """One step, or none where ``scale``, a float32 scalar on the device, is NaN. ``gradients`` as the weights."""
+        """One step, or none where ``scale``, a float32 scalar on the device, is NaN. ``gradients`` are in the order of
+        the weights."""
         weights, ms, _, masters = self._kept
         gradients = self._point(gradients)
         if not len(self._owners):
@@ -213,7 +214,7 @@ class FusedAdamW:
 
 
 def _kind(x: Tensor) -> Any:
-    """The dtype in Triton's words."""
+    """The dtype by Triton's name."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
 
 

@@ -1,17 +1,17 @@
-"""What a step of a decoder begins with, in one launch: embeddings of its tokens, rotations of their positions.
+"""The start of a decoder step in one launch: embeddings of its tokens, rotations of their positions.
 
     x[t] = embedding[ids[places[t]]]          rotation[t] = rotations[positions[t]]
 
-The ids may lie apart: some were drawn by the step before and stand where that left them, others came from the host.
-Without places they are those of the tokens, in order. A place below 0 is that of no token: its x is 0, and with it, in
-a decoder, all that follows, which takes less power than numbers do where rows only fill up a step. Copies, no
-arithmetic, no gradient. Every other place, id and position must be inside its table: nothing is checked on the device.
+The ids may lie apart: some were drawn by the step before and stand where it left them, others came from the host.
+Without places the ids are those of the tokens, in order. A place below 0 marks a padding row: its x is 0, and with it,
+in a decoder, everything that follows, which takes less power than other numbers do. Copies, no arithmetic, no gradient.
+Every other place, id and position must be inside its table: nothing is checked on the device.
 
 Shapes: embedding ``[V, D]``, rotations ``[positions, d]`` float32 (cosines, then sines); ids int64, of any number where
 there are places, else ``[T]``; positions and places int32 or int64 ``[T]``; results ``[T, D]`` and ``[T, d]``.
 
-Bound by bytes: each row is read once and written once. At a few tokens the launches are what counts: apart, these are
-three, each of which waits for the one before.
+Bound by bytes: each row is read once and written once. With few tokens the launches are what counts: apart, these are
+three, and each waits for the one before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
-from ..lang.tiles import let_next_begin, wait_for_previous
+from ..lang.tiles import also, let_next_begin, wait_for_previous
 from ..numerics import sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 
@@ -63,7 +63,7 @@ def _embed(
     angle = tl.arange(0, ANGLES)
     turn = tl.load(rotations_ptr + position * rotations_row + angle, mask=angle < n_angles)
     col = tl.arange(0, BLOCK)
-    row = tl.load(embedding_ptr + token * embedding_row + col, mask=(col < n_cols) & (place >= 0), other=0.0)
+    row = tl.load(embedding_ptr + token * embedding_row + col, mask=also(col < n_cols, place >= 0), other=0.0)
     tl.store(out_ptr + t * n_angles + angle, turn, mask=angle < n_angles)
     tl.store(x_ptr + t * n_cols + col, row, mask=col < n_cols)
 
@@ -79,9 +79,9 @@ def triton_embed_tokens(
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch.
 
-    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper), and let the next one
-    begin when that one has ended. A kernel that reads the results before it waits must not be among those that begin by
-    that: one in between waits for these before it lets others begin (``rms_norm.py``).
+    ``dependent_launch``: begin while the kernel before still runs (Hopper), and let the next one begin when that one
+    has ended. A kernel that reads the results before it waits must not begin by that; a kernel between them must wait
+    for these results before it lets others begin (``rms_norm.py``).
 
     Raises:
         ValueError: tables that are not matrices, or a number of positions that is not that of the tokens.

@@ -50,8 +50,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @kernel
 def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, NORM: tl.constexpr):
-    """Both halves of some heads of one token, turned. ``x_ptr`` ``[heads, planes]`` points at the first halves, cos and
-    sin at the token's row. With NORM the heads are first divided by their root mean square and scaled by w."""
+    """Both halves of some heads of one token, rotated. ``x_ptr`` ``[heads, planes]`` points at the first halves, cos
+    and sin at the token's row. With NORM the heads are first divided by their root mean square and scaled by w."""
     used = plane < n_planes
     cos = tl.load(cos_ptr + plane, mask=used, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + plane, mask=used, other=0.0).to(tl.float32) * sign
@@ -60,7 +60,7 @@ def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, N
 
 @kernel
 def turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM: tl.constexpr):
-    """As ``turned``, with the token's cos and sin ``[1, planes]`` float32."""
+    """``turned`` with the token's cos and sin ``[1, planes]`` float32."""
     used = plane < n_planes
     a = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + n_planes, mask=inside, other=0.0).to(tl.float32)
@@ -132,7 +132,7 @@ def triton_rotary(
 
     Any token and head strides, so q and k may be views of one projection; the results are contiguous. ``out``: where
     they go instead, with the heads of a token side by side; it may be ``(q, k)``. ``dependent_launch``: begin while the
-    kernel before still runs (dependent launch, Hopper). ValueError if the shapes do not fit each other.
+    kernel before still runs (Hopper). ValueError if the shapes do not fit each other.
     """
     require("rotary", q, k, cos, sin)
     check_shapes("rotary", q, k, cos, sin)

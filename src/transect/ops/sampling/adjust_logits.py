@@ -1,4 +1,5 @@
-r"""What changes a row of logits before a token is drawn, on the device: bias, masked tokens, the three penalties.
+r"""Everything that changes a row of logits before a token is drawn, on the device: bias, masked tokens, three
+penalties.
 
 Row r has a line s = state[r] in two tables that live from step to step: ``bias`` (a masked token has -inf) and
 ``counts``: how often each token stands in the output (the low 15 bits) and whether it stands in the prompt (the sign).
@@ -10,7 +11,7 @@ Row r has a line s = state[r] in two tables that live from step to step: ``bias`
 Rows with state -1 pass unchanged. Once a token is drawn for every row, ``triton_count`` adds them to the counts.
 
 Shapes: logits ``[R, V]``; counts int16 and bias float32 ``[S, V]``; state int32, repetition, frequency and presence
-float32 ``[R]``; result float32 ``[R, V]``. No gradient. No value is read on the host.
+float32 ``[R]``; result float32 ``[R, V]``. No gradient. The host reads no value.
 Source: the order is that of vLLM's sampler; repetition penalty: Keskar et al. 2019, arXiv:1909.05858.
 
 Bound by bytes: at most 2 or 4 V read and 4 V written a row, 6 V more read where there is a state.
@@ -30,7 +31,7 @@ from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 
 IN_PROMPT = -(2**15)
-"""Added to a token's count."""
+"""The bit in a token's count that marks it as part of the prompt."""
 MOST = 2**15 - 1
 """Counts stop here; no context is so long and so repetitive."""
 
@@ -88,7 +89,7 @@ def _adjust(  # type: ignore[no-untyped-def]
 
 @kernel
 def _count(counts, state, tokens, R, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """All rows."""
+    """Count the tokens of all rows."""
     row = tl.arange(0, BLOCK)
     line = tl.load(state + row, row < R, -1).to(tl.int64)
     real = line >= 0

@@ -93,7 +93,7 @@ def check(
 
 
 def _first(op: Op, example: Mapping[str, Any], dtype: torch.dtype, device: str, layout: str) -> dict[str, Any]:
-    """What an implementation is given at an example's first draw."""
+    """The arguments of an implementation at an example's first draw."""
     inputs = {key: prepared(op, key, value, dtype, device, 0) for key, value in example.items()}
     return {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
 

@@ -28,13 +28,13 @@ ROTATE_BYTES = 400 * 2**20
 MOST_COPIES = 16
 REST_SECONDS = 0.1
 HEAVY = 300
-"""What does more FLOPs for each byte than this is timed after such a pause: work before it can leave a GPU at its power
-limit, and whoever comes then would be slower for it."""
+"""FLOPs for each byte above which a case is timed after a pause: work before it can leave a GPU at its power limit, and
+the next contender would be slower for it."""
 EXPECTED: tuple[type[Exception], ...] = (
     RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError, IndexError, OSError,
     *(() if triton is None else (triton.errors.TritonError,)),
 )  # fmt: skip
-"""What a contender that cannot do a case may raise; RuntimeError includes CUDA's and memory's errors, TritonError too
+"""What a contender that cannot do a case may raise. RuntimeError includes errors of CUDA and of memory, TritonError too
 much shared memory."""
 
 

@@ -1,6 +1,6 @@
-"""Runs a benchmark of many operators in a process of its own, and outlives what goes wrong there.
+"""Runs a benchmark of many operators in a process of its own, and survives what goes wrong there.
 
-A case that takes longer than its limit, or that ends the process, is a row with its reason; the rest goes on in a new
+A case that takes longer than its limit, or that ends the process, is a row with its reason; the rest continues in a new
 process.
 """
 
@@ -25,7 +25,7 @@ from .bench import Timing, cases_on
 Unit = tuple[str, int]
 CASE_SECONDS = 30.0
 START_SECONDS = 120.0
-"""For the first message of a process: imports, and making the device's context."""
+"""Time for the first message of a process: imports, and making the device's context."""
 
 
 class _Worker:

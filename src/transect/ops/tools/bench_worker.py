@@ -1,4 +1,4 @@
-"""The process that measures for ``bench_run.py``: reads what to do from stdin, writes one JSON object a line.
+"""The process that measures for ``bench_run.py``: it reads a job from stdin and writes one JSON object a line.
 
 A kernel that hangs, or that leaves the device unusable, takes this process with it and not the results so far.
 """
@@ -21,7 +21,7 @@ from . import bench
 
 
 def warm_up(op: Op, case: Case, device: str) -> None:
-    """Run everybody once at a case, in every direction, so that kernels are compiled and kept on disk."""
+    """Run every contender once at a case, in every direction, so that kernels are compiled and kept on disk."""
     place = torch.device(device)
     inputs = case.make(place, 0)
     for entry in bench.contenders(op, case, inputs, place):

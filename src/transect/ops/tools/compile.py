@@ -1,6 +1,6 @@
-"""Compiles kernels ahead of time, for a GPU that need not be there, and reads what came out.
+"""Compiles kernels ahead of time, for a GPU that need not be there, and reads the result.
 
-Triton's (and Gluon's) kernels go through Triton's compiler; its interpreter must be off (``TRITON_INTERPRET`` unset),
+Triton's (and Gluon's) kernels go through Triton's compiler. Its interpreter must be off (``TRITON_INTERPRET`` unset),
 because it replaces the compiler. CUDA C++ sources go through nvcc.
 """
 
@@ -26,7 +26,7 @@ STAGES = ("ttir", "ttgir", "llir", "ptx", "sass", "amdgcn")
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel for one target: every stage as text, and what the machine code needs."""
+    """A kernel for one target: every stage as text, and the needs of the machine code."""
 
     name: str
     target: str
@@ -34,11 +34,11 @@ class Compiled:
     """``ttir``, ``ttgir``, ``llir``, ``ptx`` or ``amdgcn``, and ``sass`` where a disassembler exists."""
     shared_bytes: int
     registers: int | None
-    """Of a thread; None where nothing here can read them."""
+    """Registers of a thread; None where nothing here can read them."""
     spilled_bytes: int | None
-    """Stack of a thread."""
+    """Bytes of stack of a thread."""
     warps: int | None
-    """Of a program; None where the launch decides it, or how much shared memory there is."""
+    """Warps of a program; None where the launch decides it, or decides the amount of shared memory."""
 
     @property
     def assembly(self) -> str:

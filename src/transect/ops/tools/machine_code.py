@@ -1,4 +1,4 @@
-"""What can be read off a kernel's assembly: widths of its memory accesses, matrix instructions, occupancy."""
+"""Reads a kernel's assembly: widths of its memory accesses, matrix instructions, occupancy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _MATRIX = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one multiprocessor has: threads of a warp, warps at once, registers, shared memory, programs at once."""
+    """The limits of one multiprocessor: threads of a warp, warps at once, registers, shared memory, programs at
+    once."""
 
     lanes: int
     warps: int
@@ -65,7 +66,7 @@ def access_bytes(assembly: str) -> dict[str, dict[int, int]]:
 
 
 def matrix_instructions(assembly: str) -> dict[str, int]:
-    """How many instructions for the tensor cores: ``wgmma`` (Hopper), ``mma`` (Ampere), ``mfma`` (AMD)."""
+    """The number of tensor-core instructions: ``wgmma`` (Hopper), ``mma`` (Ampere), ``mfma`` (AMD)."""
     counted = {name: len(pattern.findall(assembly)) for name, pattern in _MATRIX.items()}
     return {name: number for name, number in counted.items() if number}
 

@@ -45,7 +45,8 @@ def math(docstring: str) -> list[str]:
 
 
 def lines_of(docstring: str, word: str) -> str:
-    """What begins with ``word`` in a docstring, to the end of its paragraph (or to the next such line); else ''."""
+    """The text from a line that begins with ``word`` to the end of its paragraph (or to the next such line); else
+    ''."""
     found = re.search(rf"(?ms)^{word}\w*.*?(?=^(?:Source|Shapes|Bound)\b|\n\s*\n|\Z)", docstring)
     return found.group().strip().replace("``", "`") if found else ""
 
@@ -83,5 +84,5 @@ def entry(op: Op) -> str:
 
 
 def page(ops: Sequence[Op]) -> str:
-    """All of them, by name."""
+    """The entries of all operators, by name."""
     return "\n\n".join(entry(op) for op in ops) + "\n"

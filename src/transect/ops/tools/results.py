@@ -1,9 +1,9 @@
 """Benchmark results as a file that grows operator by operator, and as a table.
 
 The file holds ``runs`` (where and with what rows were measured: machine, versions, commit, ceilings, command) and
-``rows`` (one ``Timing`` each, with the number of its run). Measuring an operator again replaces its rows, and runs that
-no row belongs to any more are left out. So a file may be put together from several runs and still tell the commit of
-each row. A source that changes afterwards makes a row older, never wrong.
+``rows`` (one ``Timing`` each, with the number of its run). Measuring an operator again replaces its rows. Runs without
+rows are dropped. So several runs may fill a file, and each row still tells its commit. A source that changes afterwards
+makes a row older, never wrong.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _dumps(runs: Mapping[str, Any], rows: Iterable[Row]) -> str:
 
 
 def rate(row: Timing) -> str:
-    """What it moved or computed a second: bytes where they bound it, else FLOPs."""
+    """Work per second: bytes where they bound it, else FLOPs."""
     if not row.seconds:
         return ""
     if row.flops > 100 * row.bytes:

@@ -1,10 +1,10 @@
 """Searches a launcher's knobs on the device at one shape, and says what each knob is worth.
 
-The heuristic's configuration is tried first and is what every other is compared with, then the one in use, so that what
-is found is never slower than either. A candidate is rejected when it does not compile or run, when its result is not
-the heuristic's up to rounding, or when its result is not the same to the bit in repeated runs (a race). A GPU may be at
-its power limit for a part of the search, and the fastest of many is the luckiest; so the fastest few are timed again,
-in turns with those two, each after a pause, and those times count.
+It tries the heuristic's configuration first, which every other is compared with, then the one in use. So the result is
+never slower than either. A candidate is rejected when it does not compile or run, when its result is not the
+heuristic's up to rounding, or when its result differs between runs (a race). A GPU may be at its power limit for a part
+of the search, and the fastest of many is the luckiest. So the fastest few are timed again, in turns with those two,
+each after a pause, and those times count.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REPEATS = 5
 """Runs whose bits must be equal."""
 REPLAYS = 9
 WORTH = 1.01
-"""What a configuration must gain to be kept: less is within the spread, and each one kept is one more to compile."""
+"""What a configuration must gain to be kept. Less is within the spread, and each one kept is one more to compile."""
 FINALISTS = 3
 ROUNDS = 3
-"""The fastest are timed again beside the heuristic's and the one in use, in turns, so often."""
+"""How often the fastest are timed again beside the heuristic's and the one in use, in turns."""
 ROUNDING = 16
 """Largest difference from the heuristic's result, in units of the result's precision, in the 2-norm."""
 
@@ -75,7 +75,7 @@ class Found:
 
     @property
     def choice(self) -> Mapping[str, Any]:
-        """What to run with from now on: the best, or the heuristic's where that is as good."""
+        """What to run from now on: the best, or the heuristic's where that is as good."""
         return self.best.config if self.gain is None or self.gain >= WORTH else self.default
 
     def worth(self) -> dict[str, float | None]:

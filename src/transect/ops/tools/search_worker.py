@@ -17,7 +17,7 @@ from ..registry import all_ops, get
 from . import bench, search
 
 Unit = tuple[str, str, str]
-"""Names of an operator, of one of its launchers, and of a case."""
+"""The names of an operator, of one of its launchers, and of a case."""
 
 
 def start(units: Sequence[Unit], count: int, seconds: float = 180.0) -> None:

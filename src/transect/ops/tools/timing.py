@@ -1,7 +1,7 @@
 """How one call is timed: in a CUDA graph of many, eagerly between two events, or on the processor.
 
-All of it happens on one stream of its own, so that what autograd launches (on the stream of its forward pass) is
-captured with the rest.
+All of it happens on one stream of its own, so that the launches of autograd (on the stream of its forward pass) are
+captured too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 REPLAYS = 15
 WARM_SECONDS = 0.02
-"""Kept busy this long before the first time counts: clocks have then settled."""
+"""The device is kept busy this long before the first time counts, so that clocks have settled."""
 
 Calls = Sequence[Callable[[], Any]]
 
@@ -39,7 +39,7 @@ def own_stream() -> Iterator[None]:
 def time_graph(calls: Calls, replays: int = REPLAYS) -> list[float]:
     """Seconds of one call, for each replay of a CUDA graph that holds ``calls`` one after another.
 
-    Each is run once before: what is done only at the first call on an input (a weight repacked) is not timed.
+    Each call runs once before. So work at the first call on an input (such as repacking a weight) is not timed.
     """
     kept: list[Any] = []  # every call's result is kept, so that no two of them share memory
     with own_stream():

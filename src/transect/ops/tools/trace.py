@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..lang.jit import INTERPRETED, triton
+from ..lang.jit import INTERPRETED, interpreter_refusal, triton
 from ..registry import Op, Trace, Unavailable
 
 Program = tuple[int, int, int]
@@ -79,7 +79,7 @@ class Launch:
 
     @property
     def programs(self) -> list[Program]:
-        """In the order in which they ran."""
+        """The programs, in the order in which they ran."""
         x, y, z = self.grid
         return [(i, j, k) for i in range(x) for j in range(y) for k in range(z)]
 
@@ -88,7 +88,7 @@ class Launch:
         return list(dict.fromkeys(a.argument for a in self.accesses if a.kind != "load" and a.argument != OUTSIDE))
 
     def of(self, program: Program) -> list[Access]:
-        """What one program did, in order."""
+        """The accesses of one program, in order."""
         return [access for access in self.accesses if access.program == program]
 
 
@@ -104,6 +104,8 @@ def recording(watch: Sequence[str] = ()) -> Iterator[list[Launch]]:
     """
     if triton is None or not INTERPRETED:
         raise Unavailable("following a kernel needs Triton and its interpreter: set TRITON_INTERPRET=1")
+    if reason := interpreter_refusal(triton.__version__, np.__version__):
+        raise Unavailable(reason)
     from triton.runtime import interpreter
 
     builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
@@ -218,8 +220,8 @@ def _plain(value: Any) -> Any:
 
 
 def trace_of(op: Op) -> Trace:
-    """What ``op`` declares, else its smallest non-empty example through the first of its Triton implementations that
-    runs here.
+    """The trace that ``op`` declares, else its smallest non-empty example through the first of its Triton
+    implementations that runs here.
 
     Raises:
         ValueError: it has no Triton implementation.

@@ -19,6 +19,10 @@ class Objective(Protocol):
 
     position: Position
 
+    def described(self) -> Sequence[str]:
+        """What was read from each file, for the start of a run."""
+        ...
+
     def batches(self, step: int) -> Sequence[Batch]:
         """The micro-batches of ``step`` (from 0), on the host. A micro-batch counts by its ``num_labels``."""
         ...
@@ -35,6 +39,6 @@ class Objective(Protocol):
         """Validation: mean loss, number of labels, and bytes of text that these are (0: unknown); None without data."""
         ...
 
-    def fingerprint(self) -> str:
-        """Changes when the same position would mean other batches."""
+    def identity(self) -> dict[str, str]:
+        """Digests by part (``identity.py``): where they are the same, the same position means the same batches."""
         ...

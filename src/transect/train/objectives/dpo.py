@@ -4,18 +4,16 @@ For a prompt with a chosen answer c and a rejected one r, under the model p and 
 
     loss = -log sigmoid(beta ((log p(c) - log p0(c)) - (log p(r) - log p0(r))))
 
-p0 is needed only for its log-probabilities of the answers. They are computed once, before the first step, so no second
-model is kept. Data: JSONL with ``prompt`` (messages, or a string for one user message), ``chosen`` and
-``rejected`` (strings). A pair's two documents lie side by side in one micro-batch; a label of the step is a pair.
+p0 is needed only for its log-probabilities of the answers, so these are taken once, before the first step, and no
+second model is kept. Data: rows with ``chosen`` and ``rejected``, strings or messages, after a ``prompt`` or after the
+messages with which both begin. A pair's two documents lie side by side in one micro-batch; a label of the step is a
+pair.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,11 @@ from ...text.chat_template import ChatTemplate
 from ...text.tokenizer import Tokenizer
 from ..batches import Batch, best_fit, pack
 from ..config import DataConfig, TrainConfig
-from ..data import Position, said
+from ..data import Position
+from ..documents import Forms, said
+from ..files import find
+from ..identity import stream_identity
+from ..layouts import Form, Messages, Preference
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
 from ..tokens import TokenStream
@@ -59,12 +61,22 @@ class DPO:
         self.position = Position()
         self._metrics: list[Tensor] = []
         tools = trainable.tokenizer, trainable.template
-        self._train = _Pairs(read_pairs(config.data.train, *tools), config.data, config.seed)
+        self._described: list[str] = []
+        reading: dict[str, Any] = {"skip": config.data.on_bad_row == "skip", "tell": self._described.append}
+        self._train = _Pairs(read_pairs(config.data.train, *tools, **reading), config.data, config.seed)
+        if self._train.left_out:
+            self._described.append(
+                f"{self._train.left_out} of {self._train.pairs} pairs are longer than data.seq_len or data.micro_batch "
+                "and are left out"
+            )
         self._train.add_reference(trainable)
         self._validation: _Pairs | None = None
         if config.data.validation:
-            self._validation = _Pairs(read_pairs(config.data.validation, *tools), config.data, config.seed)
+            self._validation = _Pairs(read_pairs(config.data.validation, *tools, **reading), config.data, config.seed)
             self._validation.add_reference(trainable)
+
+    def described(self) -> Sequence[str]:
+        return self._described
 
     def batches(self, step: int) -> Sequence[Batch]:
         self._metrics = []
@@ -102,8 +114,8 @@ class DPO:
         self._metrics = kept
         return total / pairs, pairs, 0
 
-    def fingerprint(self) -> str:
-        return self._train.fingerprint()
+    def identity(self) -> dict[str, str]:
+        return self._train.identity()
 
 
 class _Pairs:
@@ -115,6 +127,7 @@ class _Pairs:
         lengths = stream.lengths().reshape(-1, 2)
         self._lengths = lengths.sum(1)
         self._usable = np.flatnonzero((lengths.max(1) <= config.seq_len) & (self._lengths <= config.micro_batch))
+        self.pairs, self.left_out = len(lengths), len(lengths) - len(self._usable)
         if not len(self._usable):
             raise ValueError("every pair is longer than data.seq_len or data.micro_batch: raise them")
         self._planned: tuple[int, list[list[int]]] | None = None
@@ -145,57 +158,61 @@ class _Pairs:
             documents = [side for pair in pairs for side in (2 * pair, 2 * pair + 1)]
             self.reference[documents] = sums.float().cpu()
 
-    def fingerprint(self) -> str:
-        key = f"{self.stream.fingerprint()} {self.config.seq_len} {self.config.micro_batch} {self.seed} pairs"
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
+    def identity(self) -> dict[str, str]:
+        sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed} pairs"
+        return {**stream_identity(self.stream), "sizes": sizes}
 
 
-def read_pairs(paths: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate) -> TokenStream:
-    """The pairs of JSONL files as documents: chosen, rejected, chosen, rejected, ...
+def read_pairs(
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    skip: bool = False,
+    tell: Callable[[str], None] = lambda said: None,
+) -> TokenStream:
+    """The pairs of files as documents: chosen, rejected, chosen, rejected, ...
+
+    Args:
+        skip: leave out rows that cannot be used.
+        tell: is told of each file what was found in it.
 
     Raises:
-        ValueError: no file, or a line that is no pair; its number is named.
+        ValueError: no file, or a row that is no pair; its place is named.
     """
-    if not paths:
-        raise ValueError("no data: name at least one file of pairs in data.train")
     tokens: list[int] = []
     trained: list[bool] = []
     ends: list[int] = []
-    for name in paths:
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}: correct data.train or data.validation")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            for ids, answer in _sides(line, f"{path}, line {number}", tokenizer, template):
+    forms = Forms(skip=skip)
+
+    def sides(form: Form) -> list[tuple[list[int], list[bool]]]:
+        if not isinstance(form, Preference):
+            raise ValueError('a pair needs "chosen" and "rejected"; without them set objective = "next_token"')
+        return [_side(form, answer, tokenizer, template) for answer in (form.chosen, form.rejected)]
+
+    for file in find(list(paths)):
+        if file.kind in ("text", "tokens"):
+            raise ValueError(f'{file.path} holds no pairs: objective = "dpo" needs rows with chosen and rejected')
+        for pair in forms.read(str(file.path), file.rows(), sides):
+            for ids, answer in pair:
                 tokens += ids
                 trained += answer
                 ends.append(len(tokens))
+    for tally in forms.tallies:
+        tell(str(tally))
     if not ends:
         raise ValueError(f"{', '.join(paths)} holds no pairs")
     return TokenStream(np.array(tokens, dtype=np.uint32), np.array(ends, dtype=np.uint64), np.array(trained))
 
 
-def _sides(line: str, where: str, tokenizer: Tokenizer, template: ChatTemplate) -> list[tuple[list[int], list[bool]]]:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if not isinstance(record, dict) or not {"prompt", "chosen", "rejected"} <= set(record):
-        raise ValueError(f'{where} needs "prompt", "chosen" and "rejected"')
-    prompt = record["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    sides = []
-    for key in ("chosen", "rejected"):
-        if not isinstance(record[key], str) or not record[key]:
-            raise ValueError(f'{where}: "{key}" must be text')
-        try:
-            opened = template.render(messages, add_generation_prompt=True)
-            answered = template.render([*messages, {"role": "assistant", "content": record[key]}], False)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        before = tokenizer.encode(opened, parse_special=True)
-        answer = tokenizer.encode(answered[len(opened) :], parse_special=True)
-        sides.append((before + answer, [False] * len(before) + said(answer, tokenizer)))
-    return sides
+def _side(
+    form: Preference, answer: Messages, tokenizer: Tokenizer, template: ChatTemplate
+) -> tuple[list[int], list[bool]]:
+    variables: dict[str, Any] = {"tools": form.tools} if form.tools else {}
+    opened = template.render([*form.prompt, *answer[:-1]], add_generation_prompt=True, **variables)
+    answered = template.render([*form.prompt, *answer], add_generation_prompt=False, **variables)
+    if not answered.startswith(opened):
+        raise ValueError("the chat template does not render an answer as the continuation of its prompt")
+    before = tokenizer.encode(opened, parse_special=True)
+    ids = tokenizer.encode(answered[len(opened) :], parse_special=True)
+    return before + ids, [False] * len(before) + said(ids, tokenizer)

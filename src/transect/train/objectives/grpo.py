@@ -22,7 +22,6 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from ...engine.sampling_params import SamplingParams
 from ..batches import IGNORE, Batch, best_fit
 from ..config import TrainConfig
 from ..data import Position
+from ..files import find
 from ..logprobs import batch_logprobs
 from ..model import Trainable
 from ..rollout import Answer, roll_out
@@ -81,6 +81,9 @@ class GRPO:
         self._seen: list[tuple[Tensor, int]] = []
         self._summary: dict[str, float] = {}
 
+    def described(self) -> Sequence[str]:
+        return [f"{len(self._prompts)} prompts from {', '.join(self._config.data.train)}"]
+
     def batches(self, step: int) -> Sequence[Batch]:
         settings, model = self._config.grpo, self._trainable.model
         chosen = self._choose(settings.prompts)
@@ -120,9 +123,9 @@ class GRPO:
     def evaluate(self) -> tuple[float, int, int] | None:
         return None
 
-    def fingerprint(self) -> str:
-        key = json.dumps([self._records, self._config.seed], sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
+    def identity(self) -> dict[str, str]:
+        records = json.dumps([self._records, self._prompts], sort_keys=True, ensure_ascii=False, default=str)
+        return {"data": hashlib.sha256(records.encode()).hexdigest(), "sizes": str(self._config.seed)}
 
     def _choose(self, count: int) -> list[int]:
         """Take the next prompts, in the shuffled order of their epoch."""
@@ -171,24 +174,19 @@ class GRPO:
 
 
 def read_prompts(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Lines of JSONL with a ``prompt``: a string or messages. ValueError names a bad line."""
+    """Rows with a ``prompt``: a string or messages. ValueError names the place of a bad row."""
     records = []
-    for name in paths:
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}: correct data.train")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-            if not isinstance(record, dict) or not record.get("prompt"):
-                raise ValueError(f'{path}, line {number} needs a "prompt"')
-            records.append(record)
+    for file in find(list(paths)):
+        if file.kind in ("text", "tokens"):
+            raise ValueError(f'{file.path} holds no prompts: objective = "grpo" needs rows with a "prompt"')
+        for where, row in file.rows():
+            if isinstance(row, ValueError):
+                raise ValueError(f"{where}: {row}")
+            if not row.get("prompt"):
+                raise ValueError(f'{where} needs a "prompt"; its keys are {", ".join(map(str, row))}')
+            records.append(dict(row))
     if not records:
-        raise ValueError("no prompts: name a JSONL file with them in data.train")
+        raise ValueError("no prompts: name a file with them in data.train")
     return records
 
 

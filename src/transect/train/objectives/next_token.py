@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -24,11 +25,15 @@ class NextToken:
         vocab_size = trainable.source.config.vocab_size
         tools = vocab_size, trainable.tokenizer, trainable.template
         ahead = trainable.device.type != "cpu"
-        self.loader = Loader(load_stream(config.data.train, *tools), config.data, config.seed, ahead=ahead)
+        self._described: list[str] = []
+        reading: dict[str, Any] = {"skip": config.data.on_bad_row == "skip", "tell": self._described.append}
+        stream = load_stream(config.data.train, *tools, **reading)
+        self.loader = Loader(stream, config.data, config.seed, ahead=ahead)
         self.validation: Loader | None = None
         self._validation_bytes: int | None = None
         if config.data.validation:
-            self.validation = Loader(load_stream(config.data.validation, *tools), config.data, config.seed)
+            held_out = load_stream(config.data.validation, *tools, **reading)
+            self.validation = Loader(held_out, config.data, config.seed)
 
     @property
     def position(self) -> Position:
@@ -37,6 +42,9 @@ class NextToken:
     @position.setter
     def position(self, value: Position) -> None:
         self.loader.position = value
+
+    def described(self) -> Sequence[str]:
+        return self._described
 
     def batches(self, step: int) -> Sequence[Batch]:
         return [next(self.loader) for _ in range(self._accumulate)]
@@ -71,5 +79,5 @@ class NextToken:
             if token not in tokenizer.special_ids
         )
 
-    def fingerprint(self) -> str:
-        return self.loader.fingerprint()
+    def identity(self) -> dict[str, str]:
+        return self.loader.identity()

@@ -140,7 +140,7 @@ def test_gradients_are_right_and_repeat(
 
     def peer(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        function = fa.reference if dtype == torch.float64 else fa._peer
+        function = fa.reference if dtype == torch.float64 else fa.peers.torchs
         return torch.autograd.grad(function(*leaves, *options), leaves, g.to(dtype))
 
     exact, torchs = peer(torch.float64), errors(peer(dtype), peer(torch.float64))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from cuda_kernels import int4_weight
 
+from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear.packed import int4_matmul
 from transect.ops.numerics import sample
 
@@ -14,7 +15,7 @@ def device() -> str:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return "cuda"
-    if not int4_matmul.INTERPRETED:
+    if not INTERPRETED:
         pytest.skip("needs a GPU or Triton's interpreter")
     return "cpu"
 

@@ -1,7 +1,8 @@
 """Causal attention over packed documents, and prompts that a step holds whole.
 
 * ``attention.py``        the operator of the model
-* ``flash_attention.py`` (``flash_attention.cu``)  forward pass by tiles
+* ``flash_attention.py`` (``flash_attention.cu``)  the operator; ``triton.py``: its portable kernel
+* ``peers.py``            what it is raced against
 * ``backward.py``         its gradient
 * ``hopper.py``, ``backward_hopper.py``: both for Hopper
 * ``tiling.py``           what they share

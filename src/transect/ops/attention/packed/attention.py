@@ -53,7 +53,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float,
 
 
 def by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """As ``reference``, one document after another through torch's fused attention: scores of a document at a time."""
+    """``reference``, one document after another through torch's fused attention, so it holds the scores of one document
+    at a time."""
     outputs = []
     bounds = cu_seqlens.tolist()
     for start, end in pairwise(bounds):

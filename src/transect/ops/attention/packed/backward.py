@@ -8,28 +8,27 @@ upstream gradient g = dL/do:
     p_ij = exp(s_ij) / sum_k exp(s_ik)    ds_ij = p_ij (dp_ij - D_i)   with D_i = sum_k p_ik dp_ik = g_i . o_i
     s_ij = scale q_i . k_j                dq_i = scale sum_j ds_ij k_j        dk_j = scale sum_i ds_ij q_i
 
-The Jacobian of softmax, diag(p) - p p^T, is what turns dp into ds; its second term needs the sum over all keys of
-p dp, and that is g . o, because o = sum p v. So D is one number for each query, computed first, by a kernel of its own.
+The Jacobian of softmax, diag(p) - p p^T, turns dp into ds. Its second term needs the sum over all keys of p dp, and
+that is g . o, because o = sum p v. So D is one number for each query, and a kernel of its own computes it first.
 
 dk and dv are sums over queries, dq is a sum over keys. There are two ways, and ``backward`` chooses:
 
-* Two kernels (this file, every device): one holds BN keys and walks over the queries (of all heads that share the key
-  head), the other holds BM queries and walks over the keys. Both compute s and dp: 7 products where 5 would do, and in
-  return no sum is shared by two programs: the gradient is the same to the bit in every run.
-* One kernel (``packed/backward_hopper.py``: Hopper, 16 bits): 5 products, 1.4 to 1.9 times as
-  fast; dq is added to memory by many programs, so its last bits differ from run to run. Not where
-  torch.use_deterministic_algorithms is on.
+* Two kernels (this file, every device). One holds BN keys and walks over the queries of all heads that share the key
+  head. The other holds BM queries and walks over the keys. Both compute s and dp: 7 products where 5 would do. In
+  return no two programs share a sum, and the gradient is the same to the bit in every run.
+* One kernel (``packed/backward_hopper.py``: Hopper, 16 bits): 5 products. Many programs add to dq in memory, so its
+  last bits differ from run to run. It does not run where torch.use_deterministic_algorithms is on.
 
-In both, heads that share a key head are summed by the program that holds the keys: no memory, no second pass. (Where
-few key heads and short sequences leave multiprocessors idle, splitting the group would be faster; that is not done.)
+In both, the program that holds the keys sums over the heads that share a key head: no memory, no second pass.
 
-In a CUDA graph: capture forward and backward together, or run the forward on the capturing stream. Autograd runs a
-backward, of any operator, on the stream of its forward; with a forward on the default stream CUDA gives up the capture
-(StreamCaptureInvalidated). Nothing needs to be warmed up.
+In a CUDA graph, capture forward and backward together, or run the forward on the capturing stream. Autograd runs the
+backward of any operator on the stream of its forward; with a forward on the default stream CUDA gives up the capture
+(StreamCaptureInvalidated). Nothing needs a warm-up.
 
 Shapes: as in ``flash_attention.py``; g like q, L ``[H, T]`` float32. Softmax and sums in float32; p and ds are rounded
 to the inputs' dtype for the products, as every fused attention does.
-Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
+
+Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691. Times are in ``docs/lab-notes/attention.md``.
 """
 
 from __future__ import annotations
@@ -226,9 +225,9 @@ def _backward_queries(  # type: ignore[no-untyped-def]
 
 KEYS, QUERIES = "keys", "queries"
 STAGES = {KEYS: 1, QUERIES: 2}
-"""On Hopper. The kernel of the keys must not be pipelined. With 2 stages Triton 3.6 gives its queries a ring of one
-tile, leaves the last product of dk running, which reads that tile, and starts the copy of the next queries onto it
-(seen in its TTGIR, and on an H200 as dk off by 1e-2 and different in every run). The kernel of the queries gets a ring
+"""Pipeline stages on Hopper. The kernel of the keys must not be pipelined. With 2 stages Triton 3.6 gives its queries a
+ring of one tile, leaves the last product of dk running, which reads that tile, and starts the copy of the next queries
+onto it (visible in its TTGIR; dk is then off by 1e-2 and different in every run). The kernel of the queries gets a ring
 of two: a copy lands on the tile of the step before, whose products have been waited for."""
 
 

@@ -1,40 +1,37 @@
 """The gradient of flash attention for Hopper GPUs: one kernel for dq, dk and dv, 5 products in place of 7.
 
-The math and the kernels for every other GPU (and for the interpreter) are in ``packed/backward.py``; this file
-computes the same gradients, in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of Triton
-in which layouts, shared memory, barriers and the roles of warps are spelled out.
+The math and the kernels for every other GPU (and for the interpreter) are in ``packed/backward.py``. This file computes
+the same gradients in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of Triton that
+spells out layouts, shared memory, barriers and the roles of warps.
 
-A program owns 128 keys of one key head and walks over the queries that see them, 64 at a time, of all query heads that
-share the key head one after another: so the sum over a group of heads is made in registers and costs nothing. Scores
-are kept with the keys as rows. For each tile of queries:
+A program owns 128 keys of one key head. It walks over the queries that see them, 64 at a time, of all query heads that
+share the key head, one head after another. So the sum over a group of heads happens in registers and costs nothing.
+Scores have the keys as rows. For each tile of queries:
 
     s' = k q'     dp' = v g'     p' = exp2(scale2 s' - L)     ds' = p' (dp' - D)
     dv += p' g    dk += ds' q    dq += ds k
 
-p' then is the left operand of dv as it lies in registers. ds' goes through shared memory, once, for dk and, transposed,
-for dq. k, v and the tiles of q and g, L and D are brought by one warp that only *fetches* (``_fetch``), with 24
-registers a thread, into a ring of STAGES tiles; two warpgroups *work* (``_work``), each on 64 of the keys, with 240
-registers a thread: 128 of them for dk and dv, 64 for s' and dp'. ``full[slot]`` says that a copy has arrived,
-``empty[slot]`` that both warpgroups have read it.
+p' is then the left operand of dv as it lies in registers. ds' goes through shared memory once, for dk and, transposed,
+for dq. One warp only *fetches* (``_fetch``): it brings k, v, the tiles of q and g, L and D into a ring of STAGES tiles,
+and has 24 registers a thread. Two warpgroups *work* (``_work``), each on 64 of the keys, with 240 registers a thread:
+128 for dk and dv, 64 for s' and dp'. ``full[slot]`` says that a copy has arrived, ``empty[slot]`` that both warpgroups
+have read it.
 
-In a step the products are issued without waiting: dp' runs while p' is computed, dv while ds' is, dk while dq is added
-to memory, and on into the next step's s'.
+A step issues its products without waiting: dp' runs while p' is computed, dv while ds' is, dk while dq is added to
+memory, and on into the next step's s'.
 
-dq is a sum over keys, and so over programs: each adds its part to a float32 workspace, in no fixed order. So dk and dv
-are the same to the bit in every run, and dq up to the rounding of float32 sums. Where that is not wanted
-(``torch.use_deterministic_algorithms``) the two kernels of ``packed/backward.py`` run. The workspace holds
-each tile of dq in the order in which threads hold it (``_in_fragment_order``): 512 bytes for each instruction of a
-warp. In the order of rows a warp reaches 8 rows, 32 bytes of each; the additions then kept shared memory's data path
-busy, and the whole was 1.3 times slower. A last kernel puts dq in order, scaled and rounded (``finish_kernel``).
+dq is a sum over keys, and so over programs. Each adds its part to a float32 workspace, in no fixed order. So dk and dv
+are the same to the bit in every run, and dq up to the rounding of float32 sums. With
+``torch.use_deterministic_algorithms`` the two kernels of ``packed/backward.py`` run instead. The workspace holds each
+tile of dq in the order in which threads hold it (``_in_fragment_order``): 512 bytes for each instruction of a warp. A
+last kernel puts dq in order, scaled and rounded (``finish_kernel``).
 
-Bound by: the tensor cores have work 62 to 68% of the time, and the data path of shared memory, which feeds them, 68 to
-76%: a product of 64 rows and 64 columns with both operands in shared memory asks for all 128 bytes a cycle that it has,
-and s', dp' and dq are such products. 128 queries at a time would halve that, but not fit the registers. What is left is
-mostly waiting at barriers: the warpgroups meet twice in a step, because dq needs the ds' of both. (Counters, and times
-beside cuDNN's: benchmarks/attention_backward.py.) Taking the scores of the next tile before this one's dq, so that
-exponentials run beside products, was slower: it spills.
+Bound by the tensor cores and by the data path of shared memory, which feeds them: a product of 64 rows and 64 columns
+with both operands in shared memory asks for all 128 bytes a cycle, and s', dp' and dq are such products. The rest is
+mostly waiting at barriers: the warpgroups meet twice in a step, because dq needs the ds' of both.
 
 Source: Dao 2023, arXiv:2307.08691 (loop order, atomic dq); Shah et al. 2024, arXiv:2407.08608 (roles, overlap).
+Counters, and what was tried and lost, are in ``docs/lab-notes/attention.md``.
 """
 
 from __future__ import annotations
@@ -45,14 +42,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...lang.gluon_language import (
+    async_load,
+    block_barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    gluon_kernel,
+    mbarrier,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from ...lang.jit import kernel, tl
 from ...registry import Kernel
-from .hopper import fence_async_shared, gl, gluon, mbarrier, takes, tma, warpgroup_mma, warpgroup_mma_wait
+from .hopper import takes
 from .tiling import LOG2E, check, find_tile, fits_descriptor, seen
-
-warpgroup_mma_init: Any = None
-if gluon is not None:
-    from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init  # type: ignore[no-redef]
 
 BM = 64
 """Queries of a tile."""
@@ -62,29 +68,24 @@ STAGES = 3
 """Tiles of queries in shared memory."""
 
 
-def _kernel(function: Any) -> Any:
-    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
-    return function if gluon is None else gluon.jit(function)
-
-
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@_kernel
+@gluon_kernel
 def _copied(x, CONSTRAINT: gl.constexpr):  # type: ignore[no-untyped-def]
     """x, copied by an instruction that the compiler can neither move nor see through."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", CONSTRAINT, [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
-@_kernel
+@gluon_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, g, lse, delta, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, kv_full, full, empty, total, first_j,
     kv_head, low, high, end, tokens, GROUP: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The one warp that has the copy engine bring k, v and the tiles of queries, and brings L and D itself."""
+    """The warp that has the copy engine bring k, v and the tiles of queries, and that brings L and D itself."""
     mbarrier.expect(kv_full, 2 * k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [first_j, kv_head, 0], kv_full, k_tile.index(0))
-    tma.async_copy_global_to_shared(v, [first_j, kv_head, 0], kv_full, v_tile.index(0))
+    async_load(k, [first_j, kv_head, 0], kv_full, k_tile.index(0))
+    async_load(v, [first_j, kv_head, 0], kv_full, v_tile.index(0))
     start = low
     head = kv_head * GROUP
     lane = gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -97,8 +98,8 @@ def _fetch(  # type: ignore[no-untyped-def]
         mbarrier.wait(empty.index(slot), (n // STAGES + 1) % 2)
         arrived = full.index(slot)
         mbarrier.expect(arrived, 2 * q.block_type.nbytes)
-        tma.async_copy_global_to_shared(q, [start, head, 0], arrived, q_ring.index(slot))
-        tma.async_copy_global_to_shared(g, [start, head, 0], arrived, g_ring.index(slot))
+        async_load(q, [start, head, 0], arrived, q_ring.index(slot))
+        async_load(g, [start, head, 0], arrived, g_ring.index(slot))
         lse_ring.index(slot).store(big_l)
         delta_ring.index(slot).store(at_delta)
         mbarrier.arrive(arrived, count=1)
@@ -108,16 +109,16 @@ def _fetch(  # type: ignore[no-untyped-def]
             head += 1
 
 
-@_kernel
+@gluon_kernel
 def _in_fragment_order(x, BM: gl.constexpr, DP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """dq of a tile, ``[BM * DP]``, in an order in which the 4 numbers that a thread adds at a time are neighbours, and
-    so are those of neighbouring threads: 512 bytes for each instruction of a warp. In the order of rows the warp would
-    reach 8 rows, 32 bytes of each."""
+    """dq of a tile, ``[BM * DP]``, in an order where the 4 numbers that a thread adds at a time are neighbours, and so
+    are those of neighbouring threads: 512 bytes for each instruction of a warp. In the order of rows a warp would reach
+    8 rows, 32 bytes of each."""
     x = x.reshape([4, 2, 8, 2, DP // 16, 4, 2])  # rows: warp, half, lane; columns: warpgroup, 8s, lane, pair
     return x.permute((3, 0, 4, 2, 5, 1, 6)).reshape([BM * DP])
 
 
-@_kernel
+@gluon_kernel
 def _work(  # type: ignore[no-untyped-def]
     dq, dk, dv, q_ring, g_ring, lse_ring, delta_ring, k_tile, v_tile, ds_tile, kv_full, full, empty, total, first_j,
     kv_head, low, high, end, first_block, blocks, scale, scale2, window, H: gl.constexpr, GROUP: gl.constexpr,
@@ -172,7 +173,7 @@ def _work(  # type: ignore[no-untyped-def]
         # Its own products of the step before, which read its rows of this tile (dk), are done; everyone's dq too.
         ds_at.store((p * (dp - at_delta[None, :])).to(HALF))
         fence_async_shared()
-        gl.thread_barrier()
+        block_barrier()
         # Every warp is past its products of the step before, so that step's tiles may be overwritten.
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
         grad_q = warpgroup_mma(ds_at.permute((1, 0)), keys, no_queries, use_acc=False, is_async=True)
@@ -195,7 +196,7 @@ def _work(  # type: ignore[no-untyped-def]
     gl.store(dv + out, grad_v.to(HALF), inside)
 
 
-@_kernel
+@gluon_kernel
 def gradient_kernel(  # type: ignore[no-untyped-def]
     q, k, v, g, lse, delta, dq, dk, dv, cu, documents, tokens, blocks, scale, scale2, window,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
@@ -295,10 +296,8 @@ def backward(
     """Gradients of q, k and v from the upstream gradient, L and D ``[H, T]`` float32.
 
     Raises:
-        ValueError: shapes that do not fit each other, or inputs that it does not take.
+        ValueError: shapes that do not fit each other, or inputs that this kernel does not take.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     q, k, v = check(q, k, v, cu_seqlens)
     g, lse, delta = g.contiguous(), lse.contiguous(), delta.contiguous()
     if not takes(q, k, v) or not fits_descriptor(g):
@@ -312,8 +311,8 @@ def backward(
     documents = len(cu_seqlens) - 1
     blocks = tokens // BM + documents
     workspace = torch.zeros((heads, blocks, BM * columns), dtype=torch.float32, device=q.device)
-    q_tiles, g_tiles = (TensorDescriptor.from_tensor(t, [BM, 1, columns], _tile_layout()) for t in (q, g))
-    k_tiles, v_tiles = (TensorDescriptor.from_tensor(t, [BN, 1, columns], _tile_layout()) for t in (k, v))
+    q_tiles, g_tiles = (tensor_descriptor(t, [BM, 1, columns], _tile_layout()) for t in (q, g))
+    k_tiles, v_tiles = (tensor_descriptor(t, [BN, 1, columns], _tile_layout()) for t in (k, v))
     gradient_kernel[(tokens // BN + documents, k.shape[1])](
         q_tiles, k_tiles, v_tiles, g_tiles, lse, delta, workspace, dk, dv, cu_seqlens, documents, tokens,
         blocks, scale, scale * LOG2E, window or 0, H=heads, GROUP=heads // k.shape[1], D=d, DP=columns, BM=BM, BN=BN,
@@ -326,7 +325,7 @@ def backward(
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     if gluon is None:
         return []
     tiles = {

@@ -1,24 +1,26 @@
-// Flash attention forward in bfloat16, written to be read; the math is in flash_attention.py. Documents packed one behind
-// the other, causal, full or windowed, query heads sharing key heads, heads of 64 or 128.
+// Flash attention forward in bfloat16, written to be read; the math is in flash_attention.py. Documents packed one
+// behind the other, causal, full or windowed, query heads sharing key heads, heads of 64 or 128.
 //
-// A block of 4 warps holds 64 queries of one head, a warp 16 of them, and walks over tiles of 64 keys. What makes it flash
-// attention is what a thread keeps in registers from tile to tile: for two of the queries the largest score so far (m), the
-// sum of powers (l), and a part of the output not yet divided by it (o). A score never leaves the registers:
+// A block of 4 warps holds 64 queries of one head, a warp 16 of them, and walks over tiles of 64 keys. What makes it
+// flash attention is what a thread keeps in registers from tile to tile: for two of the queries the largest score so
+// far (m), the sum of powers (l), and a part of the output not yet divided by it (o). A score never leaves the
+// registers:
 //
 //   s = q k'      tensor cores, m16n8k16: a warp multiplies its 16 queries by 8 keys, 16 columns of the head at a time
 //   p = 2^(s-m)   the registers that hold s as a *result* hold p as the *left operand* of the next product: the same
 //   o += p v      threads, the same rows, so nothing is moved between them
 //
-// While one tile is multiplied the next comes in by asynchronous copies (two buffers). Rows in shared memory are 16 bytes
-// longer than they need to be, so that the 8 rows which ldmatrix reads at once lie in different banks.
+// While one tile is multiplied the next comes in by asynchronous copies (two buffers). Rows in shared memory are 16
+// bytes longer than they need to be, so that the 8 rows which ldmatrix reads at once lie in different banks.
 //
-// Bound by: arithmetic, 4 d FLOPs for each visible pair (d = 128, 4096 tokens: about 1000 FLOPs a byte). Predicted: mma.sync
-// reaches about 60% of what Hopper's own instructions (wgmma) do, and here a warp waits for its scores, then for its
-// exponentials, then for its output, with only 8 warps on a multiprocessor to fill the gaps: 40% of cuDNN, 200 to 250
-// TFLOP/s. Unfused attention writes the scores, masks them, reads them for the softmax, writes p and reads it again: at 64
-// heads of 4096 tokens 10 to 13 GB, at least 3 ms, where this kernel needs none of it.
-// Measured on one H200, 64 heads of 4096 tokens, causal: 1.2 ms at d = 128, 230 TFLOP/s, 0.40 of cuDNN; 0.65 ms at d = 64,
-// 0.51 of it. Unfused in torch: 8.6 ms, for its softmax and mask run far under the bandwidth. Full: 240 TFLOP/s, 0.37.
+// Bound by: arithmetic, 4 d FLOPs for each visible pair (d = 128, 4096 tokens: about 1000 FLOPs a byte). Predicted:
+// mma.sync reaches about 60% of what Hopper's own instructions (wgmma) do, and here a warp waits for its scores, then
+// for its exponentials, then for its output, with only 8 warps on a multiprocessor to fill the gaps: 40% of cuDNN, 200
+// to 250 TFLOP/s. Unfused attention writes the scores, masks them, reads them for the softmax, writes p and reads it
+// again: at 64 heads of 4096 tokens 10 to 13 GB, at least 3 ms, where this kernel needs none of it.
+// Measured on one H200, 64 heads of 4096 tokens, causal: 1.2 ms at d = 128, 230 TFLOP/s, 0.40 of cuDNN; 0.65 ms at d =
+// 64, 0.51 of it. Unfused in torch: 8.6 ms, for its softmax and mask run far under the bandwidth. Full: 240 TFLOP/s,
+// 0.37.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -67,7 +69,8 @@ __device__ void load_matrices_transposed(unsigned (&r)[4], const half_t* row) {
 // c [16, 8] += a [16, 16] b [16, 8]. Thread t holds of c rows t / 4 and t / 4 + 8, columns t % 4 * 2 and the one after.
 __device__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -261,8 +264,9 @@ static int launch(const Problem& a, cudaStream_t stream) {
   return (int)cudaGetLastError();
 }
 
-// q [T, H, d], k and v [T, H / group, d] bfloat16 with the given strides (in elements, multiples of 8; the last is 1) from
-// multiples of 16 bytes on; out [T, H, d] dense; lse [H, T] float32; starts [documents + 1] int32. window 0 means none.
+// q [T, H, d], k and v [T, H / group, d] bfloat16 with the given strides (in elements, multiples of 8; the last is 1)
+// from multiples of 16 bytes on; out [T, H, d] dense; lse [H, T] float32; starts [documents + 1] int32. window 0 means
+// none.
 // Returns cudaGetLastError(), or -1 for heads that are not 64 or 128.
 extern "C" int transect_flash_attention(const void* q, const void* k, const void* v, void* out, float* lse,
                                         const int* starts, int documents, int tokens, int heads, int group, int d,

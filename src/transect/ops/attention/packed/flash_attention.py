@@ -8,12 +8,12 @@ tokens:
 
 **Forward.** A program holds BM queries of one head and walks over tiles of BN keys. It keeps, for each query, the
 largest score so far m, the sum l of exp(s - m), and the output o not yet divided (Milakov & Gimelshein 2018). A new
-tile with the largest score m' multiplies what was summed before by exp(m - m'): that is all it takes for the softmax
-never to need a second look. Only o and L = m + log l leave the program: T H (d + 1) numbers, not T^2 H.
+tile with the largest score m' multiplies the earlier sums by exp(m - m'). So the softmax never needs a second look.
+Only o and L = m + log l leave the program: T H (d + 1) numbers, not T^2 H.
 
-Two kernels do that: the one of this file, which runs everywhere, and on Hopper the one in ``packed/hopper.py``
-for 16-bit heads of 64, 96 and 128, up to 1.4 times faster there. ``forward`` chooses by device, dtype, head size,
-strides, and how long the documents are on average. ``flash_attention.cu`` is the forward pass in CUDA C++, to be read.
+Two kernels do this: the one of this file, which runs everywhere, and on Hopper the one in ``packed/hopper.py`` for
+16-bit heads of 64, 96 and 128. ``forward`` chooses by device, dtype, head size, strides, and the average length of the
+documents. ``flash_attention.cu`` is the forward pass in CUDA C++, to be read.
 
 **Backward.** The gradient, its derivation and its kernels are in ``packed/backward.py``.
 
@@ -29,29 +29,29 @@ Bound by arithmetic for documents of more than a few hundred tokens: 4 d FLOPs f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from ... import shapes
 from ...counting import visible_pairs
 from ...lang import cuda
-from ...lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, tl
-from ...lang.tiles import dot
+from ...lang.jit import INTERPRETED, TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, Trace, register
 from . import hopper as hopper
+from . import peers
 from .backward import backward as backward
 from .backward import gradient_op
 from .backward import kernels as backward_kernels
-from .tiling import LOG2E, Tiling, check, descriptor, find_tile, fits_descriptor, load_tile, padded, seen
+from .tiling import LOG2E, Tiling, check, descriptor, fits_descriptor, padded
+from .triton import _forward
+from .triton import kernels as forward_kernels
 
 
 def reference(
@@ -96,91 +96,6 @@ def exact(
             heads.append(checkpoint(reference, *inputs, alone, scale, causal, window, use_reentrant=False))
         documents.append(torch.cat(heads, 1))
     return torch.cat(documents)
-
-
-# ---------------------------------------------------------------------------------------------------------- kernels
-
-
-@kernel
-def _walk_keys(  # type: ignore[no-untyped-def]
-    acc, l, m, q, k, v, first, last, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASK: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
-    """The online softmax over the keys from ``first`` to ``last``."""
-    for start in range(first, last, BN):
-        keys = load_tile(k, start, end, kv_head, k_t, k_h, D, DP, BN, BULK)
-        s = dot(q, keys.T, tl.zeros((q.shape[0], BN), tl.float32))
-        if MASK:
-            s = tl.where(
-                seen(i[:, None], start + tl.arange(0, BN)[None, :], end, window, CAUSAL, WINDOW), s, -float("inf")
-            )
-        new_m = tl.maximum(m, tl.max(s, 1) * scale2)
-        shift = new_m
-        if MASK:
-            shift = tl.where(new_m == -float("inf"), 0.0, new_m)  # nothing seen yet: exp2(-inf) is 0, not NaN
-        p = tl.exp2(s * scale2 - shift[:, None])
-        fade = tl.exp2(m - shift)
-        l = l * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None]
-        values = load_tile(v, start, end, kv_head, v_t, v_h, D, DP, BN, BULK)
-        acc = dot(p.to(q.dtype), values, acc)
-        m = new_m
-    return acc, l, m
-
-
-@kernel
-def _forward(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, cu, documents, tokens, scale2, window, q_t, q_h, k_t, k_h, v_t, v_h,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
-    """BM queries of one head. Axis 0: tiles of queries, the last first (they see most); axis 1: heads."""
-    document, tile = find_tile(tl.num_programs(0) - 1 - tl.program_id(0), cu, documents, BM)
-    begin = tl.load(cu + document)
-    end = tl.load(cu + document + 1)
-    first_i = begin + tile * BM
-    if first_i < end:
-        head = tl.program_id(1)
-        kv_head = head // GROUP
-        i = first_i + tl.arange(0, BM)
-        queries = load_tile(q, first_i, end, head, q_t, q_h, D, DP, BM, False)
-        acc = tl.zeros((BM, DP), tl.float32)
-        l = tl.zeros((BM,), tl.float32)
-        m = tl.full((BM,), -float("inf"), tl.float32)
-        # Keys [low, high) are seen by some query of the tile, [low_full, high_full) by every one.
-        low = begin
-        high = end
-        high_full = end
-        if CAUSAL:
-            high = min(end, first_i + BM)
-            high_full = min(end, first_i + 1)
-        low_full = low
-        if WINDOW:
-            low = max(begin, begin + (first_i - window + 1 - begin) // BN * BN)
-            low_full = max(low, begin + (first_i + BM - window - begin + BN - 1) // BN * BN)
-            if not CAUSAL:
-                high = min(end, first_i + BM + window - 1)
-                high_full = min(end, first_i + window)
-        high_full = max(low, begin + (high_full - begin) // BN * BN)
-        low_full = min(low_full, high_full)
-        if WINDOW:
-            acc, l, m = _walk_keys(
-                acc, l, m, queries, k, v, low, low_full, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
-                D, DP, BN, CAUSAL, WINDOW, True, BULK,
-            )  # fmt: skip
-        acc, l, m = _walk_keys(
-            acc, l, m, queries, k, v, low_full, high_full, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
-            D, DP, BN, CAUSAL, WINDOW, False, BULK,
-        )  # fmt: skip
-        acc, l, m = _walk_keys(
-            acc, l, m, queries, k, v, high_full, high, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,
-            D, DP, BN, CAUSAL, WINDOW, True, BULK,
-        )  # fmt: skip
-        d = tl.arange(0, DP)
-        at = out + i[:, None].to(tl.int64) * (H * D) + head * D + d[None, :]
-        tl.store(at, (acc / l[:, None]).to(out.dtype.element_ty), (i < end)[:, None] & (d < D)[None, :])
-        tl.store(lse + head.to(tl.int64) * tokens + i, m + tl.log2(l), i < end)
 
 
 # -------------------------------------------------------------------------------------------------------- launchers
@@ -229,7 +144,7 @@ def forward(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """As ``reference``, without holding scores."""
+    """``reference`` without holding scores."""
     return forward(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 
@@ -305,7 +220,7 @@ _attention_op.register_autograd(_backward_op, setup_context=_save)
 def flash_attention_autograd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """As ``flash_attention``, through ``torch.library``: gradients, fake tensors, ``torch.compile``."""
+    """``flash_attention`` through ``torch.library``: gradients, fake tensors, ``torch.compile``."""
     return _attention_op(q, k, v, cu_seqlens, scale, causal, window)[0]
 
 
@@ -345,98 +260,6 @@ def gradient_cost(
     pairs = _pairs(cu_seqlens, causal, window)
     read = 3 * q.nbytes + k.nbytes + v.nbytes
     return Cost(10 * pairs * q.shape[1] * q.shape[2], read, q.nbytes + k.nbytes + v.nbytes)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """``[documents, heads, n, d]`` where all documents have n tokens, else None. While a CUDA graph is recorded the
-    lengths cannot be read: then they are taken to be equal, as they were in the call before it."""
-    documents = len(cu_seqlens) - 1
-    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        bounds = cu_seqlens.tolist()
-        if len({end - start for start, end in pairwise(bounds)}) != 1 or bounds[-1] != q.shape[0]:
-            return None
-    first, second, third = (x.unflatten(0, (documents, -1)).transpose(1, 2) for x in (q, k, v))
-    return first, second, third
-
-
-def _peer(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None
-) -> Tensor:
-    """torch's scaled_dot_product_attention, one document after another where their lengths differ."""
-    attend: Any = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
-    dense: Any = None if window is not None else _dense(q, k, v, cu_seqlens)
-    if dense is not None:
-        out: Tensor = attend(*dense, is_causal=causal)
-        return out.transpose(1, 2).flatten(0, 1)
-    outputs = []
-    bounds = cu_seqlens.tolist()
-    for start, end in pairwise(bounds):
-        heads_first: Any = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        mask = None
-        if window is not None:
-            position = torch.arange(end - start, device=q.device)
-            distance = position[:, None] - position[None]
-            mask = (distance.abs() < window) & ((distance >= 0) | (not causal))
-        out = attend(*heads_first, attn_mask=mask, is_causal=causal and mask is None)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def _equal_documents(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A peer from ``compute(q, k, v, scale, causal)`` on ``[documents, heads, n, d]``."""
-
-    def peer(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-    ) -> Tensor:
-        dense = None if window is not None else _dense(q, k, v, cu_seqlens)
-        if dense is None:
-            raise ValueError("this peer takes documents of one length and no window: compare with the peer 'torch'")
-        return compute(*dense, scale, causal).transpose(1, 2).flatten(0, 1)
-
-    return peer
-
-
-def _fused(backend: SDPBackend) -> Callable[..., Tensor]:
-    def compute(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-
-    return compute
-
-
-@functools.cache
-def _compiled_flex() -> tuple[Any, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    return torch.compile(flex_attention), functools.cache(create_block_mask)
-
-
-def _not_later(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """torch's flex_attention, compiled."""
-    attend, block_mask = _compiled_flex()
-    mask = block_mask(_not_later, None, None, q.shape[2], k.shape[2], q.device) if causal else None
-    out: Tensor = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out
-
-
-def _unfused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Two products and a softmax, with all scores in memory."""
-    group = q.shape[1] // k.shape[1]
-    scores = q * scale @ k.repeat_interleave(group, 1).transpose(-1, -2)
-    if causal:
-        position = torch.arange(q.shape[2], device=q.device)
-        scores = scores.masked_fill_(position[:, None] < position[None], -torch.inf)
-    return scores.softmax(-1) @ v.repeat_interleave(group, 1)
 
 
 def _examples() -> Sequence[dict[str, Any]]:
@@ -499,33 +322,7 @@ def _cases() -> Sequence[Case]:
 
 
 def _kernels() -> Sequence[Kernel]:
-    strides = dict.fromkeys(("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"), "i32")
-    half = dict.fromkeys(("q", "k", "v"), "*bf16")
-    ints: dict[str, str] = {"cu": "*i32", "documents": "i32", "tokens": "i32", "window": "i32", **strides}
-    base = {"H": 32, "GROUP": 4, "D": 128, "DP": 128, "CAUSAL": True, "WINDOW": False, "BULK": False}
-    forward_kernel = Kernel(
-        name="forward",
-        function=_forward,
-        arguments={**half, "out": "*bf16", "lse": "*fp32", "scale2": "fp32", **ints},
-        constants={**base, "BM": 128, "BN": 64},
-        divisible=tuple(strides),
-        warps=8,
-        stages=2,
-        targets=TRITON_TARGETS,
-    )
-    bulk = dict.fromkeys(("k", "v"), "tensordesc<bf16[128, 1, 128]>")
-    return [
-        forward_kernel,
-        replace(
-            forward_kernel,
-            name="forward_bulk",
-            arguments={**forward_kernel.arguments, **bulk},
-            constants={**forward_kernel.constants, "BN": 128, "BULK": True},
-            targets=("sm_90",),
-        ),
-        *hopper.kernels(),
-        *backward_kernels(),
-    ]
+    return [*forward_kernels(), *hopper.kernels(), *backward_kernels()]
 
 
 def _trace() -> Trace:
@@ -577,11 +374,11 @@ register(
         },
         examples=_examples,
         peers={
-            "torch": _peer,
-            "cudnn": _equal_documents(_fused(SDPBackend.CUDNN_ATTENTION)),
-            "flash2": _equal_documents(_fused(SDPBackend.FLASH_ATTENTION)),
-            "flex": _equal_documents(_flex),
-            "unfused": _equal_documents(_unfused),
+            "torch": peers.torchs,
+            "cudnn": peers.equal_documents(peers.fused(SDPBackend.CUDNN_ATTENTION)),
+            "flash2": peers.equal_documents(peers.fused(SDPBackend.FLASH_ATTENTION)),
+            "flex": peers.equal_documents(peers.flex),
+            "unfused": peers.equal_documents(peers.unfused),
         },
         differentiable=("q", "k", "v"),
         cases=_cases,

@@ -1,41 +1,37 @@
 """Flash attention forward for Hopper GPUs: warps that only load, warps that only compute, products beside the softmax.
 
-The math, the arguments and the kernel for every other GPU (and for the interpreter) are in ``flash_attention.py``; this
-file computes the same o and L, in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of
-Triton in which layouts, shared memory, barriers and the roles of warps are spelled out.
+The math, the arguments and the kernel for every other GPU (and for the interpreter) are in ``flash_attention.py``. This
+file computes the same o and L in 16-bit formats, with what only Hopper has. It is written in Gluon, the dialect of
+Triton that spells out layouts, shared memory, barriers and the roles of warps.
 
 A tile is 128 queries of one head. The warps of a program have two kinds of roles (``forward_kernel``):
 
-* one warp *fetches*: it chooses the tile, and has the bulk copy engine (TMA) bring its queries, and then blocks of 128
-  keys and values into a ring in shared memory, as far ahead as the ring has room. It needs 24 registers a thread, so
-  that
-* two *warpgroups* of 4 warps *attend*, each for 64 of the queries, with 240 registers a thread: 64 for the output, 64
+* One warp *fetches*. It chooses the tile, and has the bulk copy engine (TMA) bring its queries, and then blocks of 128
+  keys and values into a ring in shared memory, as far ahead as the ring has room. It needs only 24 registers a thread.
+* Two *warpgroups* of 4 warps *attend*, each for 64 of the queries, with 240 registers a thread: 64 for the output, 64
   for the scores of a block, 32 for its probabilities. (For full attention with heads of 64 there are three, and 192
-  queries: half the output to hold, and more exponentials for each product to be hidden.)
+  queries: half the output to hold, and more exponentials to hide behind each product.)
 
 They meet at barriers in shared memory (mbarriers): ``full[slot]`` when a copy has arrived, ``empty[slot]`` when every
-warpgroup has read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... (blocks from the last key to
-the first, so that the one which needs a mask comes first).
+warpgroup has read it. The ring is one queue in the order of use: K0, K1, V0, K2, V1, ... Blocks run from the last key
+to the first, so that the one which needs a mask comes first.
 
-In a warpgroup the tensor cores and the exponentials take turns unless told otherwise. So a step issues two products
-without waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block
-starts when its scores are there, and runs while p v still does (``_walk``). Between the warpgroups nothing is arranged:
-while one waits for its scores the other computes exponentials. Handing the tensor cores back and forth explicitly, as
-FlashAttention-3 does, was measured slower here (0.97 to 1.0 of this).
+In a warpgroup the tensor cores and the exponentials take turns by default. So a step issues two products without
+waiting: the scores of the *next* block, q k', and the output of *this* one, p v. The softmax of the next block starts
+when its scores are there, and runs while p v still does (``_walk``). Between the warpgroups nothing is arranged: while
+one waits for its scores, the other computes exponentials.
 
-There is a program for each multiprocessor. It takes tiles from a counter that all share, the ones with most keys first,
-and loads the queries of the next tile while this one is finished. Which program computes a tile changes from run to
-run; its result does not, to the bit: nothing is ever added up across programs.
+There is one program for each multiprocessor. It takes tiles from a shared counter, those with most keys first, and
+loads the queries of the next tile while it finishes this one. Which program computes a tile changes from run to run.
+The result does not, to the bit, because nothing is added up across programs.
 
-Bound by: the tensor cores, and for heads of 64 the exponential units as much. For each block of heads of 128 a
-multiprocessor spends 2048 cycles on products, and its exponential units, 16 a cycle, 1024 on the softmax beside them.
-On an H200 (``results/h200/profile_flash_attention.json``) the tensor pipe is active 74% of the cycles at 4 x 4096
-causal and 75% in full, the exponential units 38 and 39%; with heads of 64 it is 47 and 49%. Little overlaps at the
-beginning and the end of a tile (the first block's scores and softmax, the last product, storing), so short documents
-pay: 8 x 1024 runs at 0.70 of the rate of 8192. Long runs meet the power limit: the clock gives way. Times beside cuDNN:
-``results/h200/attention_forward.json``.
+Bound by the tensor cores, and for heads of 64 as much by the exponential units. For each block with heads of 128 a
+multiprocessor spends 2048 cycles on products, and its exponential units, 16 a cycle, spend 1024 on the softmax beside
+them. Little overlaps at the beginning and the end of a tile (the first block's scores and softmax, the last product,
+the stores), so short documents pay more.
 
 Source: Shah et al. 2024, arXiv:2407.08608 (roles, overlap); Milakov & Gimelshein 2018, arXiv:1805.02867 (softmax).
+Counters, and what was tried and lost, are in ``docs/lab-notes/attention.md``.
 """
 
 from __future__ import annotations
@@ -47,29 +43,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...lang.gluon_language import (
+    GLUON_MISSING,
+    async_load,
+    fence_async_shared,
+    gl,
+    gluon,
+    gluon_kernel,
+    mbarrier,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...lang.jit import INTERPRETED, multiprocessors, triton
 from ...registry import Kernel, Unavailable
 from .tiling import LOG2E, check, fits_descriptor
-
-gluon: Any
-gl: Any
-mbarrier: Any
-tma: Any
-fence_async_shared: Any
-warpgroup_mma: Any
-warpgroup_mma_wait: Any
-try:
-    from triton.experimental import gluon  # type: ignore[no-redef]
-    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
-    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-except ImportError:
-    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
 
 ROWS = 64
 """Queries of a warpgroup."""
@@ -82,19 +70,10 @@ MAX_REGISTERS = {2: 168, 3: 128}
 HEAD_DIMS = (64, 96, 128)
 
 
-def _kernel(function: Any, sizes: Sequence[str] = ()) -> Any:
-    """``gluon.jit`` where Gluon is installed, else the function unchanged.
-
-    ``sizes``: integers that are compiled for any value; of others Triton compiles one kernel for 1, one for multiples
-    of 16 and one for the rest, seconds each.
-    """
-    return function if gluon is None else gluon.jit(function, do_not_specialize=sizes)
-
-
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@_kernel
+@gluon_kernel
 def _exp2(x):  # type: ignore[no-untyped-def]
     """2^x by the hardware's instruction; results under 2^-126 are 0."""
     return gl.inline_asm_elementwise(
@@ -102,7 +81,7 @@ def _exp2(x):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@_kernel
+@gluon_kernel
 def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Which of ``count`` runs of tokens a tile belongs to; they are numbered as in ``attention_tiles.find_tile``."""
     low = 0
@@ -116,7 +95,7 @@ def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped
     return low
 
 
-@_kernel
+@gluon_kernel
 def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first query, begin and end of its document, head) of piece ``index`` of the work.
 
@@ -133,7 +112,7 @@ def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):
     return begin + (tile - begin // ROWS - document) * ROWS, begin, end, head
 
 
-@_kernel
+@gluon_kernel
 def _reach(  # type: ignore[no-untyped-def]
     first_i, begin, end, window, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
 ):
@@ -158,7 +137,7 @@ def _reach(  # type: ignore[no-untyped-def]
     return low, gl.minimum(low_full, high_full), high_full, high
 
 
-@_kernel
+@gluon_kernel
 def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
     """Scores with -inf where query i must not see the key; the block begins at key ``start``."""
     j = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
@@ -171,7 +150,7 @@ def _mask(s, i, start, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     return gl.where(seen, s, -float("inf"))
 
 
-@_kernel
+@gluon_kernel
 def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-def]
     """One step of the online softmax: (probabilities, m, l, what the output so far is to be multiplied by)."""
     top = gl.maximum(m, gl.max(s, 1) * scale2)
@@ -183,7 +162,7 @@ def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-de
     return p, top, l * fade + gl.sum(p, 1), fade
 
 
-@_kernel
+@gluon_kernel
 def _walk(  # type: ignore[no-untyped-def]
     acc, p, m, l, queue, queue_end, first, last, q, ring, full, empty, i, begin, end, window, scale2,
     SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
@@ -218,18 +197,18 @@ def _walk(  # type: ignore[no-untyped-def]
     return acc, p, m, l, queue
 
 
-@_kernel
+@gluon_kernel
 def _matrix(tile):  # type: ignore[no-untyped-def]
     """``[tokens, 1, d]`` in shared memory as ``[tokens, d]``."""
     return tile.reshape((tile.shape[0], tile.shape[2]))
 
 
-@_kernel
+@gluon_kernel
 def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, PARTS: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens,
     scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup does: 64 queries of every tile."""
+    """The work of a warpgroup: 64 queries of every tile."""
     ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
     DP: gl.constexpr = q_tiles.shape[3]
@@ -292,7 +271,7 @@ def _attend(  # type: ignore[no-untyped-def]
         first_i, begin, end, head = _planned(plan, q_full, done)
 
 
-@_kernel
+@gluon_kernel
 def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
     """Wait for the next tile: (first query, begin and end of its document, head), head -1 when there is none."""
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -305,21 +284,21 @@ def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
     return first_i, begin, end, head
 
 
-@_kernel
+@gluon_kernel
 def _note(plan, place, value):  # type: ignore[no-untyped-def]
     plan.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
-@_kernel
+@gluon_kernel
 def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Have the next block of ``source`` brought to place ``queue`` of the ring, when that is free."""
+    """Ask for the next block of ``source`` at place ``queue`` of the ring, when that is free."""
     slot = queue % SLOTS
     mbarrier.wait(empty.index(slot), (queue // SLOTS & 1) ^ 1)
     mbarrier.expect(full.index(slot), source.block_type.nbytes)
-    tma.async_copy_global_to_shared(source, [token, head, 0], full.index(slot), ring.index(slot))
+    async_load(source, [token, head, 0], full.index(slot), ring.index(slot))
 
 
-@_kernel
+@gluon_kernel
 def _seek(  # type: ignore[no-untyped-def]
     index, counter, cu, documents, tiles, work, SHARE: gl.constexpr, ROWS: gl.constexpr, SHARED_OUT: gl.constexpr
 ):
@@ -335,7 +314,7 @@ def _seek(  # type: ignore[no-untyped-def]
     return index, first_i, begin, end, head
 
 
-@_kernel
+@gluon_kernel
 def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """The next piece of work that no program has begun."""
     index = work
@@ -344,7 +323,7 @@ def _following(counter, work, SHARED_OUT: gl.constexpr):  # type: ignore[no-unty
     return index
 
 
-@_kernel
+@gluon_kernel
 def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.constexpr):  # type: ignore[no-untyped-def]
     """``count`` times the keys before token ``start`` and the values from it on."""
     COLUMNS: gl.constexpr = ring.shape[1]
@@ -356,16 +335,16 @@ def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.co
     return start, queue
 
 
-@_kernel
+@gluon_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles, work, window,
     PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """What the copying warp does: chooses tiles, tells the others, and keeps the ring full.
+    """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full.
 
     It asks for the next tile AHEAD blocks before the end of this one: late, so that whoever is free first gets it, and
-    yet early enough to have its queries there in time.
+    early enough to have its queries there in time.
     """
     ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
@@ -383,9 +362,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         _note(plan, 4 * buffer + 3, head)
         mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
-                q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part)
-            )
+            async_load(q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part))
         low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
         kv_head = head // GROUP
         start = begin + (high - 1) * COLUMNS
@@ -406,7 +383,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     mbarrier.arrive(q_full.index(buffer))
 
 
-@partial(_kernel, sizes=("documents", "tokens", "tiles", "work", "window"))
+@partial(gluon_kernel, sizes=("documents", "tokens", "tiles", "work", "window"))
 def forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, counter, cu, documents, tokens, tiles, work, scale2, window, PARTS: gl.constexpr,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
@@ -503,14 +480,12 @@ def _layout() -> Any:
 
 
 def _descriptor(t: Tensor, rows: int) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(t, [rows, 1, _columns(t.shape[2])], _layout())
+    return tensor_descriptor(t, [rows, 1, _columns(t.shape[2])], _layout())
 
 
 def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
     """How many heads are worked on at a time: as many as have keys and values of 16 MB together, which leaves most of
-    the L2 cache free; at least those that share a key head."""
+    the L2 cache free, and at least those that share a key head."""
     key_heads = max(1, 2**24 // (4 * d * max(1, tokens // documents)))
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(group, key_heads * group))
 
@@ -519,12 +494,12 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
     *, parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As ``flash_attention.forward``, by this kernel; copies what the bulk copy engine cannot address.
+    """``flash_attention.forward`` by this kernel; copies what the bulk copy engine cannot address.
 
     ``parts``: warpgroups that compute, 2, or 3 for heads of 64.
 
     Raises:
-        ValueError: shapes that do not fit each other, or inputs that it does not take.
+        ValueError: shapes that do not fit each other, or inputs that this kernel does not take.
     """
     q, k, v = check(q, k, v, cu_seqlens)
     tokens, heads, d = q.shape
@@ -562,7 +537,7 @@ def flash_attention(
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     if gluon is None:
         return []
     ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")
@@ -592,9 +567,9 @@ def kernels() -> Sequence[Kernel]:
 
 
 def device_refusal() -> str | None:
-    """Why no input at all can run here; None where some can."""
-    if triton is None or gluon is None:
-        return "the Hopper kernel needs Triton 3.6 with Gluon: pip install 'transect[gpu]'"
+    """Why no input at all can run here, or None."""
+    if gluon is None:
+        return f"the Hopper kernel needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:
         return "the Hopper kernel needs an NVIDIA GPU (sm_90)"
     if torch.cuda.get_device_capability() != (9, 0):
@@ -603,7 +578,7 @@ def device_refusal() -> str | None:
 
 
 def available(launcher: Any) -> Any:
-    """What ``Implementation.load`` of a launcher that may run this kernel is.
+    """``Implementation.load`` of a launcher that may run this kernel.
 
     Raises (when called):
         Unavailable: no Gluon, or not a Hopper GPU.

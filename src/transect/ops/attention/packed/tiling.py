@@ -1,7 +1,7 @@
-"""What the kernels of attention share: tiles of packed documents, who sees whom, and how tiles are loaded.
+"""What the kernels of attention share: tiles of packed documents, masks, and loads of tiles.
 
-Tokens of all documents lie one behind the other; document i is the tokens cu_seqlens[i] to cu_seqlens[i + 1]. Tensors
-are ``[tokens, heads, d]`` with any strides but the last, which is 1.
+Tokens of all documents lie one after another; document i is the tokens cu_seqlens[i] to cu_seqlens[i + 1]. Tensors are
+``[tokens, heads, d]`` with any strides except the last, which is 1.
 """
 
 from __future__ import annotations

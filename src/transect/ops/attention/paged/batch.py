@@ -1,7 +1,7 @@
 """The ragged batch of one engine step as paged operators see it: which tokens stand where in the KV cache.
 
 ``kv_cache_write`` and ``paged_attention`` both take a ``PagedBatch``. What they derive from it (slots, tiles) is the
-same in every layer, so it is worked out once, on first use, and kept with the batch.
+same in every layer, so it is computed once, on first use, and kept with the batch.
 
 Names: B sequences, T tokens of this step, N columns of the block table, W work items, Q queries of a work item.
 """
@@ -131,8 +131,8 @@ class PagedBatch:
         return tokens == self.num_rows and self.max_query_len in (None, 1)
 
     def arrivals(self, count: int) -> Tensor:
-        """int32 zeros, at least ``count``: programs of a kernel that wait for each other count here, and the last one
-        sets the counter back to 0, so that every layer finds zeros."""
+        """int32 zeros, at least ``count``. Programs of a kernel that wait for each other count here, and the last one
+        sets the counter back to 0, so every layer finds zeros."""
         if self._arrivals is None or len(self._arrivals) < count:
             self._arrivals = torch.zeros(count, dtype=torch.int32, device=self.seq_lens.device)
         return self._arrivals

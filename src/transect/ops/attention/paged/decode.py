@@ -1,15 +1,15 @@
-"""The Triton kernel of paged attention for rows of one query: decode, its work shared out evenly.
+"""The Triton kernel of paged attention for rows of one query (decode), with its work shared out evenly.
 
-A program holds the G heads that share one key head of one row, and a piece of the row's positions. Rows are of any
-length, so how they are cut follows from the batch: no piece is longer than the positions of all rows together over
-the number of pieces wanted. A row longer than that is cut into pieces of one length; a row of length 0 is one empty
-piece, which writes zeros. The pieces of all rows are numbered, one row after the other, and every program finds its own
-by summing up the numbers of pieces, which it does for itself from the lengths: the host knows only bounds, and a
-captured step can be replayed with other lengths.
+A program holds the G heads that share one key head of one row, and a piece of the row's positions. Rows have any
+length, so the batch decides how they are cut: no piece is longer than the positions of all rows together over the
+number of pieces wanted. A longer row is cut into pieces of one length. A row of length 0 is one empty piece, which
+writes zeros. The pieces of all rows are numbered, one row after the other. Every program finds its own piece by summing
+up the numbers of pieces from the lengths. So the host knows only bounds, and a captured step can be replayed with other
+lengths.
 
 A row that was cut is put together from its parts (m, l and o of each piece, see ``paged_attention.py``; flash decoding,
-Dao et al. 2023): of FAN neighbours by the piece that finishes last, and what came of those likewise, always in the
-order of their positions, so that the result has the same bits in every run.
+Dao et al. 2023). The piece that finishes last among FAN neighbours merges theirs, and so on with the results, always in
+the order of their positions. So the result has the same bits in every run.
 
 Bound by bytes: 4 H d FLOPs for each 2 K d cached elements.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ... import tuning
 from ...lang.jit import INTERPRETED, kernel, multiprocessors, next_power_of_2, tl
-from ...lang.tiles import let_next_begin, wait_for_previous
+from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...registry import Kernel
 from ..packed.tiling import LOG2E, padded
 from .batch import PagedBatch
@@ -41,11 +41,11 @@ def _decode(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr, CHUNK: tl.constexpr, FAN: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: pieces, ``most`` at the most, and for each the key heads. MIXED: the batch may hold rows of several
-    queries, which are left alone. ROWS: a power of two that holds the batch's rows.
+    """Axis 0: at most ``most`` pieces, and for each the key heads. MIXED: the batch may hold rows of several queries,
+    which are left alone. ROWS: a power of two that holds the batch's rows.
 
-    Lengths and tables are read while the kernel before may still run: it writes neither. Not through the L1 cache,
-    which may hold what was there before.
+    Lengths and tables are read while the kernel before may still run: it writes neither. They bypass the L1 cache,
+    which may hold old values.
     """
     let_next_begin(DEPENDENT_LAUNCH)
     K: tl.constexpr = H // G
@@ -84,7 +84,7 @@ def _decode(  # type: ignore[no-untyped-def]
     high = tl.minimum(length, low + size)
     j = low + tl.arange(0, BN)
     table = tables + row.to(tl.int64) * table_b
-    block = tl.load(table + j // BLOCK, (j < high) & (j >= oldest) & (pieces > 0), 0, cache_modifier=".cg")
+    block = tl.load(table + j // BLOCK, also((j < high) & (j >= oldest), pieces > 0), 0, cache_modifier=".cg")
     wait_for_previous(DEPENDENT_LAUNCH)
     if pieces > 0:
         head = kv_head * G + tl.arange(0, BM)
@@ -121,9 +121,8 @@ def _combine(  # type: ignore[no-untyped-def]
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
     FAN: tl.constexpr,
 ):  # fmt: skip
-    """Called by each piece of a row when its part is written: the last of FAN neighbours puts theirs together, the last
-    of those who did puts all together. Which one that is does not matter to the result.
-    """
+    """Each piece of a row calls this when its part is written. The last of FAN neighbours merges theirs; the last of
+    those merges all. Which one is last does not matter to the result."""
     K: tl.constexpr = H // G
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
@@ -195,13 +194,13 @@ class Tiling:
     warps: int = 1
     stages: int = 2
     programs: int = 14
-    """Pieces wanted for a multiprocessor."""
+    """Pieces wanted for each multiprocessor."""
     least: int = 64
-    """Positions of a piece at the least, where a row is cut."""
+    """The least number of positions in a piece, where a row is cut."""
     chunk: int = 8
     """Parts that are loaded at a time when they are combined."""
     fan: int = 16
-    """Neighbours whose parts are put together first, before what came of them is."""
+    """How many neighbours' parts are merged first, before the results of that."""
 
 
 def decode(
@@ -210,7 +209,7 @@ def decode(
 ) -> None:  # fmt: skip
     """Attention of the rows with one query, written to their places in ``out`` ``[T, H, d]``.
 
-    ``mixed``: there may be rows with several, which are left alone. ``dependent_launch``: as in
+    ``mixed``: there may be rows with several queries, which are left alone. ``dependent_launch``: see
     ``paged_prefill.prefill``.
     """
     _, heads, d = q.shape
@@ -235,7 +234,8 @@ def decode(
 
 
 def _round_up(n: float) -> int:
-    """To a multiple of 16: kernels are compiled for such numbers and for others, and batches come in all sizes."""
+    """Round up to a multiple of 16: Triton compiles one kernel for such numbers and one for others, and batches come in
+    all sizes."""
     return -(-round(n) // 16) * 16
 
 
@@ -252,12 +252,12 @@ def decode_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
 
 @cache
 def tuned(units: int, longest: int, d: int, device: torch.device) -> Tiling:
-    """What is known to be fastest, or the rule."""
+    """The fastest known tiling, or the rule's."""
     return replace(Tiling(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
     indices = dict.fromkeys(("tables", "starts", "lengths", "arrivals"), "*i32")
     parts = {"part_o": "*fp32", "part_l": "*fp32"}

@@ -1,25 +1,23 @@
 r"""Attention of decode rows over a paged cache on Hopper GPUs, in CUDA C++ (``paged_decode_hopper.cu``).
 
 The math and the arguments are those of ``paged_attention.py``; this is its case of one query a row. With G query heads
-to a key head that is 4 G d FLOPs for 4 d bytes of bfloat16, far below what the tensor cores do meanwhile: all there is
-to do is to keep memory busy until the last byte.
+to a key head that is 4 G d FLOPs for 4 d bytes of bfloat16, far below what the tensor cores do meanwhile. So the only
+task is to keep memory busy until the last byte.
 
 * The unit of work is a block of the cache for one key head, two contiguous pieces of memory. The units of all rows and
-  heads stand in one line that is cut evenly, whatever the rows' lengths: every warp of the GPU streams as many as every
-  other, give or take one; a few multiprocessors stay out where that makes it exact, because cuts then mostly fall
-  between rows of one length, which need no putting together. Where the cuts fall follows from the lengths on the
-  device, which each block of threads adds up for itself, while the kernel before this one still runs.
-* At few rows the blocks of a cluster share a row and a key head: they send their parts to each other's shared memory,
-  sooner than through memory.
-* Keys and values are read once, so the L2 cache drops them before all else: that is quicker than no policy, and than
-  the one which asks for the usual (evict_normal).
+  heads stand in one line that is cut evenly, whatever the lengths of the rows: every warp of the GPU streams as many
+  units as every other, plus or minus one. A few multiprocessors stay idle where that makes the cut exact, because cuts
+  then mostly fall between rows of one length, which need no merging. Each block of threads adds up the lengths on the
+  device to find its cut, while the kernel before this one still runs.
+* With few rows, the blocks of a cluster share a row and a key head. They send their parts to each other's shared
+  memory, which is faster than through memory.
+* Keys and values are read once, so the loads tell the L2 cache to drop them first.
 * Parts are added in a fixed order, so the bits do not change from run to run. They do change with the batch, because
   the cuts do.
 
-To turn queries and keys here too, a launch less than with ``rotary_kv_write.py``, was slower (H200, whole layers, 1 to
-256 rows): that launch is over while the blocks here read lengths and tables.
+Bound by bytes: each key and value of every row is read once.
 
-Bound by: bytes, each key and value of every row once.
+What was tried and lost is in ``docs/lab-notes/attention.md``.
 """
 
 from __future__ import annotations
@@ -41,43 +39,43 @@ MOST_GROUP = 16
 """Query heads of a key head."""
 MOST_ROWS = 1024
 PARTS = 1 << 20
-"""Numbers that blocks of threads may leave for each other: those of one item for each."""
+"""How many numbers blocks of threads may leave for each other: those of one item for each block."""
 NOTHING = -1
-"""The bits of a number that nobody has left."""
+"""The bits that mark a number that nobody has left yet."""
 SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiii" + "p"
-"""Of the launcher's arguments, see ``cuda.bind``."""
+"""The types of the launcher's arguments, see ``cuda.bind``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a batch is cut up."""
+    """How a batch is cut into work."""
 
     warps: int
-    """Of a block of threads."""
+    """Warps of a block of threads."""
     stages: int
-    """Buffers of a warp, a unit each: those of ``STAGES`` are compiled."""
+    """Buffers of a warp, one unit each; the numbers in ``STAGES`` are compiled."""
     ranks: int = 0
     """Blocks of a cluster that share a row and a key head; 0: an even cut."""
     blocks: int = 1
-    """For each multiprocessor, of an even cut."""
+    """Blocks for each multiprocessor, for an even cut."""
 
 
 STAGES = {128: 2, 64: 3}
-"""By head dimension."""
+"""Compiled numbers of stages, by head dimension."""
 WARPS = 8
-"""Of a block: more are no quicker, and share rows of a power of two less evenly."""
+"""Warps of a block: more are no quicker, and share rows of a power of two less evenly."""
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
-"""By blocks of a cluster: how many clusters an H200 runs at once, a block to each multiprocessor."""
+"""How many clusters an H200 runs at once with one block to each multiprocessor, by blocks of a cluster."""
 SHORT, LONG = 1024, 4096
-"""Positions up to which rows are kept whole by a block, or go to a cluster."""
+"""Up to SHORT positions one block keeps a row whole; up to LONG positions a cluster does."""
 
 
 @cache
 def choose(items: int, longest: int, d: int) -> Tiling:
-    """A tiling for ``items`` rows times key heads of up to ``longest`` positions, by times on an H200.
+    """A tiling for ``items`` rows times key heads of up to ``longest`` positions, from times on an H200.
 
-    A cluster takes an item where all of them run at once: a second round would take as long again. Clusters do not help
-    each other, so long rows are better cut evenly over the whole GPU.
+    A cluster takes an item where all clusters run at once: a second round would take as long again. Clusters do not
+    help each other, so long rows are better cut evenly over the whole GPU.
     """
     for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
         if items <= AT_ONCE[ranks]:
@@ -95,7 +93,7 @@ def refusal(
 
 
 def mixed_refusal(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> str | None:
-    """As ``refusal``, for batches in which other rows may have several queries: those it leaves alone."""
+    """``refusal`` for batches in which other rows may have several queries; the kernel leaves those alone."""
     (_, heads, d), (_, kv_heads, block, _) = q.shape, k_cache.shape
     if not q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16:
         return f"it computes in bfloat16, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
@@ -145,13 +143,12 @@ class PagedDecode:
         beside: bool = False,
         tiling: Tiling | None = None,
     ) -> Tensor:
-        """As ``paged_attention.reference``; reads no length on the host.
+        """``paged_attention.reference``; reads no length on the host.
 
-        ``out`` ``[T, H, d]``: there the results go, and where the batch holds rows of several queries those are left
-        alone. ``dependent_launch``: the batch, and what the cache holds of positions before each row's last, may be
-        read before the kernel before this one on the stream has ended, so that one must not write them (unless
-        ``batch.fresh``). ``beside``: a dependent launch after this one begins when the kernel before this one has
-        ended, not sooner.
+        ``out`` ``[T, H, d]``: where the results go; rows of several queries in the batch are left alone there.
+        ``dependent_launch``: the kernel may read the batch, and the cache's positions before each row's last, before
+        the kernel before it on the stream has ended. So that kernel must not write them (unless ``batch.fresh``).
+        ``beside``: a dependent launch after this one begins when the kernel before this one has ended, not sooner.
 
         Raises:
             ValueError: see ``refusal``; or rows of several queries without ``out``.

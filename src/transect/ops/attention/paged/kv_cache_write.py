@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
-from ...lang.tiles import after_previous
+from ...lang.tiles import after_previous, also
 from ...numerics import sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from .batch import PagedBatch
@@ -68,7 +68,7 @@ def _write_kernel(
     page, offset = slot(token, tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
     head = tl.arange(0, HEADS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
-    inside = (head < n_heads) & (col < size) & (page >= 0)
+    inside = also((head < n_heads) & (col < size), page >= 0)
     token = token.to(tl.int64)
     k = tl.load(k_ptr + token * k_token + head * k_head + col, mask=inside)
     v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=inside)
@@ -83,7 +83,7 @@ def side_by_side(x: Tensor) -> Tensor:
 
 
 def slot_arguments(name: str, batch: PagedBatch, k_cache: Tensor, v_cache: Tensor, tokens: int) -> dict[str, Any]:
-    """What ``slot`` and the caches' strides need, by argument name.
+    """The arguments of ``slot`` and the strides of the caches, by argument name.
 
     Raises:
         ValueError: caches unlike each other or unlike the batch.
@@ -115,8 +115,8 @@ def triton_kv_cache_write(
     """``reference`` in one launch; k and v may be views of one projection (any token and head strides).
 
     A batch with as many tokens as rows has one token in each row. Tokens past the last row's, rows of length 0 and
-    block table entries below 0 are padding: nothing is written. ``dependent_launch``: begin while the kernel before
-    still runs (dependent launch, Hopper). ValueError if the caches do not fit each other or the batch.
+    block table entries below 0 are padding: nothing is written for them. ``dependent_launch``: begin while the kernel
+    before still runs (Hopper). ValueError if the caches do not fit each other or the batch.
     """
     require("kv_cache_write", k, v, k_cache, v_cache)
     tokens, heads, size = k.shape

@@ -4,24 +4,23 @@ The math is that of ``attention.py``. A row's queries are the last tokens of its
 the positions j of its own sequence with i - window < j <= i. Inference only: no gradient.
 
 Every implementation but the reference walks over tiles of positions, with a running maximum m and sum l (online
-softmax, Milakov & Gimelshein 2018, arXiv:1805.02867):
+softmax, Milakov & Gimelshein 2018, arXiv:1805.02867), and divides by l at the end:
 
     m' = max(m, max_j s_j)     a = exp(m - m')     l' = a l + sum_j exp(s_j - m')     o' = a o + sum_j exp(s_j - m') v_j
 
-and divides by l at the end. Slots that a row does not own may hold anything, NaN too: scores are masked, and so are
-values, since 0 * NaN is NaN.
+Slots that a row does not own may hold anything, even NaN. So scores are masked, and values too, because 0 * NaN is NaN.
 
 Shapes: q ``[T, H, d]``, caches of one layer ``[blocks, K, block_size, d]``, result like q. float32 inside.
 Source: Kwon et al. 2023, arXiv:2309.06180 (paging); Dao et al. 2022, arXiv:2205.14135 (tiles).
 
-On a GPU (``PagedTriton``) a program holds one tile of queries of one key head: the heads that share it lie together,
-so K and V are read once for all of them. Rows of several queries (``paged/prefill.py``) and rows of one
-(``paged/decode.py``, on Hopper ``paged/decode_hopper.py``) are two launches; on Hopper a few prompt tokens attend while
-the decode kernel runs (``FEW_TOKENS``). The host needs shapes and two bounds, no lengths, so a step can be captured in
-a CUDA graph and replayed with other lengths (see ``PagedBatch``).
+On a GPU (``PagedTriton``) a program holds one tile of queries of one key head. The heads that share it lie together, so
+K and V are read once for all of them. Rows of several queries (``paged/prefill.py``) and rows of one
+(``paged/decode.py``, on Hopper ``paged/decode_hopper.py``) are two launches. On Hopper a few prompt tokens attend while
+the decode kernel runs (``FEW_TOKENS``). The host needs shapes and two bounds, no lengths. So a CUDA graph can capture a
+step and replay it with other lengths (see ``PagedBatch``).
 
-Bound by bytes in decode: 4 H d FLOPs for each 2 K d cached elements: H / K FLOPs per byte in bfloat16 (3 for SmolLM2).
-A prefill chunk of c queries reads them once for all c: c H / K, bound by arithmetic from a few hundred on.
+Bound by bytes in decode: 4 H d FLOPs for each 2 K d cached elements are H / K FLOPs per byte in bfloat16 (3 for
+SmolLM2). A prefill chunk of c queries reads them once for all c: c H / K, bound by arithmetic from a few hundred on.
 """
 
 from __future__ import annotations
@@ -78,11 +77,10 @@ def reference(
 
 
 FEW_TOKENS = 512
-"""Of a step in which sequences decode: up to so many, prompts attend while the decode kernel runs, in small tiles on
-the same multiprocessors, which that kernel, bound by memory, leaves half of the time: on an H200 150 decodes of 200 to
-1200 positions take 103 us alone, 103 to 105 with 106 tokens of prompts beside them, and 118 to 129 where the prompts
-attend first. More queries are for the kernel of ``paged/prefill_hopper.py``, which needs a multiprocessor to itself.
-"""
+"""In a step in which sequences decode, up to this many prompt tokens attend while the decode kernel runs, in small
+tiles on the same multiprocessors, which the decode kernel, bound by memory, leaves idle half of the time. More prompt
+tokens go to the kernel of ``paged/prefill_hopper.py``, which needs a multiprocessor to itself. Times:
+``docs/lab-notes/attention.md``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +88,15 @@ class PagedTriton:
     """``paged_attention`` on a GPU."""
 
     chunks: paged_prefill.Tiling = PREFILL_TILING
-    """Of prefill chunks."""
+    """Tiling of prefill chunks."""
     singles: paged_decode.Tiling | None = None
-    """Of decode rows; None: what was tuned for the device."""
+    """Tiling of decode rows; None: the one that was tuned for the device."""
     bulk: bool = False
-    """Prefill chunks by the kernel of ``paged/prefill_hopper.py``, where that takes the inputs."""
+    """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
     decode: PagedDecode | None = None
-    """Decode rows by this kernel, where it takes the inputs."""
+    """Run decode rows by this kernel, where it takes the inputs."""
     whole: bool = False
-    """Rows of one query go the way of prefill chunks, in the same tiles: then a query's sums are the same to the bit
+    """Rows of one query take the path of prefill chunks, in the same tiles. A query's sums are then the same to the bit
     whatever the batch is, and however its prompt is cut into chunks."""
 
     def __call__(
@@ -112,9 +110,9 @@ class PagedTriton:
         *,
         dependent_launch: bool = False,
     ) -> Tensor:
-        """As ``reference``. Reads no length on the host, so that it can be captured in a CUDA graph.
+        """``reference``. Reads no length on the host, so a CUDA graph can capture it.
 
-        ``dependent_launch``: see ``PagedDecode``; other kernels wait for the one before whatever it says.
+        ``dependent_launch``: see ``PagedDecode``; other kernels always wait for the one before.
         """
         require("paged_attention", q, k_cache, v_cache)
         tokens, heads, d = q.shape
@@ -194,7 +192,7 @@ def _examples() -> Sequence[dict[str, Any]]:
 def _gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """What torch offers: every sequence copied out of its pages, then its attention; for rows of one length."""
+    """The way that torch offers: copy every sequence out of its pages, then attend; for rows of one length."""
     rows, (_, kv_heads, block, d) = batch.num_rows, k_cache.shape
     length = batch.block_tables.shape[1] * block
     tables = batch.block_tables.long()
@@ -268,7 +266,8 @@ def _cases() -> Sequence[Case]:
         return case(shapes.LLAMA_8B, between(rows, shortest, longest), (1,) * rows, name, ours)
 
     def filled(prompts: Sequence[tuple[int, int]], rows: int, shortest: int, longest: int) -> Case:
-        """Rows of a step that is filled up: prompts as (tokens of this step, tokens in all), room for more, decodes."""
+        """Rows of a step with chunked prefill: prompts as (tokens of this step, tokens in all), room for more,
+        decodes."""
         room = 16
         lengths = [length for _, length in prompts] + [0] * (room - len(prompts)) + between(rows, shortest, longest)
         news = [new for new, _ in prompts] + [0] * (room - len(prompts)) + [1] * rows

@@ -1,10 +1,10 @@
 """Paged attention in plain torch, a tile of positions at a time: for the CPU, and wherever no kernel runs.
 
 It never holds more than a tile of keys and values: it walks over tiles of about 64 positions, all rows at once. Tiles
-begin at fixed positions of the sequence, and a tile that a row does not see leaves its m, l and o (see
-``paged_attention.py``) as they were, to the bit. So in float32 a row's result depends on nothing but the row, up to
-what the matrix product does with its number of queries; ``tiled_uniform`` gives all rows the same number, and takes
-that away.
+begin at fixed positions of the sequence. A tile that a row does not see leaves its m, l and o (see
+``paged_attention.py``) as they were, to the bit. So in float32 a row's result depends on nothing but the row, except
+for how the matrix product treats its number of queries. ``tiled_uniform`` gives all rows the same number, and removes
+that too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TILE = 64
 def tiled(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """As ``paged_attention.reference``; decode rows and prefill chunks go through separately."""
+    """``paged_attention.reference`` by tiles; decode rows and prefill chunks go through separately."""
     out = torch.empty_like(q)
     for group in batch.split_work:
         _attend(group, q, k_cache, v_cache, scale, window, out)
@@ -34,7 +34,7 @@ def tiled(
 def tiled_uniform(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """As ``tiled``, with one shape of work item for every row, so that no row's sums depend on the batch."""
+    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch."""
     out = torch.empty_like(q)
     for group in batch.uniform_work:
         _attend(group, q, k_cache, v_cache, scale, window, out)
@@ -51,6 +51,8 @@ def _attend(
     heads = q.shape[1]
     per_tile = max(1, TILE // block_size)
     tile = per_tile * block_size
+    # Whole tiles, however wide the batch's block table is: the length of a sum decides how its terms are grouped.
+    blocks_WN = torch.nn.functional.pad(group.blocks_WN, (0, -group.blocks_WN.shape[1] % per_tile))
 
     def by_key_head(x_WQHd: Tensor) -> Tensor:
         """[W, Q, H, d] -> [W, K, Q * H / K, d]: queries that read the same key head lie together."""
@@ -71,7 +73,7 @@ def _attend(
     for index in range(first_tile, group.last_positions[0] // tile + 1):
         # Items stand in order of how far they see, so those that reach this tile are the first n.
         n = bisect.bisect_right(group.last_positions, -index * tile, key=lambda position: -position)
-        blocks = group.blocks_WN[:n, index * per_tile : (index + 1) * per_tile]
+        blocks = blocks_WN[:n, index * per_tile : (index + 1) * per_tile]
         keys = _gather(k_cache, blocks, dtype)
         key_position = torch.arange(index * tile, index * tile + keys.shape[2], device=q.device)
         owned = (key_position <= last_W11[:n]) & (key_position >= oldest_W11[:n])

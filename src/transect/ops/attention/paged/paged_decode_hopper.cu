@@ -1,18 +1,25 @@
-// Attention of decode rows (one query each) over a paged cache on Hopper: every key and value streamed once, at the width of
-// memory, however long the rows are. bfloat16 in and out, float32 sums. See paged/decode_hopper.py for the arithmetic.
+// Attention of decode rows (one query each) over a paged cache on Hopper: every key and value streamed once, at the
+// width of memory, however long the rows are. bfloat16 in and out, float32 sums. See paged/decode_hopper.py for the
+// arithmetic.
 //
-// * A unit is the 16 positions of a cache block for one key head: D x 16 keys and as many values, two contiguous pieces. An item
-//   is a row with a key head. The units of all items stand in one line, item after item.
-// * Even cut (ranks = 0): every block takes an equal stretch of that line, every warp of it an equal stretch of the block's. Where
-//   the cuts fall follows from the lengths, which only the device knows: each block, or warp, sums them up for itself.
-//   By clusters (ranks > 0): the blocks of a cluster share one item, whose units are dealt out to all their warps in turn.
-// * A warp streams its own units through its own ring of S buffers in shared memory, so nobody waits for anybody until the end.
-//   Products have the keys (then the dimensions of a head) as the tall side, so that up to 8 NT query heads fill the short one.
-// * What a warp has of an item it does not hold whole (m, l, o) it leaves in shared memory. Then a warp for each 128 numbers of
-//   each item puts them together; what still is not the whole item goes through memory to the block that holds the item's end,
-//   or to the block of the cluster that adds those numbers up. Always in the same order, so the bits are the same in every run.
-// * Units without a row's last position are asked for before the kernel that writes it has ended (``ahead``). The next kernel
-//   may begin at once, or (``late``) when the one before has ended: then it need not wait for this one to use what that one left.
+// * A unit is the 16 positions of a cache block for one key head: D x 16 keys and as many values, two contiguous
+//   pieces. An item is a row with a key head. The units of all items stand in one line, item after item.
+// * Even cut (ranks = 0): every block takes an equal stretch of that line, every warp of it an equal stretch of the
+//   block's. Where the cuts fall follows from the lengths, which only the device knows: each block, or warp, sums them
+//   up for itself.
+//   By clusters (ranks > 0): the blocks of a cluster share one item, whose units are dealt out to all their warps in
+//   turn.
+// * A warp streams its own units through its own ring of S buffers in shared memory, so nobody waits for anybody until
+//   the end.
+//   Products have the keys (then the dimensions of a head) as the tall side, so that up to 8 NT query heads fill the
+//   short one.
+// * What a warp has of an item it does not hold whole (m, l, o) it leaves in shared memory. Then a warp for each 128
+//   numbers of each item puts them together; what still is not the whole item goes through memory to the block that
+//   holds the item's end, or to the block of the cluster that adds those numbers up. Always in the same order, so the
+//   bits are the same in every run.
+// * Units without a row's last position are asked for before the kernel that writes it has ended (``ahead``). The next
+//   kernel may begin at once, or (``late``) when the one before has ended: then it need not wait for this one to use
+//   what that one left.
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
@@ -39,8 +46,8 @@ __device__ __forceinline__ void read_transposed(uint32_t (&v)[4], uint32_t from)
                : "r"(from));
 }
 
-// Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that the reader
-// sees which ones are there, and leaves the pattern behind.
+// Numbers on their way to another block: written over a pattern that no sum is (arithmetic makes no such NaN), so that
+// the reader sees which ones are there, and leaves the pattern behind.
 constexpr uint32_t kNothing = 0xFFFFFFFF;
 
 __device__ __forceinline__ void leave(float* to, float4 v) {
@@ -50,7 +57,9 @@ __device__ __forceinline__ void leave(float* to, float4 v) {
 
 __device__ __forceinline__ float4 look(const float* from) {
   float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from)
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(from)
                : "memory");
   return v;
 }
@@ -81,7 +90,8 @@ struct Sum {
 
 struct Unit {
   int piece;  // of the cache: 16 D keys, and values
-  int what;   // how many of its positions count: from bits 5 to 8 on, up to bits 0 to 4; first, last of its item; the item
+  // How many of its positions count: from bits 5 to 8 on, up to bits 0 to 4; first, last of its item; the item.
+  int what;
 };
 
 struct Batch {
@@ -99,8 +109,9 @@ struct Batch {
 
 template <int D, int NT, int S>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
-    paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch, __nv_bfloat16* out,
-                 float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces, int ranks, int ahead, int late) {
+    paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch,
+                 __nv_bfloat16* out, float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces,
+                 int ranks, int ahead, int late) {
 #ifdef TRANSECT_HOPPER
   constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -182,8 +193,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     if (alone) __syncwarp();
     else __syncthreads();
     total *= K;
-    // Up to a 32nd of the blocks stay out where every warp then has as many units as every other. Where rows are of one length
-    // cuts then mostly fall between items, and nobody waits for parts.
+    // Up to a 32nd of the blocks stay out where every warp then has as many units as every other. Where rows are of one
+    // length cuts then mostly fall between items, and nobody waits for parts.
     const bool even = lane * 32 <= gridDim.x && total % ((gridDim.x - lane) * warps) == 0;
     const int fewer = max(__ffs(__ballot_sync(~0u, even)) - 1, 0);
     takers = min((int)gridDim.x - fewer, total) * warps;  // every block that takes part has a unit
@@ -218,14 +229,14 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       const int low = batch.low(length), block = low / kUnit + b;
       if (known < 0) known = batch.tables[(long long)row * batch.table_stride + block];
       unit.piece = known * pieces + head;
-      unit.what = min(kUnit, length - block * kUnit) | max(0, low - block * kUnit) << kLowShift | (b == 0 ? kFirst : 0) |
-                  (b == n - 1 ? kLast : 0) | (row * K + head) << kItemShift;
+      unit.what = min(kUnit, length - block * kUnit) | max(0, low - block * kUnit) << kLowShift |
+                  (b == 0 ? kFirst : 0) | (b == n - 1 ? kLast : 0) | (row * K + head) << kItemShift;
     }
     return unit;
   };
   Unit coming = ranks && !batch.window ? look_up(lane, own_block) : look_up(lane, -1);
-  // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank is met
-  // twice.
+  // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank
+  // is met twice.
   constexpr int PER_ROW = D / 8, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
   const uint32_t copy_to = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
@@ -246,7 +257,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 #pragma unroll
       for (int j = 0; j < kUnit / ROWS; j++) {
         const int row = copy_row + j * ROWS;
-        copy16_once((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256, row >= low && row < high);
+        copy16_once((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256,
+                    row >= low && row < high);
       }
 #pragma unroll
       for (int j = 0; j < kUnit / ROWS; j++) {
@@ -263,8 +275,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   waited = true;
   if (late) let_next_begin();
 
-  // Of lane l = 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16, the same
-  // heads.
+  // Of lane l = 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16,
+  // the same heads.
   const int g = lane / 4, c = lane % 4;
   const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
   const uint32_t value_at = PIECE + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
@@ -503,30 +515,33 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 
 }  // namespace
 
-#define TRANSECT_PAGED(DIM, TILES, STAGES)                                                                                   \
-  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                            \
-    const int counts = ranks ? 0 : (rows > kAlone ? 1 : warps) * (2 * rows + 1) * 4;                                         \
-    const int shared = warps * (STAGES * DIM * 64 + 768) + (warps > ranks ? warps : ranks) * G * DIM * 4 + counts;           \
-    if (shared > kMostShared - 2048) return -1;                                                                              \
-    return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,              \
-                       ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys,        \
-                       (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t, q_h,      \
-                       pieces, ranks, (int)(dependent > 1), late);                                                           \
+#define TRANSECT_PAGED(DIM, TILES, STAGES)                                                                            \
+  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                     \
+    const int counts = ranks ? 0 : (rows > kAlone ? 1 : warps) * (2 * rows + 1) * 4;                                  \
+    const int shared = warps * (STAGES * DIM * 64 + 768) + (warps > ranks ? warps : ranks) * G * DIM * 4 + counts;    \
+    if (shared > kMostShared - 2048) return -1;                                                                       \
+    return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,       \
+                       ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys, \
+                       (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t,    \
+                       q_h, pieces, ranks, (int)(dependent > 1), late);                                               \
   }
 
-// q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b ``pieces``
-// + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows of several tokens are
-// left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads, all bits set, and again
-// afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages (one of those compiled), ranks: see
-// above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads the batch and old keys and values before the
-// kernel before has ended. ``late``: see above. Returns a cudaError_t, or -1 for what it does not take.
+// q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b
+// ``pieces`` + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows of
+// several tokens are left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads,
+// all bits set, and again afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages
+// (one of those compiled), ranks: see above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads
+// the batch and old keys and values before the kernel before has ended. ``late``: see above. Returns a cudaError_t, or
+// -1 for what it does not take.
 extern "C" int transect_paged_decode(const void* q, const void* keys, const void* values, const void* tables,
-                                     const void* starts, const void* lengths, void* out, void* parts, int rows, int columns,
-                                     int table_stride, int window, int K, int G, int d, long long q_t, int q_h, int pieces,
-                                     float scale2, int blocks, int warps, int stages, int ranks, int dependent, int late,
-                                     void* stream) {
-  if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8) return -1;
-  const Batch batch = {(const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
+                                     const void* starts, const void* lengths, void* out, void* parts, int rows,
+                                     int columns, int table_stride, int window, int K, int G, int d, long long q_t,
+                                     int q_h, int pieces, float scale2, int blocks, int warps, int stages, int ranks,
+                                     int dependent, int late, void* stream) {
+  if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8)
+    return -1;
+  const Batch batch = {
+      (const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
   TRANSECT_PAGED(128, 1, 2)
   TRANSECT_PAGED(128, 2, 2)
   TRANSECT_PAGED(64, 1, 3)

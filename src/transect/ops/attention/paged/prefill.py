@@ -24,7 +24,7 @@ from .tile import walk
 
 @kernel
 def _wait_in_one():  # type: ignore[no-untyped-def]
-    """The launch then ends after the one before."""
+    """Wait in one program for the kernel before, so that this launch ends after it."""
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.extra.cuda.gdc_wait()
 
@@ -101,16 +101,16 @@ class Tiling:
 
 PREFILL_TILING = Tiling()
 BESIDE_TILING = Tiling(bm=64, bn=32, warps=4)
-"""Of a few queries beside decodes: a program and a block of the decode kernel fit on one multiprocessor."""
+"""The tiling of a few queries beside decodes: a program and a block of the decode kernel fit on one multiprocessor."""
 
 
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
     tiling: Tiling, singles: bool, dependent_launch: bool, beside: bool = False,
 ) -> None:  # fmt: skip
-    """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``; of those with one
-    as well if ``singles``. ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper),
-    and wait for it. ``beside``: do not wait, but end after it; it is ``PagedDecode``'s with ``beside`` too."""
+    """Attention of the rows with several queries, and with ``singles`` of those with one too, written to their places
+    in ``out`` ``[T, H, d]``. ``dependent_launch``: begin while the kernel before still runs (Hopper), and wait for it.
+    ``beside``: do not wait, but end after it; that kernel is ``PagedDecode`` with ``beside`` too."""
     tokens, heads, d = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
@@ -130,7 +130,7 @@ def prefill(
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
     indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
     strides = ("q_t", "q_h", "cache_b", "cache_k")

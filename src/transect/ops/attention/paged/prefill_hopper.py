@@ -1,21 +1,21 @@
 """Prefill chunks over a paged cache on Hopper GPUs: the bulk copy engine gathers the blocks of the cache.
 
-The math and the arguments are in ``paged_attention.py``; the roles of the warps, the ring of keys and values, and the
-overlap of products and softmax are those of ``packed/hopper.py``. What is different here:
+The math and the arguments are in ``paged_attention.py``. The roles of the warps, the ring of keys and values, and the
+overlap of products and softmax are those of ``packed/hopper.py``. The differences:
 
 * A tile is 128 rows of one key head: 128 / G queries with the G heads that share it, side by side, as the bulk copy
   brings them from ``[T, H, d]``.
-* 128 keys come as ``128 / block_size`` blocks wherever the block table says, half of a head (64 columns, what the
-  copy engine swizzles at a time) for each copy. Shared memory is swizzled in units of 8 rows of 128 bytes, and a copy
-  fills whole units, so the pieces together are the tile that one large copy would have made.
-* A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are asked for outside of
-  the cache, where copies give zeros; the rest of the last block is overwritten with zeros by the warp that fetches,
-  before it says that the values are there.
+* 128 keys come as ``128 / block_size`` blocks from wherever the block table says. Each copy brings half of a head (64
+  columns, the width that the copy engine swizzles). Shared memory is swizzled in units of 8 rows of 128 bytes, and a
+  copy fills whole units. So the pieces together are the tile that one large copy would have made.
+* A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are requested outside of
+  the cache, where copies give zeros. The fetching warp overwrites the rest of the last block with zeros before it says
+  that the values are there.
 
-Without a window only: what a window has passed would need the same treatment. Rows of one query are left to the decode
-kernel. Which program computes a tile changes from run to run, its result does not.
+It takes no sliding window: positions before a window would need the same treatment. Rows of one query belong to the
+decode kernel. Which program computes a tile changes from run to run; the result does not.
 
-Bound by: the tensor cores, as flash attention is; 4 d FLOPs for each visible pair and head.
+Bound by the tensor cores, as flash attention is; 4 d FLOPs for each visible pair and head.
 """
 
 from __future__ import annotations
@@ -27,6 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...lang.gluon_language import (
+    async_load,
+    block_barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    gluon_kernel,
+    mbarrier,
+    reinterpreted,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...lang.jit import multiprocessors
 from ...registry import Kernel
 from ..packed.hopper import (
@@ -35,7 +48,6 @@ from ..packed.hopper import (
     MAX_REGISTERS,
     ROWS,
     _following,
-    _kernel,
     _mask,
     _matrix,
     _note,
@@ -44,13 +56,6 @@ from ..packed.hopper import (
     _softmax,
     _walk,
     device_refusal,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from ..packed.tiling import LOG2E
 from .batch import PagedBatch
@@ -66,7 +71,7 @@ PARTS = 2
 _ROWS, _COLUMNS, _HALF, _PARTS = (n if gl is None else gl.constexpr(n) for n in (ROWS, COLUMNS, HALF, PARTS))
 
 
-@_kernel
+@gluon_kernel
 def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
     """(first token, end of its row's tokens, its position, length of the row, row, key head) of piece ``index``.
 
@@ -87,7 +92,7 @@ def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  
     return token, end, position, length, row, head
 
 
-@_kernel
+@gluon_kernel
 def _seek(  # type: ignore[no-untyped-def]
     index, counter, starts, lengths, count, tiles, work, share, QUERIES: gl.constexpr, SHARED_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -105,7 +110,7 @@ def _seek(  # type: ignore[no-untyped-def]
     return index, token, end, position, length, row, head
 
 
-@_kernel
+@gluon_kernel
 def _blocks(table, start, length, blocks, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
     """The blocks of the cache that hold the positions from ``start`` on, every thread all of them; ``blocks``, where
     there is none, for what lies past the row's length."""
@@ -114,18 +119,18 @@ def _blocks(table, start, length, blocks, BLOCK: gl.constexpr):  # type: ignore[
     return gl.load(table + start // BLOCK + n, start + n * BLOCK < length, blocks)
 
 
-@_kernel
+@gluon_kernel
 def _one_of(values, place):  # type: ignore[no-untyped-def]
     n = gl.arange(0, values.shape[0], layout=values.type.layout)
     return gl.sum(gl.where(n == place, values, 0), 0)
 
 
-@_kernel
+@gluon_kernel
 def _gather(  # type: ignore[no-untyped-def]
     source, wanted, left, head, pieces, full, empty, tail, tails, queue, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Have the keys or values in the blocks ``wanted`` brought to place ``queue`` of the ring, when that is free.
+    """Ask for the keys or values in the blocks ``wanted`` at place ``queue`` of the ring, when that is free.
 
     ``left``: how many of their positions, and of those behind, the row has. ``tails``: how many blocks of values were
     cleared at their end so far; returned with this one.
@@ -145,7 +150,7 @@ def _gather(  # type: ignore[no-untyped-def]
             mbarrier.expect(tail, HALVES * PIECE)
             for half in gl.static_range(HALVES):
                 piece = pieces.index(first + half * N + cleared)
-                tma.async_copy_global_to_shared(source, [block, head, 0, half * _HALF], tail, piece)
+                async_load(source, [block, head, 0, half * _HALF], tail, piece)
             mbarrier.wait(tail, tails & 1)
             tails += 1
             L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 4, 8], [1, 1, 1, 1], [3, 2, 1, 0])
@@ -156,21 +161,21 @@ def _gather(  # type: ignore[no-untyped-def]
                 x = piece.load(L)
                 piece.store(gl.where(owned, x, gl.zeros_like(x)))
             fence_async_shared()
-            gl.thread_barrier()
+            block_barrier()
     mbarrier.expect(full.index(slot), N * HALVES * PIECE, pred=cleared < 0)
     if VALUES:
         mbarrier.expect(full.index(slot), (N - 1) * HALVES * PIECE, pred=cleared >= 0)
     for n in gl.static_range(N):
         block = _one_of(wanted, n)
         for half in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(
+            async_load(
                 source, [block, head, 0, half * _HALF], full.index(slot), pieces.index(first + half * N + n),
                 pred=cleared != n,
             )  # fmt: skip
     return tails
 
 
-@_kernel
+@gluon_kernel
 def _gather_pairs(  # type: ignore[no-untyped-def]
     k, v, table, wanted, start, length, head, blocks, number, pieces, full, empty, tail, tails, queue,
     BLOCK: gl.constexpr, SLOTS: gl.constexpr,
@@ -188,13 +193,13 @@ def _gather_pairs(  # type: ignore[no-untyped-def]
     return wanted, start, tails, queue
 
 
-@_kernel
+@gluon_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts, lengths, count, tiles,
     work, blocks, table_b, share, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """What the copying warp does: chooses tiles, tells the others, and keeps the ring full."""
+    """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full."""
     QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
     queue = 0
     told = 0
@@ -212,7 +217,7 @@ def _fetch(  # type: ignore[no-untyped-def]
         _note(plan, 8 * buffer + 4, head)
         mbarrier.expect(q_full.index(buffer), _PARTS * q.block_type.nbytes)
         for part in gl.static_range(_PARTS):
-            tma.async_copy_global_to_shared(
+            async_load(
                 q, [token + part * (_ROWS // GROUP), head * GROUP, 0], q_full.index(buffer),
                 q_tiles.index(buffer * _PARTS + part),
             )  # fmt: skip
@@ -245,7 +250,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     mbarrier.arrive(q_full.index(buffer))
 
 
-@_kernel
+@gluon_kernel
 def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
     """Wait for the next tile: (first token, end of its row's, its position, length, key head), -1 if there is none."""
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -259,12 +264,12 @@ def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
     return token, end, position, length, head
 
 
-@_kernel
+@gluon_kernel
 def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H: gl.constexpr,
     GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup does: 64 rows of every tile."""
+    """The work of a warpgroup: 64 rows of every tile."""
     D: gl.constexpr = q_tiles.shape[3]
     QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLUMNS, 16])
@@ -319,7 +324,7 @@ def _attend(  # type: ignore[no-untyped-def]
         token, end, position, length, head = _planned(plan, q_full, done)
 
 
-@partial(_kernel, sizes=("count", "tiles", "work", "blocks", "table_b", "share"))
+@partial(gluon_kernel, sizes=("count", "tiles", "work", "blocks", "table_b", "share"))
 def prefill_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2,
     H: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr,
@@ -335,7 +340,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     q_tiles = gl.allocate_shared_memory(DTYPE, [2 * _PARTS, _ROWS // GROUP, GROUP, D], q.layout)
     ring = gl.allocate_shared_memory(DTYPE, [SLOTS, _COLUMNS, 1, D], LAYOUT)
-    pieces = ring._reinterpret(DTYPE, [SLOTS * (_COLUMNS // BLOCK) * (D // _HALF), 1, 1, BLOCK, _HALF], k.layout)
+    pieces = reinterpreted(ring, DTYPE, [SLOTS * (_COLUMNS // BLOCK) * (D // _HALF), 1, 1, BLOCK, _HALF], k.layout)
     plan = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -400,10 +405,8 @@ def prefill(
 ) -> None:  # fmt: skip
     """Attention of the rows with several queries, written to their places in ``out`` ``[T, H, d]``.
 
-    Arguments as ``PagedBatch`` has them; ``longest``: a bound of the lengths.
+    Arguments are those of ``PagedBatch``; ``longest``: a bound of the lengths.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     tokens, heads, d = q.shape
     blocks, kv_heads, block, _ = k_cache.shape
     group = heads // kv_heads
@@ -418,9 +421,9 @@ def prefill(
     fit = max(1, 2**24 // (4 * d * max(1, longest)))
     share = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)
     prefill_kernel[(programs,)](
-        TensorDescriptor.from_tensor(q, [ROWS // group, group, d], _layout(3)),
-        TensorDescriptor.from_tensor(k_cache, [1, 1, block, HALF], _layout(4)),
-        TensorDescriptor.from_tensor(v_cache, [1, 1, block, HALF], _layout(4)),
+        tensor_descriptor(q, [ROWS // group, group, d], _layout(3)),
+        tensor_descriptor(k_cache, [1, 1, block, HALF], _layout(4)),
+        tensor_descriptor(v_cache, [1, 1, block, HALF], _layout(4)),
         out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), share,
         scale * LOG2E, H=heads, GROUP=group, BLOCK=block, SLOTS=512 // d, SHARED_OUT=shared_out, AHEAD=AHEAD,
         num_warps=4, maxnreg=MAX_REGISTERS[PARTS],
@@ -428,7 +431,7 @@ def prefill(
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     if gluon is None:
         return []
     made = []

@@ -1,4 +1,4 @@
-r"""What stands between the projections and paged attention, in one launch: turn q and k, write k and v to the cache.
+r"""Everything between the projections and paged attention in one launch: rotate q and k, write k and v to the cache.
 
 For token t of the step, with slot s(t) (``kv_cache_write.py``) and the rotation R of its position (``rotary.py``):
 
@@ -7,13 +7,13 @@ For token t of the step, with slot s(t) (``kv_cache_write.py``) and the rotation
 ``norm`` is the RMSNorm of each head by itself with learned weights (Qwen3), where weights are given, else nothing.
 Inference only: no gradient. The caches change in place.
 
-Shapes: q ``[T, H, d]``, k and v ``[T, K, d]`` (views of one ``[T, (H + 2K) d]`` projection will do), cos and sin
-``[T, d/2]`` float32, weights ``[d]``, caches ``[blocks, K, block_size, d]``. Result: the turned q ``[T, H, d]``.
+Shapes: q ``[T, H, d]``, k and v ``[T, K, d]`` (views of one ``[T, (H + 2K) d]`` projection will do), cos and sin ``[T,
+d/2]`` float32, weights ``[d]``, caches ``[blocks, K, block_size, d]``. Result: the rotated q ``[T, H, d]``.
 Sources: Su et al. 2021, arXiv:2104.09864; Kwon et al. 2023, arXiv:2309.06180; QK-norm: Henry et al. 2020,
 arXiv:2010.04245.
 
-Bound by bytes: each element is read once and written once, with 3 FLOPs (7 with the norm) in between. Done apart these
-are three or four launches and the keys travel twice; at a few tokens the launches are what counts.
+Bound by bytes: each element is read once and written once, with 3 FLOPs (7 with the norm) in between. Apart, these are
+three or four launches and the keys travel twice; with few tokens the launches are what counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
-from ...lang.tiles import let_next_begin, wait_for_previous
+from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...norm import rms_norm
 from ...numerics import sample
 from ...position import rotary
@@ -99,7 +99,7 @@ def _kernel(
         wait_for_previous(DEPENDENT_LAUNCH)
         if group < q_groups + k_groups:
             head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
-            inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
+            inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = k_ptr + token * k_token + head * k_head + plane
             a, b = turned_by(x_ptr, k_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
             if k_out_ptr is not None:
@@ -111,7 +111,7 @@ def _kernel(
             tl.store(out + n_planes, b.to(k_cache_ptr.dtype.element_ty), mask=inside)
         else:
             head = (group - q_groups - k_groups) * HEADS + tl.arange(0, HEADS)[:, None]
-            inside = (head < k_heads) & (plane < n_planes) & (page >= 0)
+            inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = v_ptr + token * v_token + head * v_head + plane
             first = tl.load(x_ptr, mask=inside)
             second = tl.load(x_ptr + n_planes, mask=inside)

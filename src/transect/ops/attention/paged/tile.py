@@ -1,7 +1,7 @@
-"""What the Triton kernels of paged attention share: a tile of keys and values out of the cache, and a walk over many.
+"""What the Triton kernels of paged attention share: a tile of keys and values from the cache, and a walk over many.
 
 The arithmetic is in ``paged_attention.py``; ``queries`` ``[BM, DP]`` all read the same key head. ``oldest`` and
-``high`` bound the positions that some of them see; ``position`` is the one that each query has.
+``high`` bound the positions that some of them see; ``position`` is the position of each query.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``small_matmul.cu``: the product of 1 to 16 rows with a weight (32 of a small one), bfloat16, on NVIDIA GPUs.
 
-How it is cut up, by a rule or as measured, and its launcher; the arithmetic is in ``small_matmul.py``. With a gate (see
-``gate_up.py``) both halves of the product are in one launch; a norm may stand on either side (``stream_products.py``).
+This file has the tilings, by a rule or as measured, and the launcher. The arithmetic is in ``small_matmul.py``. With a
+gate (``gate_up.py``) both halves of the product are in one launch. A norm may stand on either side
+(``stream_products.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...registry import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class CudaTiling:
-    """How ``small_matmul.cu`` cuts a product up; the fields are the arguments of its launcher."""
+    """The tiling of ``small_matmul.cu``; the fields are the arguments of its launcher."""
 
     columns: int
     """Rows of W in a group, in sixteens."""
@@ -44,20 +45,20 @@ class CudaTiling:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A norm's part that a product does besides, see ``stream_products.py``."""
+    """The part of a norm that a product computes as well, see ``stream_products.py``."""
 
     residual: Tensor | None = None
-    """``[M, N]``: the stream that the result is added to; ``scale`` is then the next norm's weight ``[N]``."""
+    """``[M, N]``: the stream that the result is added to. ``scale`` is then the weight of the next norm ``[N]``."""
     scale: Tensor | None = None
     squares: Tensor | None = None
-    """``[M, K / 16]`` float32: of the stream that X is, times its norm's weight; the result is divided by its rms. (Of
-    the Triton kernels ``[M, any number]``: what counts there is their sum.)"""
+    """Float32 ``[M, K / 16]``: sums of squares of the stream, of which X is the product with its norm's weight. The
+    result is divided by the rms. (The Triton kernels take ``[M, any number]`` and use the sum.)"""
     eps: float = 0.0
-    """Of the norm of X."""
+    """The eps of X's norm."""
 
     def refusal(self, x: Tensor, n: int, sixteens: bool = True) -> str | None:
-        """Why the kernels do not do this beside a product of x ``[M, K]`` with N = n, or None. ``sixteens``: squares
-        must be those of 16 neighbours each."""
+        """Why the kernels do not do this beside a product of x ``[M, K]`` with N = n, or None. ``sixteens``: each
+        square must cover 16 neighbours."""
         m, k = x.shape
         if self.residual is not None:
             if self.scale is None or n % 16:
@@ -80,23 +81,23 @@ class Beside:
 
 
 CUDA_ROWS = 32
-"""Most rows of X that one block of ``small_matmul.cu`` takes; for more it reads W again."""
+"""The most rows of X that one block of ``small_matmul.cu`` takes; for more it reads W again."""
 SHARED = 227 * 1024
 """Bytes of shared memory of a block on Hopper."""
 SHARED_OF = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): SHARED, (10, 0): SHARED, (10, 3): SHARED}
-"""By compute capability, of the GPUs whose blocks have enough."""
+"""Shared memory of a block in bytes, by compute capability, for the GPUs whose blocks have enough."""
 
 
 KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4))
-"""(columns, stages) that are compiled, the better ones first."""
+"""The compiled pairs (columns, stages), better ones first."""
 
 
 @cache
 def choose_tiling(m: int, n: int, multiprocessors: int, shared: int = SHARED) -> CudaTiling:
     """The best tiling whose blocks fit ``shared`` bytes of shared memory, by a rule from times on an H200 (no search).
 
-    Rows of W are dealt out evenly, so a block's share is a matter of N alone. Of the groups that it may be taken in,
-    the widest that leaves little of the last one empty is best; narrow groups read X more often from the L2 cache.
+    Blocks share the rows of W evenly, so a block's share depends on N alone. Of the possible groups, the widest that
+    leaves little of the last one empty is best; narrow groups read X more often from the L2 cache.
     """
     sixteens = -(-n // 16)
     per = -(-sixteens // multiprocessors)
@@ -117,8 +118,8 @@ def shared_bytes(tiling: CudaTiling, m: int) -> int:
 
 
 def quicker(m: int, n: int, k: int) -> bool:
-    """Whether ``small_matmul.cu`` beat the Triton kernels at such a shape on an H200: always up to 16 rows, up to 32
-    for small weights. Above, X is read from the L2 cache about as often as W is from memory."""
+    """Whether ``small_matmul.cu`` beat the Triton kernels at such a shape on an H200: always up to 16 rows, and up to
+    32 for small weights. Above, it reads X from the L2 cache about as often as W from memory."""
     return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192)
 
 
@@ -136,9 +137,9 @@ def cuda_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str |
 class CudaRows:
     """``small_matmul(x, weight, bias=None, *, dependent_launch=False, tiling=None)`` by ``small_matmul.cu``.
 
-    What a row gets is the same to the bit whatever the other rows are and however many: the order of its sum depends
-    on the weight's shape alone. Above 32 rows it reads W again for every 32 of them, from the L2 cache if it fits
-    there: 64 rows take 1.5 to 1.8 times as long as with cuBLAS (weights of 30 MB to 1 GB, one H200).
+    A row's result is the same to the bit whatever the other rows are and however many: the order of its sum depends on
+    the shape of the weight alone. Above 32 rows the kernel reads W again for every 32 of them, from the L2 cache if it
+    fits there, and is slower than cuBLAS.
 
     Raises:
         Unavailable: no NVIDIA GPU, one whose blocks have too little shared memory, or no nvcc to build with.
@@ -185,10 +186,10 @@ class CudaRows:
         tiling: CudaTiling | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As a call, with a norm beside the product: (result, scaled, squares), the last two as in
+        """A product with a norm beside it: (result, scaled, squares). The last two are those of
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
-        Errors as there, and ``ValueError`` where ``norm.refusal``.
+        Errors are those of ``__call__``, and ``ValueError`` where ``norm.refusal``.
         """
         (m, k), n = x.shape, weight.shape[0]
         if reason := norm.refusal(x, n):

@@ -1,29 +1,24 @@
-"""Product of 33 to 256 rows with a small weight on Hopper, whose weights are there before its input is: in Gluon.
+"""Product of 33 to 256 rows with a small weight on Hopper: each program asks for its weights before its input exists.
 
-    Y = X W^T + b        or, with a gate,        Y = silu(X V^T) * (X U^T), W being V above U
+    Y = X W^T + b        or, with a gate,        Y = silu(X V^T) * (X U^T), where W is V above U
 
 Shapes: x ``[M, K]``, weight ``[N, K]``, bias ``[N]``, result ``[M, N]`` (with a gate ``[M, N / 2]``, no bias), all
-bfloat16; float32 inside.
-A norm may stand on either side, as in ``stream_products.py``.
+bfloat16; float32 inside. A norm may stand on either side, as in ``stream_products.py``.
 
-Bound by bytes, but in a decode step of a small model a launch is over in some 5 us, of which memory works for one or
-two: before, the launch waits for the kernel that makes X, and then for its first weights. So every program asks for
-all the weights of its tile, before it waits for that kernel; what it waits for afterwards is X, which comes from the L2
-cache. Its k are as many as its shared memory holds weights for: a tile's columns, and how many programs share its k,
-are chosen so that they fit. X goes through buffers of its own, of which there should be as many as there is room.
+Bound by bytes, but a launch in a decode step of a small model takes about 5 us, and memory works for one or two of
+them. The rest is waiting: for the kernel that makes X, and then for the first weights. So every program asks for *all*
+weights of its tile before it waits for that kernel. Afterwards it waits only for X, which comes from the L2 cache. The
+number of a tile's columns, and of programs that share its k, follow from how many weights fit in shared memory. X goes
+through buffers of its own, as many as there is room for.
 
-Programs that share a tile's k leave their sums in memory, and the one with the last part adds them up, in the order of
-the parts: so the bits are the same in every run. Numbers on their way are written over a pattern of bits that no sum
-has (arithmetic makes no such NaN). The reader sees which are there, and leaves the pattern behind; a thread's numbers
-are for the same thread of the other program. There is no fence and no counter to wait for: a layer of Qwen3-0.6B with
-64 rows, of which two launches share k, takes 83.1 us instead of 85.4 (one H200). Programs of earlier parts begin
-earlier, so whoever waits has somebody to wait for.
+Programs that share a tile's k leave their sums in memory, and the program with the last part adds them up in the order
+of the parts. So every run gives the same bits. A sum is stored over a bit pattern that no sum has (a NaN that
+arithmetic never makes), so the reader sees when it is there, and then puts the pattern back. There is no fence and no
+counter to wait for. Each number goes to the same thread of the other program. Programs of earlier parts start earlier,
+so a program always waits for one that already runs.
 
-From 128 rows on these products take more arithmetic than waiting, and there the Triton kernels are as quick or quicker.
-Every program reads all of its rows of X from the L2 cache, so fewer and larger tiles were better than one for each
-multiprocessor. Loops stay loops because half the machine code was a little quicker in a chain of layers.
-Lost (H200, 64 rows): while a product waits, having the L2 cache fetch keys and values of the next layer; the norms of
-heads, rotary and the cache's update as the end of the product for q, k and v, its k shared out over memory.
+From 128 rows on these products need more arithmetic than waiting, and the Triton kernels are as quick or quicker. What
+was tried and lost is in ``docs/lab-notes/few-row-products.md``.
 """
 
 from __future__ import annotations
@@ -35,46 +30,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...lang.gluon_language import (
+    GLUON_MISSING,
+    async_load,
+    block_barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    gluon_kernel,
+    mbarrier,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from ...lang.jit import INTERPRETED, next_power_of_2, triton
 from ...lang.tiles import fits_descriptor
 from ...registry import Kernel
 from .cuda import SHARED, Beside
 
-gluon: Any
-gl: Any
-mbarrier: Any
-tma: Any
-fence_async_shared: Any
-warpgroup_mma: Any
-warpgroup_mma_wait: Any
-try:
-    from triton.experimental import gluon  # type: ignore[no-redef]
-    from triton.experimental.gluon import language as gl  # type: ignore[no-redef]
-    from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[no-redef]
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-except ImportError:
-    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
-
-
 PARTS = 1 << 20
-"""Numbers that programs of a launch may leave for others, at first: those of 512 rows and 2048 columns."""
+"""How many numbers the programs of a launch may leave for each other at first: enough for 512 rows and 2048 columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class GluonTiling:
-    """How a product is cut up."""
+    """The tiling of a product."""
 
     bm: int
     """Rows of X in a tile."""
     bn: int
-    """Columns of Y in a tile; with a gate as many of the other factor besides."""
+    """Columns of Y in a tile; with a gate, as many of the other factor too."""
     bk: int
-    """k that a copy brings."""
+    """How many k one copy brings."""
     split: int
     """Programs that share a tile's k."""
     stages: int
@@ -88,7 +75,7 @@ class GluonTiling:
         return 2 * (columns * k // self.split + min(self.stages, k // self.bk // self.split) * self.bm * self.bk)
 
     def refusal(self, n: int, k: int) -> str | None:
-        """Why it is none for a result of n columns and a sum over k, or None."""
+        """Why this tiling does not take n columns of Y and a sum over k, or None."""
         if n % self.bn or k % (self.bk * self.split):
             return f"{n} columns and {k} k must be whole tiles of {self.bn}, and whole copies of {self.bk} in each part"
         if self.gated and self.split > 1:
@@ -101,14 +88,9 @@ class GluonTiling:
         return None if taken <= SHARED else f"it takes {taken} bytes of shared memory, of {SHARED} that there are"
 
 
-def _kernel(function: Any) -> Any:
-    """``gluon.jit`` where Gluon is installed, else the function unchanged."""
-    return function if gluon is None else gluon.jit(function)
-
-
-@_kernel
+@gluon_kernel
 def _tell(instruction: gl.constexpr):  # type: ignore[no-untyped-def]
-    """An instruction without a result."""
+    """Run a PTX instruction that has no result."""
     gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -121,18 +103,18 @@ def _fours(count: int, first: int, threads: int) -> list[tuple[str, str]]:
 
 
 def _own(count: int) -> str:
-    """PTX: this thread's first place, from the address after ``count`` results."""
+    """PTX: the first place of this thread, from the address after ``count`` results."""
     return f".reg .u32 t; .reg .b64 mine; mov.u32 t, %tid.x; mad.wide.u32 mine, t, 16, ${count};"
 
 
 def _leaving(count: int, threads: int) -> str:
-    """PTX: ``count`` numbers of each thread go to an address that is given."""
+    """PTX: store ``count`` numbers of each thread at a given address."""
     lines = [f"st.relaxed.gpu.global.v4.b32 {place}, {four};" for four, place in _fours(count, 2 * count, threads)]
     return " ".join(["{", _own(count), *lines, "}"])
 
 
 def _taking(count: int, threads: int) -> str:
-    """PTX: what is at an address that is given, once all of it is there; then nothing is there again."""
+    """PTX: wait until all numbers at a given address are there, take them, and put the empty pattern back."""
     fours = _fours(count, 0, threads)
     lines = ["{", _own(count), ".reg .pred again; .reg .b32 most, nothing; mov.b32 nothing, -1;", "look:"]
     lines += [f"ld.relaxed.gpu.global.v4.b32 {four}, {place};" for four, place in fours]
@@ -143,7 +125,7 @@ def _taking(count: int, threads: int) -> str:
 
 
 def _exchange(tiling: GluonTiling) -> dict[str, Any]:
-    """How programs that share a tile's k hand sums on: all of a thread's numbers at once."""
+    """How programs that share a tile's k pass their sums on: all numbers of a thread at once."""
     threads = 32 * tiling.warps
     count = tiling.bm * tiling.bn // threads
     names = [*["=&r"] * count, *["l"] * count]
@@ -156,7 +138,7 @@ def _exchange(tiling: GluonTiling) -> dict[str, Any]:
     }
 
 
-@_kernel
+@gluon_kernel
 def early_weights(  # type: ignore[no-untyped-def]
     x, weight, bias, out, parts, residual, scale, scaled, left, squares, M, N, K, n_squares, eps,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
@@ -164,7 +146,7 @@ def early_weights(  # type: ignore[no-untyped-def]
     COUNT: gl.constexpr, LEAVING: gl.constexpr, LEFT: gl.constexpr, TAKING: gl.constexpr, TAKEN: gl.constexpr,
 ):  # fmt: skip
     """One tile of Y, or one of SPLIT parts of it, of CHUNKS copies of BK k. Axis 0: column tiles; axis 1: row tiles;
-    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``small_matmul_triton._rows``.
+    axis 2: parts of K. x and weight are tensor descriptors; the others as of ``few_rows/triton._rows``.
     """
     WIDTH: gl.constexpr = 2 * BN if GATED else BN
     BYTES: gl.constexpr = (WIDTH + BM) * BK * 2
@@ -191,12 +173,12 @@ def early_weights(  # type: ignore[no-untyped-def]
         there = barriers.index(i)
         mbarrier.expect(there, BYTES)  # with those of X
         if GATED:
-            tma.async_copy_global_to_shared(weight, [0, tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
+            async_load(weight, [0, tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
         else:
-            tma.async_copy_global_to_shared(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
+            async_load(weight, [tile_n * BN, k0 + i * BK], there, w_tiles.index(i))
     _tell("griddepcontrol.wait; // $0")
     for i in range(STAGES):
-        tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + i * BK], barriers.index(i), x_tiles.index(i))
+        async_load(x, [tile_m * BM, k0 + i * BK], barriers.index(i), x_tiles.index(i))
     rows = tile_m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, ROWS))
     columns = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
     at = rows[:, None] * N + columns[None, :]
@@ -219,9 +201,9 @@ def early_weights(  # type: ignore[no-untyped-def]
         acc = warpgroup_mma_wait(1, deps=[acc])
         after = i - 1 + STAGES
         if (i >= 1) & (after < CHUNKS):  # the buffer that all warps have read gets its next tile
-            gl.thread_barrier()
+            block_barrier()
             x_tile = x_tiles.index(after % STAGES)
-            tma.async_copy_global_to_shared(x, [tile_m * BM, k0 + after * BK], barriers.index(after), x_tile)
+            async_load(x, [tile_m * BM, k0 + after * BK], barriers.index(after), x_tile)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if squares is not None:
         inverse = gl.convert_layout(gl.rsqrt(gl.sum(square, 1) / K + eps), gl.SliceLayout(1, SUMS))
@@ -260,37 +242,35 @@ def early_weights(  # type: ignore[no-untyped-def]
 
 
 def _layout(*tile: int) -> Any:
-    """Of such a tile in shared memory."""
+    """The layout of such a tile in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16)
 
 
 def _describe(matrix: Tensor, *tile: int) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(matrix, list(tile), _layout(*tile))
+    return tensor_descriptor(matrix, list(tile), _layout(*tile))
 
 
 class GluonRows:
-    """Products by the kernel here, with memory of its own in which programs leave sums for each other: launches of one
+    """Products by this kernel. It owns the memory in which programs leave sums for each other, so launches of one
     instance must be on one stream."""
 
     def __init__(self) -> None:
         self._parts: dict[torch.device, Tensor] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiling: GluonTiling) -> Tensor:
-        """As ``small_matmul.reference``; with ``tiling.gated`` as ``gate_up.reference``.
+        """``small_matmul.reference``, or with ``tiling.gated`` ``gate_up.reference``.
 
-        The weight may be read while the kernel before still runs, so that one must not write it.
+        The weight may be read while the kernel before still runs, so that kernel must not write it.
 
         Raises:
-            ValueError: what ``refusal`` says.
+            ValueError: ``refusal`` gives a reason.
         """
         return self.beside(x, weight, bias, Beside(), tiling=tiling)[0]
 
     def beside(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, tiling: GluonTiling
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As a call, with a norm beside the product; results and errors as of ``TritonRows.beside``."""
+        """A product with a norm beside it; results and errors are those of ``TritonRows.beside``."""
         reason = refusal(x, weight, bias, norm, tiling)
         if reason:
             raise ValueError(f"small_matmul_gluon: {reason}")
@@ -317,7 +297,7 @@ class GluonRows:
         return out, scaled, left
 
     def _nothing(self, device: torch.device, count: int) -> Tensor:
-        """Room for at least ``count`` numbers, with nothing there; every launch leaves it so.
+        """Room for at least ``count`` numbers, all empty; every launch leaves it empty.
 
         Raises:
             RuntimeError: first use on this device is inside a CUDA graph capture.
@@ -349,15 +329,17 @@ def refusal(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, tiling
 
 def device_refusal(device: torch.device) -> str | None:
     """Why nothing runs here on ``device``, or None."""
-    if gluon is None or INTERPRETED:
-        return "it needs Triton 3.6 with Gluon, and not its interpreter"
+    if gluon is None:
+        return f"it needs Triton's Gluon: {GLUON_MISSING}"
+    if INTERPRETED:
+        return "it needs Triton's compiler, and the interpreter is on"
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return f"it runs on an sm_90, and the inputs are on {device}"
     return None
 
 
 def kernels() -> Sequence[Kernel]:
-    """For ahead-of-time compilation."""
+    """The kernels to compile ahead of time."""
     if gluon is None:
         return []
     pointers = {"parts": "*fp32", "left": "*fp32", "squares": "*fp32"}

@@ -1,41 +1,33 @@
 r"""Product of 17 to 256 rows with a weight on Hopper, bfloat16: bulk copies and wgmma (``small_matmul_hopper.cu``).
 
-    Y = X W^T + b        or, with a gate,        Y = silu(X V^T) * (X U^T), W being V above U
+    Y = X W^T + b        or, with a gate,        Y = silu(X V^T) * (X U^T), where W is V above U
 
 Shapes: x ``[M, K]``, weight ``[N, K]``, bias ``[N]``, result ``[M, N]`` (with a gate ``[M, N / 2]``, no bias).
 
-For 32 rows the product is bound by reading W, for 256 by the tensor cores as well: 2 M N K FLOPs against 2 N K bytes is
-M FLOPs a byte, of which an H200 does 180. In between it is bound by what every multiprocessor takes in, W's share and
-all of X for it: X comes from the L2 cache once for each tile of W's rows. So
+Bound by bytes at 32 rows, and also by the tensor cores at 256: 2 M N K FLOPs against 2 N K bytes is M FLOPs a byte, and
+an H200 does 180. In between, the limit is what each multiprocessor must take in: its share of W, and all of X for that
+share. X comes from the L2 cache once for each tile of W's rows. This leads to the design:
 
-* a warp does nothing but copy, by the bulk copy engine, into a ring of 100 to 220 KB, as far ahead as that has room;
-* tiles are as wide as the sums fit in registers, and of the widths that make 128 equal shares of the models' weights:
-  X as the left operand of the tensor cores takes any multiple of 8 rows of W as a tile, 224 for 28672;
-* W as the left operand takes the rows of X at their number, 32 for 32 rows, where the other way they are 64;
-* where a weight has too few tiles, K is shared out: among the blocks of a cluster, which add over each other's shared
-  memory, or over the grid, where each block adds a part of the tile from memory; always in the order of k;
-* the first copies of W are asked for before the kernel that makes X has ended (``dependent_launch``);
-* copies of X end with its rows: what reaches past the end of a tensor is slow, and so a tile for 128 rows takes less
-  time with 96;
-* the gate of a gated MLP is applied to the sums in registers, where both its halves are in one tile.
+* One warp does nothing but copy, with the bulk copy engine, into a ring of 100 to 220 KB, as far ahead as the ring has
+  room.
+* Tiles are as wide as the sums fit in registers, in widths that cut the models' weights into about 128 equal shares. X
+  as the left operand of the tensor cores allows tiles of any multiple of 8 rows of W, such as 224 for 28672.
+* W as the left operand takes exactly as many rows of X as there are: 32 for 32 rows, where the other way needs 64.
+* Where a weight has too few tiles, several blocks share K. The blocks of a cluster add up their parts in each other's
+  shared memory; blocks of the grid add them up in memory. The order is always that of k.
+* The first copies of W start before the kernel that makes X has ended (``dependent_launch``).
+* Copies of X end with its rows, because copies that reach past the end of a tensor are slow.
+* The gate is applied to the sums in registers, because both halves of it are in one tile.
 
-What a row gets depends on how many rows there are: for the same bits in any batch see ``linear.triton_fixed_rows``.
-Bits are the same in every run.
+A row's result depends on the number of rows (``linear.triton_fixed_rows`` gives the same bits in any batch). It is the
+same in every run.
 
-Predicted for 128 rows and W of 28672 x 4096 before it was written: 55 us to read W, 59 to 60 with X arriving once for
-each 224 rows of W. Measured on an H200: 64 when sums went to Y in pieces of 4 bytes, 60.2 by way of shared memory;
-cuBLAS 66.0. With the gate 60.3, where cuBLAS and a kernel for the gate take 69.7. Reading the other ranks' sums sixteen
-at a time instead of one after another was worth 1.7 to 2.3 us of each product whose K is shared out. Lost: multicast of
-X to 2, 4 or 8 blocks (no less time, as what the multiprocessors take in stays the same), k in a rotated order, other
-widths of prefetch to the L2 cache; without the hint that W is read once, 2 to 5% slower.
-
-Which one runs, with which tiling, is measured where it runs, in a chain of whole layers, by
-``benchmarks/products_in_layers.py``, for the heads and the other sizes by ``benchmarks/ops_many_rows.py``, and kept as
-data for each device. Called by itself, without ``dependent_launch``, a launch may ask for no weights early; what is
-quickest then is measured apart (``alone``). In a chain cuBLAS stays quicker, and runs, at 160 rows and more for most
-weights of the 8B models (at 256 not for the output projections, nor for the gate and up projections of Llama-3.1-8B),
-from 128 rows on for the heads, and for a few more below; the Triton kernels for most of Qwen3-0.6B's from 64 rows on.
-Times are in ``results/h200/ops_many_rows.json``.
+``chosen`` picks the kernel and its tiling for a size from a file for each device. ``benchmarks/products_in_layers.py``
+measured the choices in chains of whole layers; ``benchmarks/ops_many_rows.py`` measured the heads and other sizes.
+Without ``dependent_launch`` a launch may read no weight early, so other choices apply then (``alone``). cuBLAS runs
+where it is quicker: mostly from 160 rows on for 8B models and from 128 rows on for the heads. Triton kernels run most
+products of Qwen3-0.6B from 64 rows on. Times: ``docs/results/products.md``; what was tried and lost:
+``docs/lab-notes/few-row-products.md``.
 """
 
 from __future__ import annotations
@@ -59,10 +51,10 @@ from .triton import TritonTiling
 log = logging.getLogger(__name__)
 
 FOLDER = SHIPPED / "small_matmul"
-"""One file for each device that was measured: which implementation, and how it cuts the product up."""
+"""One file for each measured device: which implementation runs a size, and its tiling."""
 MOST_ROWS = 256
 ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256)
-"""What rows are rounded up to when a choice is looked up."""
+"""A look-up rounds the number of rows up to one of these."""
 CHUNK = 64
 """k that a copy brings of each row: 128 bytes."""
 SHARED = 225 * 1024
@@ -104,7 +96,7 @@ COMPILED: tuple[Compiled, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class HopperTiling:
-    """How ``small_matmul_hopper.cu`` cuts a product up; the fields are the arguments of its launcher."""
+    """The tiling of ``small_matmul_hopper.cu``; the fields are the arguments of its launcher."""
 
     swap: int
     """1: W is the left operand of the tensor cores, whose tiles have 64 rows or a multiple; 0: X is."""
@@ -129,7 +121,7 @@ class HopperTiling:
 
     @property
     def compiled(self) -> Compiled:
-        """What is fixed when it is compiled."""
+        """The fields that are fixed at compile time."""
         return (self.swap, self.gated, self.right, self.groups, self.repeats, self.pair, self.blocks)
 
     @property
@@ -144,7 +136,7 @@ class HopperTiling:
 
     @property
     def most_rows(self) -> int:
-        """Rows of X that it takes."""
+        """The largest number of rows of X that it takes."""
         return self.right if self.swap else self.left * self.pair
 
     @property
@@ -153,7 +145,7 @@ class HopperTiling:
         return self.stages * (self.left + self.right) * 2 * CHUNK
 
     def tiles(self, n: int) -> int:
-        """Tiles of n columns of Y."""
+        """Number of tiles for n columns of Y."""
         return -(-n // self.columns)
 
     def grid(self, n: int) -> int:
@@ -161,7 +153,7 @@ class HopperTiling:
         return self.pair * (self.clusters if self.ranks == 0 else self.tiles(n) * abs(self.ranks))
 
     def parts(self, n: int) -> int:
-        """Floats that blocks leave for each other in memory."""
+        """Floats that blocks leave in memory for each other."""
         alone = self.ranks > 0 or (self.ranks == 0 and self.tiles(n) % self.clusters == 0)
         return 0 if alone else self.grid(n) * self.left * self.right
 
@@ -226,8 +218,8 @@ def candidates(m: int, n: int, k: int, *, gated: bool = False, units: int = 132)
 
 
 def choose_tiling(m: int, n: int, k: int) -> HopperTiling:
-    """A tiling for a product that nobody measured: W is the left operand, and as many ranks share K as fill some 130
-    blocks. By the shape alone."""
+    """A tiling for a product that nobody measured, from the shape alone: W is the left operand, and enough ranks share
+    K to fill about 130 blocks."""
     compiled = _fitting(m, False)[0]
     stages = _stages(compiled, k, SHARED)
     whole = HopperTiling(*compiled, 1, 0, stages)
@@ -244,13 +236,13 @@ TILINGS: Mapping[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which kernel runs a product of a size, and how it cuts the product up."""
+    """Which kernel runs a product of a size, and its tiling."""
 
     by: str
     """``hopper``, ``cuda`` (``small_matmul.cu``), ``triton``, ``gluon``, or ``cublas``, which is
     ``torch.nn.functional.linear``."""
     tiling: Any = None
-    """Of the class that ``TILINGS`` has for ``by``; None: as the kernel's own rule says."""
+    """An instance of the class that ``TILINGS`` has for ``by``; None: the kernel's own rule decides."""
 
     def __post_init__(self) -> None:
         if self.tiling is not None and type(self.tiling) is not TILINGS.get(self.by):
@@ -275,7 +267,7 @@ def choices(device_name: str) -> Mapping[str, Choice]:
 
 
 def read_choice(entry: Mapping[str, Any]) -> Choice:
-    """From its form in a file."""
+    """A choice from its form in a file."""
     by, tiling = entry["by"], entry.get("tiling")
     return Choice(by, None if tiling is None else TILINGS[by](**tiling))
 
@@ -284,10 +276,11 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
 def chosen(
     m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False, alone: bool = False
 ) -> Choice | None:
-    """What was quickest for a product of m rows with a weight of n x k on this device; None where nobody measured.
+    """The quickest measured choice for a product of m rows with a weight of n x k on this device; None where nobody
+    measured.
 
-    From 193 to 255 rows no tiling of ``small_matmul_hopper.cu``, but cuBLAS, whose time falls with the rows there.
-    ``alone``: by itself; where no other is named for that, the one for a chain of layers.
+    From 193 to 255 rows cuBLAS takes the place of ``small_matmul_hopper.cu``, because its time falls with the rows
+    there. ``alone``: the choice for a call by itself; if there is none, the one for a chain of layers.
     """
     if device.type != "cuda" or not 0 < m <= MOST_ROWS:
         return None

@@ -1,4 +1,4 @@
-r"""Product of 1 to 256 rows with a weight: what a linear layer is in decode.
+r"""Product of 1 to 256 rows with a weight: a linear layer in decode.
 
     Y = X W^T + b
 
@@ -6,35 +6,35 @@ Shapes: x ``[M, K]``, weight ``[N, K]`` with neighbouring k side by side, bias `
 inside. Inference only; training has enough rows for ``matmul.py``, which has the gradient.
 
 Bound by bytes for few rows: 2 M N K FLOPs against 2 N K bytes of weights in bfloat16 is M FLOPs per byte, where an H200
-needs about 185. So the weights are read once, at the full width of memory, and everything else follows from that:
+needs about 185. So the weights must be read once, at the full bandwidth of memory. This leads to the design:
 
-* Enough bytes must be in flight. 4.3 TB/s times a latency near 1 us is 4 MB, 32 KB for each of 132 multiprocessors.
-  A column of tiles (N / BN programs) is too few for a narrow layer, so K is cut into SPLIT parts as well.
-* The parts of a tile must be added up. Each program leaves its float32 part in a buffer and counts itself on the
-  tile's counter; the last to arrive adds them all in the order of the parts. So the sum is the same in every run, and
-  one launch does it (a second launch would cost 2 us where the whole product takes 8).
-* X is read again by every column of tiles, from the L2 cache: M / BN of the bytes of the weights. Hence BN >= 64 for
-  16.
-* With SWAP the weights are the left operand of the tensor cores: rows of W fill their 64 or 128 rows where 8 rows
-  of X would leave most of them empty.
+* Enough bytes must be in flight. 4.3 TB/s times a latency near 1 us is 4 MB, or 32 KB for each of 132 multiprocessors.
+  One column of tiles (N / BN programs) is too few for a narrow layer, so K is cut into SPLIT parts as well.
+* The parts of a tile must be added up. Each program leaves its float32 part in a buffer and counts itself on the tile's
+  counter. The last to arrive adds all parts, in the order of the parts. So every run gives the same sum, and one launch
+  is enough (a second one would cost 2 us where the whole product takes 8).
+* Every column of tiles reads X again, from the L2 cache: M / BN of the bytes of the weights. Hence BN >= 64 for 16
+  rows.
+* With SWAP the weights are the left operand of the tensor cores: rows of W fill its 64 or 128 rows, where 8 rows of X
+  would leave most of them empty.
 
-Three kernels. ``small_matmul.cu`` (``few_rows/cuda.py``), bfloat16, for 1 to 16 rows (32 of a small weight): rows
-of W dealt out evenly, the k of a block among its warps; with ``dependent_launch`` the next launch fetches its weights
-while this one ends, which is worth 0.5 to 1.5 us a launch. ``few_rows/hopper.py``'s, bfloat16, for 17 rows and more on
-Hopper. The Triton kernels of ``few_rows/triton.py`` for other dtypes and GPUs, and on Hopper for small weights and 64
-rows or more, where what counts is that there are about as many tiles as multiprocessors and that launches overlap.
-(With norms beside the products, see ``stream_products.py``, there is a fourth, in ``few_rows/gluon.py``.) A file of
-choices, measured for each device, says which of them runs a weight, and how, or that cuBLAS does (``best_launcher``).
-With Triton, at 32 rows W and X together come through the L2 cache at 5.4 to 5.7 TB/s (one H200), little more than
-memory's 4.3, and more bytes in flight change nothing: from there on a tile has to be wide, not only its loads deep.
+There are four kernels. A file of choices, measured for each device, says which one runs a weight with which tiling, or
+that cuBLAS runs it (``best_launcher``):
 
-In a decode step each product waits for the kernel before it, and with small weights that, not memory, is what its time
-is. Shared memory decides then: a launch that takes all of it keeps the next one from fetching its weights.
-So for one row of Qwen3-0.6B the quickest ring is as deep as a warp has chunks, no deeper: a layer takes 26.7 us with
-such plans and the gate inside, 35.1 with the deepest rings that fit (one run, H200). Lost: asking for the weights of
-later products ahead, into the L2 cache (0.7 to 9 us a layer more at 1 to 64 rows, 0.6B and 8B).
+* ``small_matmul.cu`` (``few_rows/cuda.py``), bfloat16, 1 to 16 rows, or 32 of a small weight. Blocks share the rows of
+  W evenly; the warps of a block share its k. With ``dependent_launch`` a launch fetches its weights while the one
+  before ends.
+* ``small_matmul_hopper.cu`` (``few_rows/hopper.py``), bfloat16 on Hopper, 17 rows and more.
+* ``few_rows/triton.py``, all other dtypes and GPUs. On Hopper also small weights with 64 rows or more, which need about
+  as many tiles as multiprocessors, and launches that overlap.
+* ``few_rows/gluon.py``, small weights on Hopper with norms beside the product (``stream_products.py``).
 
-Source: split-K and its fix-up by the last arriver: Osama et al. 2023, arXiv:2301.03598 (Stream-K).
+In a decode step each product waits for the kernel before it, and with small weights that wait, not memory, decides the
+time. A launch that takes all of the shared memory keeps the next one from fetching its weights. So for small weights
+the ring is only as deep as a warp has chunks.
+
+Source: split-K with a fix-up by the last arriver: Osama et al. 2023, arXiv:2301.03598 (Stream-K). What was tried and
+lost is in ``docs/lab-notes/few-row-products.md``.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``small_matmul(x, weight, bias=None, *, dependent_launch=False)``: what was quickest for the shape.
+    """A new ``small_matmul(x, weight, bias=None, *, dependent_launch=False)`` that runs the quickest kernel for each
+    shape.
 
-    In bfloat16 what a file of choices for this GPU names (``small_matmul_hopper.chosen``): one of the kernels here, or
-    cuBLAS, which is ``torch.nn.functional.linear``. Without one, cuBLAS on Hopper above 32 rows. Otherwise
-    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments, else the Triton kernels. With
-    ``dependent_launch`` it is what was quickest in a chain of layers, where launches overlap; without, what was
-    quickest by itself, which is cuBLAS more often.
+    In bfloat16 it runs what the file of choices for this GPU names (``few_rows/hopper.py``): one of the kernels here,
+    or cuBLAS, which is ``torch.nn.functional.linear``. Without a choice it runs cuBLAS on Hopper above 32 rows; else
+    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments; else the Triton kernels. With
+    ``dependent_launch`` the choices are those of a chain of layers, where launches overlap; without, those of a call by
+    itself, which are cuBLAS more often.
 
-    Which one runs is decided by the device, the shape, the strides, the dtype and ``dependent_launch`` alone. Where the
-    CUDA kernels cannot be built, that is said once, in the log. Counters are its own (see
-    ``small_matmul_triton.Counters``).
+    The device, the shape, the strides, the dtype and ``dependent_launch`` alone decide which kernel runs. If the CUDA
+    kernels cannot be built, the log says so once. Counters are its own (see ``few_rows/triton.Counters``).
     """
     triton_rows = TritonRows()
     built: dict[torch.device, CudaRows | None] = {}
@@ -109,7 +109,7 @@ def best_launcher() -> Callable[..., Tensor]:
             return None
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
-        """As ``reference``, on the GPU; ``dependent_launch`` as in ``CudaRows``."""
+        """``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
         device = x.device
         if device not in built:
             built[device] = build(device)
@@ -138,8 +138,7 @@ def best_launcher() -> Callable[..., Tensor]:
 
 def gated_launcher() -> Callable[..., Tensor | None]:
     """A new ``gate_up(x, weight, *, dependent_launch=False)`` of one launch, as ``gate_up.py`` defines it, without a
-    bias; None where the GPU or the shape has none, or where the product and the gate were quicker one after the
-    other."""
+    bias. None where the GPU or the shape has no such kernel, or where two launches are quicker."""
     triton_rows = TritonRows()
     built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
 

@@ -1,16 +1,16 @@
-// Y = X W^T + b for up to 256 rows of X on Hopper, bfloat16 in and out, float32 sums: W streamed once by the bulk copy engine,
-// multiplied by wgmma. See few_rows/hopper.py for the arithmetic.
+// Y = X W^T + b for up to 256 rows of X on Hopper, bfloat16 in and out, float32 sums: W streamed once by the bulk copy
+// engine, multiplied by wgmma. See few_rows/hopper.py for the arithmetic.
 //
-// * A tile of a block is AR = 64 RM WGS rows of the left operand by NB of the right. With SWAP the left one is W and all rows of
-//   X are the right one; else the left one is X. One warp fetches chunks of 64 k of both into a ring in shared memory, as far
-//   ahead as it has room; WGS warpgroups multiply, 64 RM rows of the left operand each.
-// * PAIR blocks of a cluster have different rows on the left and the same on the right: each fetches a part of those and sends
-//   it to both.
-// * Work is cut in one of three ways. ranks = 0: the chunks of all tiles stand in one row, and every cluster takes an equal
-//   stretch of it. What it has of a tile that begins before its stretch it leaves in memory; whoever has the tile's first k
-//   comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are dealt out to the ranks of
-//   a cluster, which add their sums over each other's shared memory. ranks < 0: to as many clusters, which add over memory. Both
-//   add in the order of the ranks, every rank a part of the tile.
+// * A tile of a block is AR = 64 RM WGS rows of the left operand by NB of the right. With SWAP the left one is W and
+//   all rows of X are the right one; else the left one is X. One warp fetches chunks of 64 k of both into a ring in
+//   shared memory, as far ahead as it has room; WGS warpgroups multiply, 64 RM rows of the left operand each.
+// * PAIR blocks of a cluster have different rows on the left and the same on the right: each fetches a part of those
+//   and sends it to both.
+// * Work is cut in one of three ways. ranks = 0: the chunks of all tiles stand in one row, and every cluster takes an
+//   equal stretch of it. What it has of a tile that begins before its stretch it leaves in memory; whoever has the
+//   tile's first k comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are
+//   dealt out to the ranks of a cluster, which add their sums over each other's shared memory. ranks < 0: to as many
+//   clusters, which add over memory. Both add in the order of the ranks, every rank a part of the tile.
 // * GATE: half of a tile's NB rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
 
@@ -48,14 +48,17 @@ __device__ __forceinline__ void barrier_poll(uint32_t barrier, int parity) {
 // Arrive at the barrier at the same place in block ``block`` of the cluster.
 __device__ __forceinline__ void barrier_arrive_of(uint32_t barrier, int block) {
   asm volatile(
-      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(barrier),
+      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(
+          barrier),
       "r"(block)
       : "memory");
 }
 
-__device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier,
+                                      uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], "
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3}], [%4], "
       "%5;" ::"r"(to),
       "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
@@ -64,7 +67,8 @@ __device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k
 __device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier,
                                               uint16_t blocks, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], "
       "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
       "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
       : "memory");
@@ -91,7 +95,9 @@ __device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
     for (int e = 0; e < COUNT; e++) asm volatile("" : "+f"(c[r][e])::"memory");
 }
 
-#define R8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define R8(c, i)                                                                                              \
+  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
+      "+f"(c[i + 7])
 #define R16(c, i) R8(c, i), R8(c, i + 8)
 #define R32(c, i) R16(c, i), R16(c, i + 16)
 #define R64(c, i) R32(c, i), R32(c, i + 32)
@@ -105,15 +111,17 @@ __device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
 #define N5 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define N6 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define N7 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define PRODUCT(n, numbers, a, b, ...)                                                                            \
-  if constexpr (NB == n)                                                                                          \
-  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                         \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" numbers "}, " a ", " b ", p, 1, 1, 0, 0;\n}" \
-               : __VA_ARGS__                                                                                      \
-               : "l"(left), "l"(right))
+#define PRODUCT(n, numbers, a, b, ...)                                                                          \
+  if constexpr (NB == n)                                                                                        \
+  asm volatile(                                                                                                 \
+      "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                                \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" numbers "}, " a ", " b ", p, 1, 1, 0, 0;\n}" \
+      : __VA_ARGS__                                                                                             \
+      : "l"(left), "l"(right))
 
 // c += 64 rows at ``left`` times NB rows at ``right``, 16 k. Of warp w of the warpgroup, lane l: c[4 j], c[4 j + 1] are
-// row 16 w + l / 4 on the left and rows 8 j + 2 (l % 4), + 1 on the right; c[4 j + 2], c[4 j + 3] the same 8 rows further down.
+// row 16 w + l / 4 on the left and rows 8 j + 2 (l % 4), + 1 on the right; c[4 j + 2], c[4 j + 3] the same 8 rows
+// further down.
 template <int NB>
 __device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint64_t right) {
 #ifdef TRANSECT_HOPPER
@@ -134,16 +142,17 @@ struct Bool {
   static constexpr bool value = VALUE;
 };
 
-// Where a block's results go: to Y in pieces of 4 bytes, or (STAGED) first to shared memory, from where they go in pieces of
-// 16. bias [N] or null.
+// Where a block's results go: to Y in pieces of 4 bytes, or (STAGED) first to shared memory, from where they go in
+// pieces of 16. bias [N] or null.
 struct Out {
   __nv_bfloat16* y;
   const __nv_bfloat16* bias;
   int M, N;
-  // A warp's 16 rows of the left operand from ``left`` on by 8 rows of the right from ``right`` on; v as in ``multiply``.
+  // A warp's 16 rows of the left operand from ``left`` on by 8 rows of the right from ``right`` on; v as in
+  // ``multiply``.
   template <bool SWAP, bool STAGED>
-  __device__ __forceinline__ void store(int left, int right, float4 v, int lane, uint32_t staged = 0, int pitch = 0, int m0 = 0,
-                                        int n0 = 0) const {
+  __device__ __forceinline__ void store(int left, int right, float4 v, int lane, uint32_t staged = 0, int pitch = 0,
+                                        int m0 = 0, int n0 = 0) const {
     uint32_t low, high;
     int m, n, m8, n8;
     if (SWAP) {
@@ -154,7 +163,8 @@ struct Out {
       m = m8 = right + lane / 4, n = left + lane % 4 * 2, n8 = n + 8;
     } else {
       m = left + lane / 4, m8 = m + 8, n = n8 = right + lane % 4 * 2;
-      const float b = bias && n < N ? __bfloat162float(bias[n]) : 0, b1 = bias && n < N ? __bfloat162float(bias[n + 1]) : 0;
+      const float b = bias && n < N ? __bfloat162float(bias[n]) : 0,
+                  b1 = bias && n < N ? __bfloat162float(bias[n + 1]) : 0;
       low = pack(v.x + b, v.y + b1), high = pack(v.z + b, v.w + b1);
     }
     if (STAGED) {
@@ -173,8 +183,8 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Of the J blocks of 8 columns every ``sharers``-th is this rank's: the sum of what all left of it, in the order of the ranks.
-// Sixteen reads at a time, or each would wait for the one before.
+// Of the J blocks of 8 columns every ``sharers``-th is this rank's: the sum of what all left of it, in the order of the
+// ranks. Sixteen reads at a time, or each would wait for the one before.
 template <int J, typename Read, typename Store>
 __device__ __forceinline__ void add_shares(int rank, int sharers, Read read, Store store) {
   for (int j0 = rank; j0 < J; j0 += 4 * sharers) {
@@ -197,9 +207,9 @@ __device__ __forceinline__ void add_shares(int rank, int sharers, Read read, Sto
 
 template <bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
-    many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const __nv_bfloat16* bias,
-              __nv_bfloat16* out, float4* parts, int* flags, int M, int N, int K, int ranks, int stages, int box,
-              int ahead) {
+    many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+              const __nv_bfloat16* bias, __nv_bfloat16* out, float4* parts, int* flags, int M, int N, int K, int ranks,
+              int stages, int box, int ahead) {
 #ifdef TRANSECT_HOPPER
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
   constexpr int WORKERS = WGS * 128, COLUMNS = SWAP ? AR * PAIR : GATE ? NB / 2 : NB;
@@ -252,7 +262,8 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         const int k = i % chunks * kChunk, row = right_of(i / chunks) + half * (GATE ? N : NB / PAIR);
         const uint32_t to = ring + slot * STAGE + A_BYTES + half * (B_BYTES / PAIR);
         if (PAIR > 1)
-          fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR), SWAP ? kReadOften : kReadOnce);
+          fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR),
+                        SWAP ? kReadOften : kReadOnce);
         else
           fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
         if (GATE && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
@@ -319,7 +330,8 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         for (int r = 0; r < RM; r++)
 #pragma unroll
           for (int j = 0; j < J; j++)
-            __stcg(to + (r * J + j) * WORKERS, make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
+            __stcg(to + (r * J + j) * WORKERS,
+                   make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
         asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
         if (t == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
         continue;
@@ -388,7 +400,8 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       for (int r = 0; r < RM; r++)
 #pragma unroll
         for (int j = 0; j < J; j++)
-          __stcg(to + (r * J + j) * WORKERS, make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
+          __stcg(to + (r * J + j) * WORKERS,
+                 make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
       asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
       int* counter = flags + own * PAIR + half;
       if (t == 0) {
@@ -403,8 +416,10 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
       for (int r = 0; r < RM; r++) {
         const int left = left_of(own) + (group * RM + r) * 64 + warp % 4 * 16;
         const float4* from = parts + ((size_t)(own * sharers) * PAIR + half) * (RM * J * WORKERS) + r * J * WORKERS + t;
-        add_shares<J>(rank, sharers, [&](int j, int other) { return __ldcg(from + ((size_t)other * PAIR * RM * J + j) * WORKERS); },
-                      [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
+        add_shares<J>(
+            rank, sharers,
+            [&](int j, int other) { return __ldcg(from + ((size_t)other * PAIR * RM * J + j) * WORKERS); },
+            [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
       }
       asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
       if (t == 0 && atomicAdd(counter, 1 << 16) >> 16 == sharers - 1) *counter = 0;  // ready for the next launch
@@ -487,28 +502,30 @@ int start(const void* x, const void* weight, const void* bias, void* out, void* 
     return -2;
   const int blocks = PAIR * (ranks > 0 ? ranks : 1);
   const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
-  return (int)launch(many_rows<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks, dependent > 0, stream,
-                     a_map, b_map, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks,
-                     stages, box, (int)(dependent > 1));
+  return (int)launch(many_rows<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks,
+                     dependent > 0, stream, a_map, b_map, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out,
+                     (float4*)parts, (int*)flags, M, N, K, ranks, stages, box, (int)(dependent > 1));
 }
 
 }  // namespace
 
-#define TRANSECT_CUT(SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS)                                                              \
-  if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && blocks == BLOCKS) \
-    return TRANSECT_HERE(start<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(x, weight, bias, out, parts, flags, M, N, K, x_stride, \
-                                                                      w_stride, ranks, clusters, stages, dependent, stream));
+#define TRANSECT_CUT(SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS)                                            \
+  if (swap == SWAP && gate == GATE && right == NB && groups == WGS && repeats == RM && pair == PAIR && \
+      blocks == BLOCKS)                                                                                \
+    return TRANSECT_HERE(start<SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>(                                 \
+        x, weight, bias, out, parts, flags, M, N, K, x_stride, w_stride, ranks, clusters, stages, dependent, stream));
 
-// x [M, K] and weight [N, K] (with ``gate`` [2 N, K]) with the given strides between rows, out [M, N] contiguous, bias [N] or
-// null; N, K and both strides multiples of 8, x and weight on 16 bytes. parts: float32 for every tile of every block, where
-// blocks add over memory; flags: int32 zeros for every block, zeros again afterwards. swap to blocks: one of the cuts listed
-// below; ranks, clusters (with ranks = 0), stages: see above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that
-// asks for W before the kernel before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not
-// take, -2 where the tensors cannot be described to the copy engine.
+// x [M, K] and weight [N, K] (with ``gate`` [2 N, K]) with the given strides between rows, out [M, N] contiguous, bias
+// [N] or null; N, K and both strides multiples of 8, x and weight on 16 bytes. parts: float32 for every tile of every
+// block, where blocks add over memory; flags: int32 zeros for every block, zeros again afterwards. swap to blocks: one
+// of the cuts listed below; ranks, clusters (with ranks = 0), stages: see above. ``dependent``: 0 an ordinary launch, 1
+// a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns a
+// cudaError_t, or -1 for what it does not take, -2 where the tensors cannot be described to the copy engine.
 extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, const void* bias, void* out, void* parts,
                                             void* flags, int M, int N, int K, long long x_stride, long long w_stride,
-                                            int swap, int gate, int right, int groups, int repeats, int pair, int blocks,
-                                            int ranks, int clusters, int stages, int dependent, void* stream) {
+                                            int swap, int gate, int right, int groups, int repeats, int pair,
+                                            int blocks, int ranks, int clusters, int stages, int dependent,
+                                            void* stream) {
   if (M < 1 || N < 8 || N % 8 || K < 8 || K % 8 || x_stride % 8 || w_stride % 8) return -1;
   TRANSECT_CUT(1, 0, 32, 2, 1, 1, 2)
   TRANSECT_CUT(1, 0, 32, 1, 1, 1, 2)

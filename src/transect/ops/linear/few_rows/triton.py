@@ -1,13 +1,13 @@
-"""The Triton kernels of ``small_matmul.py``: how a product is cut up, a rule for it, and the launcher.
+"""The Triton kernels of ``small_matmul.py``, the rule for their tilings, and their launcher.
 
-``_rows`` computes tiles of Y, or SPLIT parts of each over the k; the program that is the last to leave its part adds
-them all, in the order of the parts. ``_vector`` computes one row without tensor cores.
+``_rows`` computes tiles of Y, or SPLIT parts of each over k. The program that is last to leave its part adds them all,
+in the order of the parts. ``_vector`` computes one row without tensor cores.
 
-With weights of a few MB and 64 to 256 rows a launch is over in some 4 us. Then what counts is that nearly every
-multiprocessor has one tile of some 64 by 32 and no other, even though X is read by each of them, that the rings are
-deep, and that launches are dependent. In a chain of layers of Qwen3-0.6B that beats cuBLAS, which is not launched so,
-and the kernels of ``few_rows/hopper.py``, whose blocks wait for the others of a cluster: together, with the gate
-inside, by 3 to 7 us a layer (H200). Lost: having the L2 cache fetch a tile's weights while the kernel before runs.
+With weights of a few MB and 64 to 256 rows a launch takes about 4 us. Then three things count: nearly every
+multiprocessor has exactly one tile of about 64 by 32 (even though each reads X), the rings are deep, and launches are
+dependent. In a chain of layers of Qwen3-0.6B that beats cuBLAS, which has no dependent launch, and the kernels of
+``few_rows/hopper.py``, whose blocks wait for the others of a cluster. At 32 rows W and X together come through the L2
+cache at little more than the rate of memory, so from there on a tile must be wide, and not only its loads deep.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _vector(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class TritonTiling:
-    """How a product of few rows is cut up. ``bm`` 0 takes the kernel without tensor cores."""
+    """The tiling of a product of few rows. ``bm`` 0 takes the kernel without tensor cores."""
 
     bm: int
     bn: int
@@ -174,7 +174,7 @@ class TritonTiling:
     swap: bool = True
     bulk: bool = False
     dependent_launch: bool = False
-    """Dependent launch: begins while the kernel before it on the stream still ends."""
+    """The launch begins while the kernel before it on the stream still ends."""
     gated: bool = False
     """``bn`` columns of the gate and as many of the other factor are one tile, see ``gate_up.py``; needs ``bulk``."""
 
@@ -183,8 +183,8 @@ def choose_tiling(m: int, n: int, k: int, device: torch.device) -> TritonTiling:
     """The tiling for a shape: the quickest of those tried on an H200 at the shapes of an 8B model; elsewhere a guess
     from them.
 
-    Three kinds of weight behave alike: wide (more tiles than the chip takes at once), deep (few tiles, long sums:
-    split), and small (over in some 10 us, where the number of programs counts most).
+    There are three kinds of weight: wide (more tiles than the chip takes at once), deep (few tiles and long sums, so
+    they are split), and small (done in about 10 us, where the number of programs counts most).
     """
     if INTERPRETED:
         return (
@@ -248,7 +248,7 @@ class TritonRows:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiling: TritonTiling | None = None
     ) -> Tensor:
-        """As ``small_matmul.reference``, on the GPU; with ``tiling.gated`` as ``gate_up.reference``.
+        """``small_matmul.reference`` on the GPU; with ``tiling.gated`` ``gate_up.reference``.
 
         Raises:
             ValueError: shapes that do not fit; or a gate with a bias, with parts, or with a weight that bulk copies do
@@ -265,11 +265,11 @@ class TritonRows:
         *,
         tiling: TritonTiling | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As a call, with a norm beside the product: (result, scaled, squares), the last two as in
+        """A product with a norm beside it: (result, scaled, squares). The last two are those of
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
-        Errors as there, and ``ValueError`` where ``norm.refusal``, or for a residual with a gate or with columns that
-        are no whole number of tiles.
+        Errors are those of ``__call__``, and ``ValueError`` where ``norm.refusal``, or for a residual with a gate or
+        with columns that are no whole number of tiles.
         """
         require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:

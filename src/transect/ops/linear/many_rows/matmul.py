@@ -105,9 +105,9 @@ def matmul(
     tiling: Tiling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As ``reference``, on the GPU: the persistent kernel where a device has bulk copies and the strides allow it.
+    """``reference`` on the GPU: the persistent kernel where the device has bulk copies and the strides allow it.
 
-    ``out``: where the result is to be written, rows of neighbouring elements; it may be the residual.
+    ``out``: where the result goes, with neighbouring elements of a row side by side; it may be the residual.
     """
     _check(x, weight, bias, gate, residual, activation)
     require("matmul", *(t for t in (x, weight, bias, gate, residual) if t is not None))
@@ -166,7 +166,7 @@ def _launch_persistent(
 
 
 def _is_pair(gate: Tensor, weight: Tensor) -> bool:
-    """Whether gate and weight are parts of one tensor, gate first: rows of a merged projection."""
+    """Whether gate and weight are parts of one tensor with the gate first, as rows of a merged projection."""
     return (
         gate.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         and gate.stride() == weight.stride()
@@ -207,7 +207,7 @@ def matmul_gradient(
 def reference_gradient(
     g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What ``matmul_gradient`` makes, in plain torch."""
+    """``matmul_gradient`` in plain torch."""
     wide = compute_dtype(x.dtype)
     dz, a, w = g.to(wide), x.to(wide), weight.to(wide)
     v, dv, da = None if gate is None else gate.to(wide), None, None
@@ -300,7 +300,7 @@ _matmul_op.register_autograd(_backward, setup_context=_save)
 
 
 matmul_autograd = _matmul_op
-"""As ``matmul``, through ``torch.library``: gradients, fake tensors, ``torch.compile``; the reference where no kernel
+"""``matmul`` through ``torch.library``: gradients, fake tensors, ``torch.compile``; the reference where no kernel
 runs."""
 
 

@@ -1,4 +1,5 @@
-"""How a product is cut into tiles: the knobs of the kernels in ``matmul.py``, a rule for them, what can be tuned."""
+"""How a product is cut into tiles: the knobs of the kernels in ``matmul.py``, a rule for them, and what can be
+tuned."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ...tuning import choose as tuned
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut up: the knobs of both kernels."""
+    """The tiling of a product: the knobs of both kernels."""
 
     bm: int = 128
     bn: int = 128
@@ -39,7 +40,7 @@ CHOICES = {
     "warps": (4, 8),
     "stages": (3, 4, 5),
 }
-"""Of 16-bit products whose operands lie as ``[M, K]`` and ``[N, K]``, without a residual."""
+"""The knobs to tune for 16-bit products whose operands lie as ``[M, K]`` and ``[N, K]``, without a residual."""
 Size = tuple[int, int, int]
 
 
@@ -56,12 +57,12 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
 
 
 def rule(size: Size) -> Config:
-    """Without a gate."""
+    """The tiling rule without a gate."""
     return _rule(size, False)
 
 
 def gated_rule(size: Size) -> Config:
-    """With one, whose sums take as many registers again."""
+    """The tiling rule with a gate, whose sums take as many registers again."""
     return _rule(size, True)
 
 
@@ -95,8 +96,8 @@ def _tunable(inputs: Mapping[str, Any], gated: bool) -> bool:
 
 
 def _valid(config: Mapping[str, Any], size: Size, gated: bool) -> bool:
-    """What fits into a multiprocessor, and keeps it busy: 64 to 128 sums a thread, and all stages and the result in
-    Hopper's shared memory."""
+    """Whether a tiling fits into a multiprocessor and keeps it busy: 64 to 128 sums a thread, and all stages and the
+    result in Hopper's shared memory."""
     bm, bn = config["bm"], config["bn"] * (2 if gated else 1)
     staged = config["stages"] * (bm + bn) * config["bk"] * 2
     result = bm * config["bn"] * (1 if config["bn"] >= 256 else 2)

@@ -1,13 +1,13 @@
-"""The device code of ``matmul.py``: two kernels for the product, the epilogue that they share, the gradient of what
-the epilogue applies.
+"""The device code of ``matmul.py``: two kernels for the product, the epilogue that they share, and the gradient of the
+epilogue.
 
-* ``tile_kernel`` computes one BM x BN tile of Y per program and walks over K. Programs are numbered so that about
-  GROUP row tiles share the columns in flight (swizzled order): the working set of the 132 tiles in flight at one time
-  is then about square, and each element of X and W comes out of the L2 cache instead of memory for all but one of its
-  uses.
-* ``persistent_kernel`` launches one program for each multiprocessor and hands it tile after tile, so that the loads of
-  the next tile run during the epilogue of the last. Its loads are bulk tensor copies (TMA on Hopper), which need no
-  address arithmetic in registers. Elsewhere Triton turns them into ordinary loads, which is how it is tested.
+* ``tile_kernel`` computes one BM x BN tile of Y per program and walks over K. Programs are numbered so that about GROUP
+  row tiles share the columns in flight (swizzled order). The working set of the 132 tiles in flight is then about
+  square, and all uses of an element of X or W but one come out of the L2 cache instead of memory.
+* ``persistent_kernel`` launches one program for each multiprocessor and hands it one tile after another, so that the
+  loads of the next tile run during the epilogue of the last. Its loads are bulk tensor copies (TMA on Hopper), which
+  need no address arithmetic in registers. Elsewhere Triton turns them into ordinary loads, which is how the kernel is
+  tested.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Products by weights of 4 bits in groups.
 
-* ``int4_matmul.py``      the operator, and which kernel runs
+* ``int4_matmul.py``      the operator, and which kernel runs; ``triton.py``: the portable ones
 * ``int4_rows.py`` (``int4_matmul.cu``)           up to 16 rows
 * ``int4_hopper.py`` (``int4_matmul_hopper.cu``)  up to 64 rows on Hopper
 * ``int4_packing.py``     how such weights lie in memory

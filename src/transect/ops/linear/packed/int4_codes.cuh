@@ -7,7 +7,8 @@
 constexpr int kChunk = 128;        // k in a stage
 constexpr int kXPitch = 256 + 16;  // bytes of a row of X in a stage: the 8 rows of a matrix meet no bank twice
 template <int GROUP>
-constexpr int kTile = 1024 + kChunk / GROUP * 64;  // bytes of 16 rows and 128 k: codes; [group][8][rows r and r + 8][scale, zero]
+constexpr int kTile =
+    1024 + kChunk / GROUP * 64;  // bytes of 16 rows and 128 k: codes; [group][8][rows r and r + 8][scale, zero]
 
 // (word & mask) | bits in one instruction.
 __device__ __forceinline__ uint32_t as_pair(uint32_t word) {

@@ -1,16 +1,16 @@
-r"""4-bit codes in groups back to the weights they stand for: what training over a frozen 4-bit base multiplies by.
+r"""4-bit codes in groups back to the weights they stand for; training over a frozen 4-bit base multiplies by these.
 
     W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]
 
-The packing is that of ``int4_packing.py``: byte j of pair p of a row holds code 2 p G + j in its low half and code
-(2 p + 1) G + j in its high half. With thousands of rows a product is bound by arithmetic, so it pays to rebuild the
-weight once and use the fast dense product; with few rows ``int4_matmul`` is the operator to take.
+The packing is that of ``int4_packing.py``: byte j of pair p of a row holds code 2 p G + j in its low half and code (2 p
++ 1) G + j in its high half. With thousands of rows a product is bound by arithmetic, so it pays to rebuild the weight
+once and use the fast dense product. With few rows take ``int4_matmul``.
 
 Shapes: codes uint8 ``[N, K / 2]``, scale and zero ``[N, K / G]``, result ``[N, K]`` in the dtype of ``scale``; float32
 inside, rounded once. No gradient: the base is frozen.
 
 Bound by bytes: 1/2 + 4 / G bytes read and 2 written for each weight in bfloat16. A program takes one pair of groups, so
-a scale is loaded once for a row and nothing is divided: 28672 x 4096 take 75 us on an H200 where the bytes need 69.
+it loads a scale once for a row and divides nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from .int4_packing import pack, unpack
 
 ROWS, WARPS = 8, 4
-"""Rows of W that a program takes of one pair of groups, and its warps."""
+"""Rows of W that a program takes from one pair of groups, and its warps."""
 
 
 def reference(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ def _dequantize_kernel(
 
 
 def triton_dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``reference`` in Triton; copies strided inputs. ``out``: where to; its rows may be apart. ValueError if the
-    shapes do not fit each other."""
+    """``reference`` in Triton; copies strided inputs. ``out``: where the result goes; its rows may be apart. ValueError
+    if the shapes do not fit each other."""
     require("int4_dequantize", scale, zero)
     n, half = codes.shape
     if scale.shape != zero.shape or scale.shape[0] != n or scale.dtype != zero.dtype or (2 * half) % scale.shape[1]:

@@ -1,7 +1,7 @@
-"""``int4_matmul_hopper.cu`` for Python: how it cuts a product up, and the call. bfloat16, Hopper.
+"""``int4_matmul_hopper.cu`` for Python: its tilings, and the call. bfloat16, Hopper.
 
-A block takes ``per`` sixteens of rows of W and all of K; where a weight has too few rows for all multiprocessors, a
-cluster of ``ranks`` blocks shares K, and fewer, wider shares of rows keep down how often X is read. The head of
+A block takes ``per`` sixteens of rows of W and all of K. Where a weight has too few rows for all multiprocessors, a
+cluster of ``ranks`` blocks shares K. Fewer and wider shares of rows mean that X is read less often. The head of
 ``int4_matmul_hopper.cu`` says what a block does.
 """
 
@@ -22,7 +22,7 @@ KERNELS = {8: (1, 2, 4), 16: (1, 2, 4), 32: (1, 2), 64: (1, 2)}
 """``columns`` compiled for each ``rows`` of X at a time, for groups of 128; narrower groups lack 64 rows, and 4 columns
 of 16 rows. It takes more rows, but reads W again for them."""
 MOST_WARPS = {8: 16, 16: 16, 32: 8, 64: 8}
-"""Of a block, which the registers of a kernel limit."""
+"""The most warps of a block; the registers of a kernel limit them."""
 CHOICES = {
     "columns": (1, 2, 4),
     "warps": (1, 2, 3, 4, 6, 7, 8, 14, 16),
@@ -31,24 +31,24 @@ CHOICES = {
     "blocks": (1, 2),
     "beside": (True, False),
 }
-"""What can be tuned: see ``HopperTiling``; how many blocks share a multiprocessor, and whether one leaves room for the
-next."""
+"""The knobs to tune: those of ``HopperTiling``, how many blocks share a multiprocessor, and whether one leaves room for
+the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTiling:
-    """How ``int4_matmul_hopper.cu`` cuts a product up; the fields are arguments of its launcher, in this order."""
+    """The tiling of ``int4_matmul_hopper.cu``; the fields are arguments of its launcher, in this order."""
 
     rows: int
-    """Of X at a time."""
+    """Rows of X at a time."""
     columns: int
     """Sixteens of rows of W for a warp at a time."""
     warps: int
-    """Of a team: they share the rows of W."""
+    """Warps of a team, which share the rows of W."""
     teams: int
-    """They share K: each takes every so-many-th span of 128 k."""
+    """Teams share K: of t teams each takes every t-th span of 128 k."""
     stages: int
-    """Of the ring, 128 k each; as many for each team."""
+    """Stages of each team's ring, 128 k each."""
     per: int
     """Sixteens of rows of W for a block."""
     ranks: int
@@ -56,12 +56,12 @@ class HopperTiling:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What the launcher is told."""
+        """The numbers that the launcher takes."""
         return (self.rows, self.columns, self.warps, self.teams, self.stages, self.per, self.ranks)
 
 
 def kernels(group: int) -> Mapping[int, tuple[int, ...]]:
-    """``KERNELS`` of a group."""
+    """The part of ``KERNELS`` for one group size."""
     return KERNELS if group == 128 else {8: (1, 2, 4), 16: (1, 2), 32: (1, 2)}
 
 
@@ -112,7 +112,7 @@ def tiling_of(
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
-    """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
+    """The quickest tiling on an H200 for a weight ``[n, k]`` and ``m`` rows of X, as a rule (``size`` is m, n, k)."""
     m, n, _ = size
     shared = {"blocks": 1, "beside": True}
     if m > 16:
@@ -146,14 +146,14 @@ def choose_tiling(
 
 
 class HopperCodes(Codes):
-    """By ``int4_matmul_hopper.cu``; raises as ``Codes`` does."""
+    """``int4_matmul`` by ``int4_matmul_hopper.cu``; raises the same errors as ``Codes``."""
 
     def __init__(self) -> None:
         super().__init__("int4_matmul_hopper", "transect_int4_hopper", 7)
         self._plans: dict[tuple[int, int, int, int], HopperTiling] = {}
 
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> HopperTiling:
-        """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
+        """The tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the rule's."""
         m, k = x.shape
         count = multiprocessors(x.device)
         clusters = {ranks: count // ranks for ranks in (1, 2, 4, 8)}

@@ -1,27 +1,31 @@
-// Y = X W^T + b for a few rows of X, up to 32 at a time, and a weight of 4-bit codes in groups, W = scale code + zero. bfloat16
-// in and out, float32 sums. Hopper. See int4_matmul.py for the arithmetic, and for when int4_matmul_hopper.cu is quicker.
+// Y = X W^T + b for a few rows of X, up to 32 at a time, and a weight of 4-bit codes in groups, W = scale code + zero.
+// bfloat16 in and out, float32 sums. Hopper. See int4_matmul.py for the arithmetic, and for when int4_matmul_hopper.cu
+// is quicker.
 //
-// * The weight is arranged once (``arrange`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of codes in the
-//   order in which the tensor cores take them, then the scales and zeros. So all that a block needs of 128 k is one piece of
-//   memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16 bytes a copy.
-// * One warp asks for W and X, one adds X up over every group of k (a product with ones), the others multiply. A stage has
-//   three barriers: it has landed, its sums are there, all have read it.
+// * The weight is arranged once (``arrange`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of
+//   codes in the order in which the tensor cores take them, then the scales and zeros. So all that a block needs of 128
+//   k is one piece of memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16
+//   bytes a copy.
+// * One warp asks for W and X, one adds X up over every group of k (a product with ones), the others multiply. A stage
+//   has three barriers: it has landed, its sums are there, all have read it.
 // * With ``whole`` the warp that adds up also makes X whole numbers, in its place, and codes are multiplied as bytes
 //   (int4_whole.cuh): fewer instructions of those that multiply. For 8 rows of X at a time: of 16 it was slower.
-// * A warp has rows of W of its own and goes along the k of its team, so its sums stay in registers to the end. Teams of
-//   warps, and the blocks of a cluster, share K; their sums are added at the end in an order that is always the same. A stage
-//   is always of the same team: who waits for its next filling has seen the one before, so a bit tells them apart.
-// * A shift and one logic operation of three inputs make two bfloat16 of two codes: 0x4300 | c is 128 + c. Codes enter the
-//   product as they are; the scale multiplies its sum once for a group, and 128 scale - zero times the sum of x is taken off.
-//   So there is no multiplication for a weight, and no weight is ever rounded. These 7 instructions for 8 codes of 16 rows and
-//   the products are what bounds the kernel where memory does not; products of two sixteens of rows take turns, because one
-//   waits 33 cycles for the one before.
-// * With 16 rows of X, 5 instructions do: a code is a subnormal bfloat16 as it stands, c 2^-133, and one four bits up is 16 c
-//   2^-133; tensor cores multiply both exactly. X is taken 2^64 times, so that sums are normal numbers: what is below 2^-57
-//   loses digits, what reaches 2^64 is infinite.
-// * Few registers and less than half of the shared memory leave room for the block of the next launch beside this one. It is
-//   let in (``late``) when what remains to be asked for here is little: then it fills its ring while this one ends, where
-//   its copies would else have delayed the ones that this one waits for.
+// * A warp has rows of W of its own and goes along the k of its team, so its sums stay in registers to the end. Teams
+//   of warps, and the blocks of a cluster, share K; their sums are added at the end in an order that is always the
+//   same. A stage is always of the same team: who waits for its next filling has seen the one before, so a bit tells
+//   them apart.
+// * A shift and one logic operation of three inputs make two bfloat16 of two codes: 0x4300 | c is 128 + c. Codes enter
+//   the product as they are; the scale multiplies its sum once for a group, and 128 scale - zero times the sum of x is
+//   taken off.
+//   So there is no multiplication for a weight, and no weight is ever rounded. These 7 instructions for 8 codes of 16
+//   rows and the products are what bounds the kernel where memory does not; products of two sixteens of rows take
+//   turns, because one waits 33 cycles for the one before.
+// * With 16 rows of X, 5 instructions do: a code is a subnormal bfloat16 as it stands, c 2^-133, and one four bits up
+//   is 16 c 2^-133; tensor cores multiply both exactly. X is taken 2^64 times, so that sums are normal numbers: what is
+//   below 2^-57 loses digits, what reaches 2^64 is infinite.
+// * Few registers and less than half of the shared memory leave room for the block of the next launch beside this one.
+//   It is let in (``late``) when what remains to be asked for here is little: then it fills its ring while this one
+//   ends, where its copies would else have delayed the ones that this one waits for.
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
@@ -31,7 +35,8 @@
 using namespace few_rows;
 using namespace hopper;
 
-// One lane of a warp arrives at a barrier for all of them. The sanitizer's racecheck does not follow that: for it, all may.
+// One lane of a warp arrives at a barrier for all of them. The sanitizer's racecheck does not follow that: for it, all
+// may.
 #ifdef TRANSECT_EVERY_LANE
 constexpr int kArrivals = 32;
 #else
@@ -58,7 +63,8 @@ template <int NT>
 constexpr int kBlocks = NT <= 2 ? 2 : 1;
 
 __device__ __forceinline__ void write16(uint32_t to, const float (&v)[4]) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
 }
 
 __device__ __forceinline__ void add16(float (&v)[4], uint32_t from) {
@@ -76,9 +82,9 @@ __device__ __forceinline__ uint32_t times_2_64(uint32_t pair) {
 // RB: sixteens of rows of W for a warp at a time.
 template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
-    int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
-              int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes, int wide,
-              int stages, int ahead, int late, int gated, Norm norm) {
+    int4_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M,
+              int N, int K, long long x_stride, int per, int row_tiles, int ranks, int warps, int teams, int passes,
+              int wide, int stages, int ahead, int late, int gated, Norm norm) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP;
   constexpr bool ALL_ROWS = kAllRows<NT, WHOLE>, SUBNORMAL = kSubnormal<NT>;
@@ -89,7 +95,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   const int share = row_tiles == 1 ? tile_of : tile_of / row_tiles, row_tile = tile_of - share * row_tiles;
   const int m0 = row_tile * ROWS, rows = min(ROWS, M - m0);
   const int sixteens = (N + 15) / 16, first = share * per, count = min(per, sixteens - first);
-  const int chunks = K / kChunk, chunk_first = chunks * rank >> shift, steps = (chunks * (rank + 1) >> shift) - chunk_first;
+  const int chunks = K / kChunk, chunk_first = chunks * rank >> shift,
+            steps = (chunks * (rank + 1) >> shift) - chunk_first;
   const int total = passes * steps;
   // A stage: the tiles of W, X, and what is known of X in each group: the sum, of whole numbers the unit too.
   const int x_place = wide * TILE, sums_at = x_place + (ALL_ROWS ? ROWS : min(ROWS, M)) * kXPitch;
@@ -134,7 +141,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   if (ranks > 1) arrive_in_cluster();
 
   if (self == takers) {
-    // This warp's steps are the pace of all: no more here than has to be. A lane copies 16 bytes of every other row of X.
+    // This warp's steps are the pace of all: no more here than has to be. A lane copies 16 bytes of every other row of
+    // X.
     const unsigned char* x_from =
         (const unsigned char*)(x + (m0 + lane / 16) * x_stride + (long long)chunk_first * kChunk + lane % 16 * 8);
     long long two_rows = x_stride * 4;
@@ -169,7 +177,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   uint32_t x_at[NT];  // rows past the end are the last one again, or were never filled: what they give is not stored
 #pragma unroll
   for (int tile = 0; tile < NT; tile++)
-    x_at[tile] = x_place + (ALL_ROWS ? tile * 8 + lane % 8 : min(tile * 8 + lane % 8, rows - 1)) * kXPitch + lane / 8 * 16;
+    x_at[tile] =
+        x_place + (ALL_ROWS ? tile * 8 + lane % 8 : min(tile * 8 + lane % 8, rows - 1)) * kXPitch + lane / 8 * 16;
   const uint32_t ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
   if (self == takers + 1) {
     // X as whole numbers; or its sum over every group of k, as a product with ones.
@@ -192,8 +201,10 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
               multiply(sum[1], ones, b[2], b[3]);
             }
             if (lane < 4)
-              asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(from + sums_at + (g * ROWS + tile * 8 + lane * 2) * 4),
-                           "f"(sum[0][0] + sum[1][0]), "f"(sum[0][1] + sum[1][1]) : "memory");
+              asm volatile(
+                  "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(from + sums_at + (g * ROWS + tile * 8 + lane * 2) * 4),
+                  "f"(sum[0][0] + sum[1][0]), "f"(sum[0][1] + sum[1][1])
+                  : "memory");
           }
         if (lane < 4) barrier_arrive(summed + slot * 8);  // those that wrote
       }
@@ -265,7 +276,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
   // Where a lane reads in a stage; with registers to spare not to be made anew in every step.
   const uint32_t tiles_at = ring + my_tile * TILE;
   uint32_t w_here = tiles_at + lane * 16, scale_here = tiles_at + 1024 + lane / 4 * 8;
-  uint32_t x_here = ring + (WHOLE ? x_place + lane * 16 : x_at[0]), sums_here = ring + sums_at + lane % 4 * (WHOLE ? 16 : 8);
+  uint32_t x_here = ring + (WHOLE ? x_place + lane * 16 : x_at[0]),
+           sums_here = ring + sums_at + lane % 4 * (WHOLE ? 16 : 8);
   if (NT <= 2) asm volatile("" : "+r"(w_here), "+r"(scale_here), "+r"(x_here), "+r"(sums_here));
   int slot = team, parity = 0;
   for (int pass = 0; pass < passes; pass++) {
@@ -284,7 +296,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
               // Zero, scale: bfloat16 is the upper half of float32. Codes of the rows 8 below were multiplied as 16 c.
               const uint32_t word = c < 2 ? both.x : both.y;
               const float scale = __uint_as_float(word << 16) * (c < 2 ? 1 : 0.0625f);
-              const float unit = __uint_as_float(c % 2 ? about.z : about.x), sum = __uint_as_float(c % 2 ? about.w : about.y);
+              const float unit = __uint_as_float(c % 2 ? about.z : about.x),
+                          sum = __uint_as_float(c % 2 ? about.w : about.y);
               const float dot = (float)(high[r][c] * 256 + low[r][c]);
               const float rest = fmaf(__uint_as_float(word & 0xffff0000u), sum, y[r][0][c]);
               y[r][0][c] = fmaf(scale * unit, dot, rest);
@@ -339,7 +352,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
               uint32_t a[4];
               if constexpr (SUBNORMAL) {
                 const uint32_t rest = word >> 8;
-                a[0] = word & 0x000f000fu, a[1] = word & 0x00f000f0u, a[2] = rest & 0x000f000fu, a[3] = rest & 0x00f000f0u;
+                a[0] = word & 0x000f000fu, a[1] = word & 0x00f000f0u, a[2] = rest & 0x000f000fu,
+                a[3] = rest & 0x00f000f0u;
               } else {
                 a[0] = as_pair(word), a[1] = as_pair(word >> 4), a[2] = as_pair(word >> 8), a[3] = as_pair(word >> 12);
               }
@@ -389,7 +403,8 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 #pragma unroll
         for (int r = 0; r < RB; r++)
 #pragma unroll
-          for (int tile = 0; tile < NT; tile++) write16(left + (((team - 1) * warps * RB + r) * NT + tile) * 512, y[r][tile]);
+          for (int tile = 0; tile < NT; tile++)
+            write16(left + (((team - 1) * warps * RB + r) * NT + tile) * 512, y[r][tile]);
       }
       all_takers();
       if (team == 0) {
@@ -452,9 +467,9 @@ __global__ void __launch_bounds__(THREADS, kBlocks<NT>)
 }
 
 template <int GROUP, int THREADS, int NT, int RB, bool WHOLE>
-static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
-                 int warps, int teams, int stages, int per, int ranks, int late, int gated, Norm norm, int dependent,
-                 void* stream) {
+static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
+                 long long x_stride, int warps, int teams, int stages, int per, int ranks, int late, int gated,
+                 Norm norm, int dependent, void* stream) {
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
@@ -469,41 +484,46 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   if ((norm.residual || norm.x_squares) && NT > 1) return -1;
   if (norm.residual && (N % 16 || bias || gated || !norm.scale || !norm.scaled || !norm.squares)) return -1;
   if (gated && (!kGates<THREADS, NT, RB> || ranks > 1 || per % 2 || wide % 2 || N % 32 || bias)) return -1;
-  return (int)launch(int4_rows<GROUP, THREADS, NT, RB, WHOLE>, shares * row_tiles * ranks, (warps * teams + 2) * 32, shared,
-                     ranks, dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
-                     (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps, teams, passes, wide, stages,
-                     (int)(dependent > 1), late, gated, norm);
+  return (int)launch(int4_rows<GROUP, THREADS, NT, RB, WHOLE>, shares * row_tiles * ranks, (warps * teams + 2) * 32,
+                     shared, ranks, dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight,
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, warps,
+                     teams, passes, wide, stages, (int)(dependent > 1), late, gated, norm);
 }
 
 // How many clusters of ``size`` blocks, one on a multiprocessor, the device runs at once.
-extern "C" int transect_int4_clusters(int size) { return clusters_at_once(int4_rows<128, 320, 1, 2, false>, size, 320); }
+extern "C" int transect_int4_clusters(int size) {
+  return clusters_at_once(int4_rows<128, 320, 1, 2, false>, size, 320);
+}
 
-// x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of ``group`` (32, 64
-// or 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16 or 32); ``warps`` of a
-// team, ``teams`` that share K (12 warps in all, 6 with narrower groups or 3 ``columns``); ``columns``: sixteens of rows of W for
-// a warp at a time, 2, or 3 with 16 ``rows`` and groups of 128; ``stages`` of the ring, a multiple of ``teams``;
-// ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``: blocks that share K (1, 2, 4 or 8). ``late``: the next
-// launch may begin when so many stages or fewer remain to be asked for; negative: at once. ``whole``: 1 for X as whole
-// numbers, with 8 ``rows``. ``gated``: 1 where the sixteens of rows of W are gate, up, gate, up ...: out is silu(gate) up [M, N / 2];
-// with up to 8 rows, 1 rank, 2 columns, at most 8 warps and no bias. ``residual`` [M, N], ``scale`` [N], ``scaled`` [M, N],
-// ``squares`` [M, N / 16], ``x_squares`` [M, K / 16], ``eps``: see ``Norm``; null for none, with up to 8 rows. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel
-// before has ended (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
+// x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of
+// ``group`` (32, 64 or 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time
+// (8, 16 or 32); ``warps`` of a team, ``teams`` that share K (12 warps in all, 6 with narrower groups or 3
+// ``columns``); ``columns``: sixteens of rows of W for a warp at a time, 2, or 3 with 16 ``rows`` and groups of 128;
+// ``stages`` of the ring, a multiple of ``teams``; ``per``: sixteens of rows of W for a block, 2 or more; ``ranks``:
+// blocks that share K (1, 2, 4 or 8). ``late``: the next launch may begin when so many stages or fewer remain to be
+// asked for; negative: at once. ``whole``: 1 for X as whole numbers, with 8 ``rows``. ``gated``: 1 where the sixteens
+// of rows of W are gate, up, gate, up ...: out is silu(gate) up [M, N / 2]; with up to 8 rows, 1 rank, 2 columns, at
+// most 8 warps and no bias. ``residual`` [M, N], ``scale`` [N], ``scaled`` [M, N], ``squares`` [M, N / 16],
+// ``x_squares`` [M, K / 16], ``eps``: see ``Norm``; null for none, with up to 8 rows. ``dependent``: 0 an ordinary
+// launch, 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns
+// a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_matmul(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
                                     int group, long long x_stride, int rows, int warps, int teams, int stages, int per,
                                     int ranks, int late, int whole, int columns, int gated, const void* residual,
                                     const void* scale, void* scaled, void* squares, const void* x_squares, float eps,
                                     int dependent, void* stream) {
-  const Norm norm = {(const __nv_bfloat16*)residual, (const __nv_bfloat16*)scale, (__nv_bfloat16*)scaled, (float*)squares,
-                     (const float*)x_squares, eps};
+  const Norm norm = {(const __nv_bfloat16*)residual, (const __nv_bfloat16*)scale,
+                     (__nv_bfloat16*)scaled,         (float*)squares,
+                     (const float*)x_squares,        eps};
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 ||
       (ranks & (ranks - 1)) || warps < 1 || stages < 1 || teams < 1 || K / kChunk < ranks * teams)
     return -1;
   const int takers = warps * teams;
   const int threads = group < 128 || columns > 2 ? 256 : takers <= 8 ? 320 : whole && takers <= 10 ? 384 : 448;
-#define TRANSECT_INT4(GROUP, THREADS, NT, RB, WHOLE)                                                                          \
-  if (group == GROUP && threads == THREADS && rows == NT * 8 && columns == RB && (whole != 0) == WHOLE)                       \
-    return start<GROUP, THREADS, NT, RB, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks,    \
-                                                late, gated, norm, dependent, stream);
+#define TRANSECT_INT4(GROUP, THREADS, NT, RB, WHOLE)                                                                \
+  if (group == GROUP && threads == THREADS && rows == NT * 8 && columns == RB && (whole != 0) == WHOLE)             \
+    return start<GROUP, THREADS, NT, RB, WHOLE>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, \
+                                                ranks, late, gated, norm, dependent, stream);
 #define TRANSECT_WARPS(GROUP, THREADS)       \
   TRANSECT_INT4(GROUP, THREADS, 1, 2, true)  \
   TRANSECT_INT4(GROUP, THREADS, 1, 2, false) \

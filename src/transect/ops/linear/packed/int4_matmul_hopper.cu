@@ -1,18 +1,20 @@
-// Y = X W^T + b for up to 64 rows of X at a time and a weight of 4-bit codes in groups, W = scale code + zero. bfloat16 in and
-// out, float32 sums. Hopper. See int4_matmul.py for the arithmetic, and for when int4_matmul.cu is quicker.
+// Y = X W^T + b for up to 64 rows of X at a time and a weight of 4-bit codes in groups, W = scale code + zero. bfloat16
+// in and out, float32 sums. Hopper. See int4_matmul.py for the arithmetic, and for when int4_matmul.cu is quicker.
 //
-// * The weight is arranged once (``arrange`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of codes in the
-//   order in which the tensor cores take them, then the scales and zeros. So all that a block needs of 128 k is one piece of
-//   memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16 bytes a copy.
-// * Who is the last to have read a stage has it filled again; a barrier of each stage says that it has landed. A stage is
-//   always of the same team, which has seen the filling before the one that it waits for: so a bit tells them apart.
-// * A warp has rows of W of its own and goes along the k of its team, so its sums stay in registers to the end. Teams of
-//   warps, and the blocks of a cluster, share K; their sums are added at the end in an order that is always the same.
-// * A shift and one logic operation of three inputs make two bfloat16 of two codes: 0x4300 | c is 128 + c. Codes enter the
-//   product as they are; the scale multiplies its sum once for a group, and 128 scale - zero times the sum of x (a product
-//   with ones) is taken off. So there is no multiplication for a weight, and no weight is ever rounded.
-// * With less than half of the shared memory, the block of the next launch fits beside this one, and with ``ahead`` has its
-//   ring full of weights when this one ends.
+// * The weight is arranged once (``arrange`` in int4_packing.py): of every 128 k, for every 16 rows, 1024 bytes of
+//   codes in the order in which the tensor cores take them, then the scales and zeros. So all that a block needs of 128
+//   k is one piece of memory, and one bulk copy brings it into a ring of stages in shared memory; X comes beside it, 16
+//   bytes a copy.
+// * Who is the last to have read a stage has it filled again; a barrier of each stage says that it has landed. A stage
+//   is always of the same team, which has seen the filling before the one that it waits for: so a bit tells them apart.
+// * A warp has rows of W of its own and goes along the k of its team, so its sums stay in registers to the end. Teams
+//   of warps, and the blocks of a cluster, share K; their sums are added at the end in an order that is always the
+//   same.
+// * A shift and one logic operation of three inputs make two bfloat16 of two codes: 0x4300 | c is 128 + c. Codes enter
+//   the product as they are; the scale multiplies its sum once for a group, and 128 scale - zero times the sum of x (a
+//   product with ones) is taken off. So there is no multiplication for a weight, and no weight is ever rounded.
+// * With less than half of the shared memory, the block of the next launch fits beside this one, and with ``ahead`` has
+//   its ring full of weights when this one ends.
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
@@ -43,15 +45,17 @@ __device__ __forceinline__ void send(uint32_t to, float a, float b) {
 
 template <int GROUP, int RB, int NT>
 __global__ void __launch_bounds__(NT <= 2 ? 512 : 256, 1)
-    int4_hopper(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M, int N,
-              int K, long long x_stride, int per, int row_tiles, int ranks, int teams, int stages, int ahead) {
+    int4_hopper(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out,
+                int M, int N, int K, long long x_stride, int per, int row_tiles, int ranks, int teams, int stages,
+                int ahead) {
 #if __CUDA_ARCH__ >= 900
   constexpr int ROWS = NT * 8, TILE = kTile<GROUP>, GROUPS = kChunk / GROUP, PITCH = ROWS + 2;
   constexpr bool SHARED_SUMS = NT > 2;  // of few rows every warp adds X up for itself
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32 / teams, warp = threadIdx.x / 32 % warps;
   const int team = threadIdx.x / 32 / warps;
-  const int rank = blockIdx.x % ranks, row_tile = blockIdx.x / ranks % row_tiles, share = blockIdx.x / ranks / row_tiles;
+  const int rank = blockIdx.x % ranks, row_tile = blockIdx.x / ranks % row_tiles,
+            share = blockIdx.x / ranks / row_tiles;
   const int m0 = row_tile * ROWS, rows = min(ROWS, M - m0);
   const int sixteens = (N + 15) / 16, first = share * per, count = min(per, sixteens - first);
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
@@ -95,7 +99,8 @@ __global__ void __launch_bounds__(NT <= 2 ? 512 : 256, 1)
   if (ahead) wait_for_previous();
   for (int i = threadIdx.x / 32; i < min(stages, total); i += warps * teams) load_x(i, i);
 
-  // Of one tile of X, rows past the end read the last one: what they give is not stored, nor is what rows never filled give.
+  // Of one tile of X, rows past the end read the last one: what they give is not stored, nor is what rows never filled
+  // give.
   const uint32_t x_at = x_at_stage + (NT == 1 ? min(lane % 8, rows - 1) : lane % 8) * kXPitch + lane / 8 * 16;
   const int my_tile = min(warp * RB, wide - RB);  // where there are too few, two warps do the same
   const uint32_t w_at = my_tile * TILE;
@@ -121,8 +126,10 @@ __global__ void __launch_bounds__(NT <= 2 ? 512 : 256, 1)
               multiply(sum[1], ones, b[2], b[3]);
             }
             if (lane < 4)
-              asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(from + sums_at_stage + (g * ROWS + tile * 8 + lane * 2) * 4),
-                           "f"(sum[0][0] + sum[1][0]), "f"(sum[0][1] + sum[1][1]) : "memory");
+              asm volatile(
+                  "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(from + sums_at_stage + (g * ROWS + tile * 8 + lane * 2) * 4),
+                  "f"(sum[0][0] + sum[1][0]), "f"(sum[0][1] + sum[1][1])
+                  : "memory");
           }
         __syncwarp();
         if (lane == 0) barrier_arrive(summed + slot * 8);
@@ -162,7 +169,8 @@ __global__ void __launch_bounds__(NT <= 2 ? 512 : 256, 1)
             for (int tile = 0; tile < NT; tile++)
 #pragma unroll
               for (int c = 0; c < 4; c++) {
-                y[r][tile][c] = fmaf(c < 2 ? s0 : s1, dot[r][tile][c], fmaf(c < 2 ? z0 : z1, sum[tile][c], y[r][tile][c]));
+                y[r][tile][c] =
+                    fmaf(c < 2 ? s0 : s1, dot[r][tile][c], fmaf(c < 2 ? z0 : z1, sum[tile][c], y[r][tile][c]));
                 dot[r][tile][c] = 0;
               }
           }
@@ -235,14 +243,15 @@ __global__ void __launch_bounds__(NT <= 2 ? 512 : 256, 1)
             const int t = my_tile + r, n = (first + pass * wide + t) * 16 + c / 2 * 8 + lane / 4;
             const int m = tile * 8 + lane % 4 * 2 + c % 2;
             if (t < tiles && n < N && m < rows)
-              out[(size_t)(m0 + m) * N + n] = __float2bfloat16(y[r][tile][c] + (bias ? __bfloat162float(bias[n]) : 0.f));
+              out[(size_t)(m0 + m) * N + n] =
+                  __float2bfloat16(y[r][tile][c] + (bias ? __bfloat162float(bias[n]) : 0.f));
             y[r][tile][c] = 0;
           }
     }
   }
   if (ranks * teams > 1) {
-    // Tile t belongs to rank t % ranks: every team sends its sums there, in the place of the ring, [team][tile][16][PITCH],
-    // where they are added in order.
+    // Tile t belongs to rank t % ranks: every team sends its sums there, in the place of the ring,
+    // [team][tile][16][PITCH], where they are added in order.
     const int own = (wide + ranks - 1) / ranks, sources = ranks * teams;
     auto barrier = [&] {
       if (ranks > 1) {
@@ -256,7 +265,8 @@ __global__ void __launch_bounds__(NT <= 2 ? 512 : 256, 1)
 #pragma unroll
     for (int r = 0; r < RB; r++) {
       const int t = my_tile + r;
-      const uint32_t here = ring + (((rank * teams + team) * own + t / ranks) * 16 + lane / 4) * PITCH * 4 + lane % 4 * 8;
+      const uint32_t here =
+          ring + (((rank * teams + team) * own + t / ranks) * 16 + lane / 4) * PITCH * 4 + lane % 4 * 8;
       const uint32_t to = ranks > 1 ? of_rank(here, t % ranks) : here;
 #pragma unroll
       for (int tile = 0; tile < NT; tile++)
@@ -285,8 +295,9 @@ __global__ void __launch_bounds__(NT <= 2 ? 512 : 256, 1)
 }
 
 template <int GROUP, int RB, int NT>
-static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K, long long x_stride,
-                 int warps, int teams, int stages, int per, int ranks, int dependent, void* stream) {
+static int start(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
+                 long long x_stride, int warps, int teams, int stages, int per, int ranks, int dependent,
+                 void* stream) {
   constexpr int ROWS = NT * 8;
   const int shares = ((N + 15) / 16 + per - 1) / per, row_tiles = (M + ROWS - 1) / ROWS;
   const int passes = (per + warps * RB - 1) / (warps * RB), wide = (per + passes - 1) / passes;
@@ -297,26 +308,28 @@ static int start(const void* x, const void* weight, const void* bias, void* out,
   if (shared > kMostShared || (ranks * teams > 1 && passes > 1) || warps * teams * 32 > (NT <= 2 ? 512 : 256) ||
       stages % teams || wide < RB)
     return -1;
-  return (int)launch(int4_hopper<GROUP, RB, NT>, shares * row_tiles * ranks, warps * teams * 32, shared, ranks, dependent > 0,
-                     stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const __nv_bfloat16*)bias,
-                     (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, teams, stages, (int)(dependent > 1));
+  return (int)launch(int4_hopper<GROUP, RB, NT>, shares * row_tiles * ranks, warps * teams * 32, shared, ranks,
+                     dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight,
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, per, row_tiles, ranks, teams,
+                     stages, (int)(dependent > 1));
 }
 
-// x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of GROUP (32, 64 or
-// 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16, 32 or 64);
-// ``columns``: sixteens of rows of W for a warp at a time; ``warps`` of a team; ``teams`` that share K; ``stages`` of the
-// ring, a multiple of ``teams``; ``per``: sixteens for a block; ``ranks``: blocks that share K (at most 8). ``dependent``: 0 an
-// ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel before has ended (which must not write W). Returns
-// a cudaError_t, or -1 for what it does not take.
+// x [M, K] with x_stride between rows, a multiple of 8; weight as ``arrange`` makes it for N rows and groups of GROUP
+// (32, 64 or 128) k; out [M, N] contiguous; bias [N] or null; K a multiple of 128. ``rows``: of X at a time (8, 16, 32
+// or 64); ``columns``: sixteens of rows of W for a warp at a time; ``warps`` of a team; ``teams`` that share K;
+// ``stages`` of the ring, a multiple of ``teams``; ``per``: sixteens for a block; ``ranks``: blocks that share K (at
+// most 8). ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for W before the kernel before has
+// ended (which must not write W). Returns a cudaError_t, or -1 for what it does not take.
 extern "C" int transect_int4_hopper(const void* x, const void* weight, const void* bias, void* out, int M, int N, int K,
-                                    int group, long long x_stride, int rows, int columns, int warps, int teams, int stages,
-                                    int per, int ranks, int dependent, void* stream) {
+                                    int group, long long x_stride, int rows, int columns, int warps, int teams,
+                                    int stages, int per, int ranks, int dependent, void* stream) {
   if (M < 1 || N < 1 || K < kChunk || K % kChunk || x_stride % 8 || per < 1 || ranks < 1 || ranks > 8 || warps < 1 ||
       stages < 1 || teams < 1 || K / kChunk < ranks)
     return -1;
-#define TRANSECT_INT4(GROUP, RB, NT)                                                                                   \
-  if (group == GROUP && rows == NT * 8 && columns == RB)                                                               \
-    return start<GROUP, RB, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, dependent, stream);
+#define TRANSECT_INT4(GROUP, RB, NT)                                                                                  \
+  if (group == GROUP && rows == NT * 8 && columns == RB)                                                              \
+    return start<GROUP, RB, NT>(x, weight, bias, out, M, N, K, x_stride, warps, teams, stages, per, ranks, dependent, \
+                                stream);
 #ifdef TRANSECT_TRY
   TRANSECT_TRY
 #else

@@ -1,14 +1,14 @@
-r"""4-bit codes in groups: how a weight of them lies in memory.
+r"""4-bit codes in groups: the layout of such a weight in memory.
 
     W[n, k] = scale[n, k // G] * code[n, k] + zero[n, k // G]        code in 0..15, G = 32, 64 or 128
 
-A weight is held in one order, chosen when it is packed, by what it will meet:
+A weight has one of two orders, chosen for its use when it is packed:
 
 * ``pack``, for training: codes uint8 ``[N, K / 2]``, scales and zeros beside them, in any dtype. Byte j of pair p of
   groups holds code 2 p G + j of its row in the low half and code (2 p + 1) G + j in the high half, so that unpacking
   moves nothing between threads. ``int4_dequantize`` reads it.
 * ``arrange``, for inference: codes, scales and zeros in one tensor, in the order in which the tensor cores take them,
-  at any number of rows. ``int4_matmul`` reads it.
+  for any number of rows. ``int4_matmul`` reads it.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978).
 """
@@ -70,7 +70,7 @@ def arrange(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def arrange_codes(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """As ``arrange``, of codes one to a byte, uint8 ``[N, K]``; a row may have an odd number of groups."""
+    """``arrange`` for codes uint8 ``[N, K]``, one to a byte; a row may have an odd number of groups."""
     n, k = codes.shape
     groups = scale.shape[1]
     if k % CHUNK:

@@ -1,7 +1,7 @@
-"""``int4_matmul.cu`` for Python: how it cuts a product up, and the call. bfloat16, Hopper, a few rows of X.
+"""``int4_matmul.cu`` for Python: its tilings, and the call. bfloat16, Hopper, a few rows of X.
 
-A block takes ``per`` sixteens of rows of W and all of K; where a weight has too few rows for all multiprocessors, a
-cluster of ``ranks`` blocks shares K, and fewer, wider shares of rows keep down how often X is read. The head of
+A block takes ``per`` sixteens of rows of W and all of K. Where a weight has too few rows for all multiprocessors, a
+cluster of ``ranks`` blocks shares K. Fewer and wider shares of rows mean that X is read less often. The head of
 ``int4_matmul.cu`` says what a block does.
 """
 
@@ -26,9 +26,9 @@ SHARED = 227 * 1024
 BESIDE = 113 * 1024
 """Shared memory of a block that leaves room for one of the next launch beside it."""
 BESIDE_ROWS = 16
-"""Up to so many rows of X at a time a block's registers leave that room too."""
+"""Up to this many rows of X at a time, a block's registers leave that room too."""
 ROWS = (8, 16, 32)
-"""Rows of X at a time that are compiled; it takes more, but reads W again for them."""
+"""The compiled numbers of rows of X at a time. More rows are possible; W is then read again."""
 COLUMNS = 2
 """Sixteens of rows of W for a warp at a time; one more where it has 16 rows of X (``RowsTiling.columns``)."""
 MOST_STAGES = 40
@@ -48,22 +48,22 @@ multiprocessor; how many quarters of a ring of stages before its end a block let
 
 @dataclass(frozen=True, slots=True)
 class RowsTiling:
-    """How ``int4_matmul.cu`` cuts a product up; the fields are arguments of its launcher, in this order."""
+    """The tiling of ``int4_matmul.cu``; the fields are arguments of its launcher, in this order."""
 
     rows: int
-    """Of X at a time."""
+    """Rows of X at a time."""
     warps: int
-    """Of a team: they share the rows of W."""
+    """Warps of a team, which share the rows of W."""
     teams: int
-    """They share K: each takes every so-many-th span of 128 k."""
+    """Teams share K: of t teams each takes every t-th span of 128 k."""
     stages: int
-    """Of the ring, 128 k each; as many for each team."""
+    """Stages of each team's ring, 128 k each."""
     per: int
     """Sixteens of rows of W for a block."""
     ranks: int
     """Blocks of a cluster that share K."""
     late: int
-    """The next launch may begin when so many stages or fewer remain to be asked for."""
+    """The next launch may begin when this many stages or fewer remain to be requested."""
     whole: bool = False
     """X as whole numbers of 16 bits; for 8 rows at a time."""
     columns: int = COLUMNS
@@ -73,7 +73,7 @@ class RowsTiling:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What the launcher is told."""
+        """The numbers that the launcher takes."""
         return (self.rows, self.warps, self.teams, self.stages, self.per, self.ranks, self.late, int(self.whole),
                 self.columns, int(self.gated))  # fmt: skip
 
@@ -83,7 +83,7 @@ MOST_GATED = 8
 
 
 def most_warps(group: int, columns: int = COLUMNS) -> int:
-    """That multiply in a block."""
+    """The most warps that multiply in a block."""
     return 12 if group == 128 and columns == COLUMNS else 6
 
 
@@ -141,7 +141,7 @@ def tiling_of(
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
-    """Of a weight ``[n, k]`` and ``m`` rows of X (``size`` is m, n, k): what was quickest on an H200, as a rule."""
+    """The quickest tiling on an H200 for a weight ``[n, k]`` and ``m`` rows of X, as a rule (``size`` is m, n, k)."""
     m, n, k = size
     few, deep = m <= 8, k >= 8192
     plain = {"teams": 1, "blocks": 1, "late": 4, "whole": False, "columns": COLUMNS}
@@ -175,37 +175,37 @@ def choose_tiling(
 
 
 class Tiling(Protocol):
-    """How either kernel cuts a product up."""
+    """The tiling of either kernel."""
 
     @property
     def numbers(self) -> tuple[int, ...]: ...
 
 
 class Codes(ABC):
-    """``int4_matmul`` by a CUDA C++ kernel, ``source``; how it cuts a product up is its own.
+    """``int4_matmul`` by the CUDA C++ kernel ``source``; subclasses choose the tiling.
 
     Raises:
         Unavailable: no NVIDIA GPU, or no nvcc to build the kernels with.
     """
 
     def __init__(self, source: str, symbol: str, numbers: int, norms: str = "") -> None:
-        """``numbers``: how many a tiling has; ``norms``: letters of what the launcher is told of norms, as ``bind``
-        takes them."""
+        """``numbers``: the count of numbers in a tiling; ``norms``: the types of the launcher's arguments for norms, as
+        letters of ``bind``."""
         self._source = f"{source}.cu"
         self._launch = bind(source, symbol, "ppppiiiil" + "i" * numbers + norms + "ip")
         self._no_norms = (0,) * len(norms)
 
     @abstractmethod
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Tiling:
-        """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
+        """The tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the rule's."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """As ``int4_matmul.reference``.
+        """``int4_matmul.reference``.
 
-        ``dependent_launch``: as in ``small_matmul.CudaRows``. ``config``: one of each of the kernel's ``CHOICES``
+        ``dependent_launch``: see ``small_matmul.CudaRows``. ``config``: a value for each of the kernel's ``CHOICES``,
         instead of the tuned ones.
 
         Raises:
@@ -237,7 +237,7 @@ class Codes(ABC):
 
 
 class CudaCodes(Codes):
-    """By ``int4_matmul.cu``; raises as ``Codes`` does."""
+    """``int4_matmul`` by ``int4_matmul.cu``; raises the same errors as ``Codes``."""
 
     def __init__(self) -> None:
         super().__init__("int4_matmul", "transect_int4_matmul", 10, "pppppf")
@@ -247,8 +247,8 @@ class CudaCodes(Codes):
         self._gated: dict[tuple[int, int, int, int], RowsTiling | None] = {}
 
     def clusters(self, device: torch.device) -> Mapping[int, int]:
-        """How many clusters of 1, 2, 4 and 8 blocks run at once. Not what the multiprocessors would divide into: a
-        cluster stays within one of the chip's parts, and an H200 takes 15 of 8."""
+        """How many clusters of 1, 2, 4 and 8 blocks run at once. This is less than the multiprocessors divided by the
+        size, because a cluster stays within one of the chip's parts: an H200 takes 15 clusters of 8."""
         if not self._clusters:
             found = {1: multiprocessors(device)} | {size: self._at_once(size) for size in (2, 4, 8)}
             if not found[2]:  # launches are skipped: see ``cuda.skipped``
@@ -257,7 +257,7 @@ class CudaCodes(Codes):
         return self._clusters
 
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> RowsTiling:
-        """The cut for ``x`` and a weight of ``n`` rows: of ``config``, else the tuned one, else ``rule``'s."""
+        """The tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the rule's."""
         m, k = x.shape
         clusters = self.clusters(x.device)
         if config is not None:
@@ -284,8 +284,9 @@ class CudaCodes(Codes):
         self, x: Tensor, weight: Tensor, n: int, norm: Beside, bias: Tensor | None = None, *, gated: bool = False,
         dependent_launch: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """As a call, of up to 8 rows, with a norm beside the product: (result, scaled, squares), the last two as in
-        ``stream_products.Stream``, or None where the result is not added to a stream. ``gated`` as in ``gated``.
+        """A product of up to 8 rows with a norm beside it: (result, scaled, squares). The last two are those of
+        ``stream_products.Stream``, or None where the result is not added to a stream. ``gated``: see the method of that
+        name.
 
         Raises:
             ValueError: the arguments do not fit, see ``cuda_refusal``, ``Beside.refusal`` and ``gated``.

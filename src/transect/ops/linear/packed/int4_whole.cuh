@@ -1,26 +1,29 @@
-// 8 rows of X as whole numbers, for int4_matmul.cu: of a span of 128 k of a row, q = round(x / unit) for the power of two
-// ``unit`` that brings the largest below 2^15, so q has 16 bits: a high byte with a sign and a low one without. Products of
-// codes with either, summed over the span, are exact in 32 bits.
+// 8 rows of X as whole numbers, for int4_matmul.cu: of a span of 128 k of a row, q = round(x / unit) for the power of
+// two ``unit`` that brings the largest below 2^15, so q has 16 bits: a high byte with a sign and a low one without.
+// Products of codes with either, summed over the span, are exact in 32 bits.
 //
 // * What is lost is at most half a unit, 2^-15 of the span's largest. bfloat16 has 8 bits, so what is within 2^7 of the
 //   largest loses nothing.
-// * A byte of the weight holds two codes of the same k, c of row r and 16 d of row r + 8. So two instructions make 8 codes ready,
-//   where bfloat16 takes 7 or 5.
+// * A byte of the weight holds two codes of the same k, c of row r and 16 d of row r + 8. So two instructions make 8
+//   codes ready, where bfloat16 takes 7 or 5.
 
 #pragma once
 
 #include "../../lang/few_rows.cuh"
 #include "int4_codes.cuh"
 
-// c += a b: a is 16 rows of the weight by 32 k, one byte each, b 32 k by 8 rows of x, one byte each; lanes as in ``multiply``.
+// c += a b: a is 16 rows of the weight by 32 k, one byte each, b 32 k by 8 rows of x, one byte each; lanes as in
+// ``multiply``.
 template <bool SIGNED>
 __device__ __forceinline__ void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (SIGNED)
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -36,10 +39,10 @@ __device__ __forceinline__ void write_words(uint32_t to, uint32_t a, uint32_t b,
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// A warp turns 8 rows of 128 k at ``x_at`` (kXPitch bytes apart) into whole numbers, in their place: high bytes, then low ones,
-// of each [64 k][lane][4 words, one for each 16 k]. A word of lane l is row l / 4 and, for t = l % 4, k 2t, 2t + 8, 2t + 1 and
-// 2t + 9: the order of the weight's bytes. At ``about``: [group][row][unit, sum of the group], float32. A row with an infinity
-// or NaN has the unit NaN. Rows that were never filled give what is never stored.
+// A warp turns 8 rows of 128 k at ``x_at`` (kXPitch bytes apart) into whole numbers, in their place: high bytes, then
+// low ones, of each [64 k][lane][4 words, one for each 16 k]. A word of lane l is row l / 4 and, for t = l % 4, k 2t,
+// 2t + 8, 2t + 1 and 2t + 9: the order of the weight's bytes. At ``about``: [group][row][unit, sum of the group],
+// float32. A row with an infinity or NaN has the unit NaN. Rows that were never filled give what is never stored.
 template <int GROUP>
 __device__ __forceinline__ void make_whole(uint32_t x_at, uint32_t about, int lane) {
   constexpr int GROUPS = kChunk / GROUP;
@@ -88,7 +91,8 @@ __device__ __forceinline__ void make_whole(uint32_t x_at, uint32_t about, int la
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (lane % 4 == 0)
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(about + g * 64 + lane * 2), "f"(unit), "f"((float)sum * unit)
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(about + g * 64 + lane * 2), "f"(unit),
+                   "f"((float)sum * unit)
                    : "memory");
   }
 }

@@ -1,0 +1,143 @@
+"""Where options come from besides the command line, and how they are shown: a file, the environment, groups.
+
+An option's value is what the command line says; else what its environment variable says (``TRANSECT_SERVE_PORT`` for
+``transect serve --port``); else what the file of ``--config`` says; else its default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+PREFIX = "TRANSECT"
+"""Environment variables are named PREFIX_COMMAND_OPTION."""
+
+SERVER, MODEL, ENGINE, GPU, REST = "Server", "Model and text", "Engine", "GPU", "Options"
+GROUPS = {
+    **dict.fromkeys(
+        (
+            *("load_format", "revision", "tokenizer", "tokenizer_revision", "chat_template", "generation_config"),
+            *("override_generation_config", "dtype", "quantization", "served_model_name"),
+        ),
+        MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            *("device", "deterministic", "async_scheduling", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+            *("max_mixed_tokens", "fill_steps", "kv_cache_tokens", "prefix_caching", "threads", "native", "max_queue"),
+        ),
+        ENGINE,
+    ),
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "cuda_graphs", "fused_operators", "dependent_launch", "device_sampling"), GPU
+    ),
+    **dict.fromkeys(("config", "help"), REST),
+}
+"""Parameter to the group that it is shown in; a server's others are SERVER, any other command's are REST."""
+
+
+class Command(TyperCommand):
+    """A command whose help shows options in groups, and says where else values may come from."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then each group of options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if hasattr(param, "show_envvar"):
+                param.show_envvar = False  # one line below says it for all
+            record = param.get_help_record(ctx)
+            if record is not None:
+                rest = SERVER if self.name == "serve" else REST
+                group = "Arguments" if param.param_type_name == "argument" else GROUPS.get(str(param.name), rest)
+                groups.setdefault(group, []).append(record)
+        last = groups.pop(REST, [])
+        for title, records in (*groups.items(), (REST, last)):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if ctx.auto_envvar_prefix:
+            formatter.write_paragraph()
+            formatter.write_text(f"Environment: each option can be given as {ctx.auto_envvar_prefix}_OPTION.")
+
+
+class Group(TyperGroup):
+    """The command of all commands; its help does not name an environment variable for each option."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write options, then commands."""
+        for param in self.get_params(ctx):
+            if hasattr(param, "show_envvar"):
+                param.show_envvar = False
+        super().format_options(ctx, formatter)
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the values in the file the command's defaults."""
+    if path is not None and not context.resilient_parsing:
+        params = {param.name: param for param in context.command.params if param.name is not None}
+        values = {}
+        for key, value in load_config(path).items():
+            name = str(key).replace("-", "_")
+            if name not in params or name in ("config", "help"):
+                near = difflib.get_close_matches(name, params, n=1)
+                hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
+                raise ValueError(f"{path}: {context.command_path} has no option {key!r}{hint}")
+            if value is not None:
+                values[name] = _as_option(value, bool(getattr(params[name], "multiple", False)))
+        context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+def _as_option(value: Any, several: bool) -> Any:
+    """A value of the file in the form that the command line would give it."""
+    if isinstance(value, dict):
+        import json
+
+        return json.dumps(value)
+    if several:
+        return [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    return value
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Option names to values, out of a YAML file, or a TOML file where its name ends so.
+
+    Raises:
+        ValueError: it cannot be read, or does not hold a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} cannot be read ({error}): give a YAML or TOML file") from None
+    try:
+        if path.suffix.lower() == ".toml":
+            import tomllib
+
+            values: Any = tomllib.loads(text)
+        else:
+            import yaml
+
+            values = yaml.safe_load(text)
+    except Exception as error:  # each library has errors of its own
+        raise ValueError(f"--config {path} is not valid {path.suffix[1:] or 'YAML'} ({error})") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} must hold option names and values, such as `port: 8000`")
+    return values
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="A YAML or TOML file of options: `port: 8000`. The command line and the environment go over it.",
+        is_eager=True,
+        callback=_read_config,
+        allow_from_autoenv=True,
+    ),
+]

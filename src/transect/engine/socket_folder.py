@@ -1,0 +1,40 @@
+"""A private folder for the socket between two processes of one machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+LONGEST_PATH = 107
+"""Bytes that the path of a Unix socket may have on Linux (``sun_path`` of unix(7), less the byte that ends it)."""
+NAME = "engine"
+
+
+def make_socket_folder(places: Sequence[str] | None = None) -> Path:
+    """A fresh folder that only this user may enter, in which a socket called ``NAME`` has a path that is not too long.
+
+    Args:
+        places: where to try, in this order; None: the folder for temporary files, ``$XDG_RUNTIME_DIR``, /tmp.
+
+    Raises:
+        ValueError: none of them will do; the message names them.
+    """
+    if places is None:
+        places = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]
+    reasons = []
+    for place in dict.fromkeys(filter(None, places)):
+        length = len(os.fsencode(f"{place}/transect-xxxxxxxx/{NAME}"))
+        if length > LONGEST_PATH:
+            shown = place if len(place) <= 60 else place[:57] + "..."
+            reasons.append(f"{shown} gives a path of {length} bytes, and a socket's may have {LONGEST_PATH}")
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="transect-", dir=place))
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror or error}")
+    raise ValueError(
+        f"there is no folder for the engine's socket ({'; '.join(reasons)}): set TMPDIR to a short path that can be "
+        "written to"
+    )

@@ -1,0 +1,59 @@
+"""How busy a device is with other work: what is measured on a busy machine is no ceiling."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+QUIET = 0.1
+"""Share of the time that others may use while a ceiling is measured."""
+SAMPLE_S = 0.2
+PATIENCE_S = 3.0
+
+
+def cpu_load(seconds: float = SAMPLE_S) -> float:
+    """The share of its cores' time that was used while this process slept for ``seconds``; 0 where nobody knows."""
+    before = _times()
+    time.sleep(seconds)
+    after = _times()
+    if before is None or after is None or after[1] <= before[1]:
+        return 0.0
+    return min(1.0, max(0.0, (after[0] - before[0]) / (after[1] - before[1])))
+
+
+def _times() -> tuple[int, int] | None:
+    """(ticks used, all ticks) of the cores that this process may run on, since the machine started."""
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    used = total = 0
+    try:
+        for line in STAT.read_text().splitlines():
+            name, *ticks = line.split()
+            if name in ours:
+                user, nice, system, idle, waiting, *others = map(int, ticks[:8])
+                used += user + nice + system + sum(others)
+                total += user + nice + system + sum(others) + idle + waiting
+    except (OSError, ValueError):
+        return None
+    return (used, total) if total else None
+
+
+def gpu_load(uuid: str) -> float:
+    """The share of the last moments in which kernels ran on a GPU, from ``nvidia-smi``; 0 where that is not there."""
+    query = ["nvidia-smi", "-i", uuid, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        return int(done.stdout.split()[0]) / 100 if done.returncode == 0 else 0.0
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        return 0.0
+
+
+def wait_until_quiet(load: Callable[[], float], patience_s: float = PATIENCE_S) -> float:
+    """Wait for up to ``patience_s`` until ``load`` is at most ``QUIET``; returns the last load seen."""
+    until = time.monotonic() + patience_s
+    while (seen := load()) > QUIET and time.monotonic() < until:
+        time.sleep(SAMPLE_S)
+    return seen

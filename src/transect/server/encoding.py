@@ -1,0 +1,80 @@
+"""Texts to token ids, so that a long text holds up nobody else.
+
+A text that cannot fit is refused before any work: a token stands for a bounded number of characters. A long text is
+encoded in a thread of its own pool, where the `tokenizers` library does not hold Python's lock, and first counted in
+pieces: one that turns out to have too many tokens is given up at the piece that says so, and one whose request has
+ended at the next piece. So what any text costs is bounded by the context, not by its length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .serving import TokenizerLike
+
+SHORT = 1024
+"""Characters that are encoded at once, in the caller."""
+PIECE = 32 * 1024
+"""Characters of a piece."""
+WORKERS = 2
+
+
+class TooManyTokens(ValueError):
+    """The text has more tokens than there is room for; ``at_least`` so many."""
+
+    def __init__(self, at_least: int, limit: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens, and {limit} are the most")
+        self.at_least = at_least
+
+
+class Encoder:
+    """Encodes texts; has the threads for long ones."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="transect-encode")
+
+    async def encode(
+        self, tokenizer: TokenizerLike, text: str, limit: int, *, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            tokenizer: must be safe to share between threads.
+            limit: how many tokens are still of use. A few more may come back: the caller counts them.
+
+        Raises:
+            TooManyTokens: the text has more.
+            ValueError: it cannot be encoded.
+        """
+        at_least = -(-len(text) // tokenizer.longest_token)
+        if at_least > limit:
+            raise TooManyTokens(at_least, limit)
+        encode = functools.partial(tokenizer.encode, parse_special=parse_special)
+        if len(text) <= SHORT:
+            return encode(text, add_special_tokens=add_special)
+        given_up = threading.Event()
+        work = functools.partial(_encode_long, encode, text, limit, add_special, given_up)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            given_up.set()
+
+
+def _encode_long(
+    encode: Callable[..., list[int]], text: str, limit: int, add_special: bool, given_up: threading.Event
+) -> list[int]:
+    counted = 0
+    for start in range(0, len(text) if len(text) > PIECE else 0, PIECE):
+        if given_up.is_set():
+            return []
+        counted += len(encode(text[start : start + PIECE]))
+        # A cut can only divide the few tokens around it; a twentieth is far more than that.
+        if counted * 19 // 20 > limit:
+            raise TooManyTokens(counted * 19 // 20, limit)
+    return encode(text, add_special_tokens=add_special)

@@ -1,0 +1,93 @@
+"""Chat templates, rendered where they cannot hold up the server: in processes that can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ..text.template_worker import TemplateWorker
+
+if TYPE_CHECKING:
+    from ..text.chat_template import ChatTemplate
+    from .serving import ChatTemplateLike
+
+T = TypeVar("T")
+WORKERS = 2
+
+
+class Renderer(Protocol):
+    """Who renders."""
+
+    async def render(
+        self,
+        template: ChatTemplateLike,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """See ``ChatTemplate.render``. Raises ValueError as that does."""
+        ...
+
+
+class RenderHere:
+    """In a thread of this process: what a template may do is bounded by its sandbox alone."""
+
+    async def render(
+        self,
+        template: ChatTemplateLike,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        return await asyncio.to_thread(template.render, messages, add_generation_prompt, **kwargs)
+
+
+class RenderApart:
+    """In processes of their own, which are ended where a rendering takes too long or too much memory.
+
+    Args:
+        workers: how many at most; each is started when it is first needed.
+        limits: arguments of ``TemplateWorker``.
+    """
+
+    def __init__(self, workers: int = WORKERS, **limits: Any) -> None:
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="transect-template")
+        self._workers = [TemplateWorker(**limits) for _ in range(workers)]
+        # The one that was used last comes first: the others need not be started before they are needed.
+        self._idle: queue.LifoQueue[TemplateWorker] = queue.LifoQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def start(self, template: ChatTemplate) -> None:
+        """Start a process, so that the first chat does not wait for it. Returns at once."""
+        self._pool.submit(self._with_worker, lambda worker: worker.start(template))
+
+    async def render(
+        self,
+        template: ChatTemplateLike,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        def render(worker: TemplateWorker) -> str:
+            return worker.render(template, messages, add_generation_prompt, kwargs)  # type: ignore[arg-type]
+
+        work = functools.partial(self._with_worker, render)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        """End all processes, whatever they are doing."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def _with_worker(self, do: Callable[[TemplateWorker], T]) -> T:
+        worker = self._idle.get()  # there are as many as threads
+        try:
+            return do(worker)
+        finally:
+            self._idle.put(worker)

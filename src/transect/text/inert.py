@@ -1,0 +1,217 @@
+"""Chat messages to token ids, so that nothing a message says can speak the model's protocol.
+
+A user may type ``<|im_end|>``. In the text that a chat template makes, that string cannot be told from the template's
+own, and would end the user's turn. So before rendering, every spelling of a special token in a message (and every end
+of a text that begins one, which the template's next piece might complete) is replaced by digits that nobody can guess;
+after rendering, the special tokens in the text are the template's alone. They become tokens, the digits become the
+messages' text again, and that is encoded as text. Digits, because a template may write a message as JSON, or change its
+case.
+
+Only *special* tokens are treated so. Added tokens that are text (``<think>`` in Qwen3) are recognised everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+_KEY_DIGITS, _NUMBER_DIGITS = 30, 6
+_LEFT_ALONE = ("role", "type")
+"""Keys whose values templates compare, and do not print as a message's text: the ends of these are not hidden."""
+
+
+class Template(Protocol):
+    """What is needed of a chat template."""
+
+    def render(self, messages: Any, add_generation_prompt: bool = ..., **kwargs: Any) -> str: ...
+
+
+class ChatEncoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def special_texts(self) -> Sequence[str]: ...
+    def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
+    def encode_chat(self, text: str, mask: Mask, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+class Mask:
+    """Hides the spellings of special tokens in what users wrote, for one rendering.
+
+    Args:
+        specials: the spellings.
+    """
+
+    def __init__(self, specials: Iterable[str]) -> None:
+        ordered = sorted((text for text in specials if text), key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._beginnings = {text[:size] for text in ordered for size in range(1, len(text))}
+        self._longest = max(map(len, ordered), default=0)
+        self._key = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}}"
+        self._hidden: list[str] = []
+        self._shown = re.compile(f"{self._key}([0-9]{{{_NUMBER_DIGITS}}})")
+
+    def __bool__(self) -> bool:
+        """True where something was hidden."""
+        return bool(self._hidden)
+
+    def hide(self, value: Any, ends: bool = True) -> Any:
+        """A copy of a string, or of all strings in lists and mappings, with spellings of special tokens hidden.
+
+        Args:
+            ends: hide also the end of a string that is the beginning of such a spelling.
+        """
+        if self._specials is None:
+            return value
+        if isinstance(value, str):
+            return self._hide_text(value, ends)
+        if isinstance(value, Mapping):
+            return {
+                self.hide(key, ends=False): self.hide(item, ends and key not in _LEFT_ALONE)
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.hide(item, ends) for item in value]
+        return value
+
+    def show(self, text: str) -> str:
+        """The text with what was hidden put back."""
+        return self._shown.sub(lambda found: self._hidden[int(found[1])], text)
+
+    def _hide_text(self, text: str, ends: bool) -> str:
+        assert self._specials is not None
+        masked = self._specials.sub(lambda found: self._stand_in(found[0]), text)
+        if not ends:
+            return masked
+        kept = masked.rstrip()  # templates often strip what they print
+        for size in range(min(self._longest - 1, len(kept)), 0, -1):
+            if kept[-size:] in self._beginnings:
+                return kept[:-size] + self._stand_in(kept[-size:]) + masked[len(kept) :]
+        return masked
+
+    def _stand_in(self, spelling: str) -> str:
+        if spelling in self._hidden:
+            number = self._hidden.index(spelling)
+        else:
+            number = len(self._hidden)
+            self._hidden.append(spelling)
+        return f"{self._key}{number:0{_NUMBER_DIGITS}}"
+
+
+class ChatRendering:
+    """One conversation on its way to token ids, for callers that render or encode elsewhere: give ``messages`` and
+    ``variables`` to the template, its output to ``finish``, and what that returns to ``encoder.encode``.
+
+    Args:
+        tokenizer: of the model.
+        messages, variables: see ``ChatTemplate.render``.
+        continue_final_message: see ``chat_tokens``.
+
+    Raises:
+        ValueError: there is no last message with text to go on with.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatEncoder,
+        messages: Any,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._mask = Mask(tokenizer.special_texts)
+        self._end = ""
+        self.messages = self._mask.hide(messages)
+        self.variables: dict[str, Any] = self._mask.hide(dict(variables or {}))
+        if continue_final_message:
+            self.messages, self._end = _marked_end(self.messages)
+
+    def shown(self, text: str) -> str:
+        """A text that was made of the messages (or an error about them) as its reader shall see it."""
+        text = self._mask.show(text)
+        return text.replace(self._end, "") if self._end else text
+
+    def finish(self, text: str) -> str:
+        """The template's output, up to where the model goes on.
+
+        Raises:
+            ValueError: the last message is to be gone on with, and the template does not show it.
+        """
+        if not self._end:
+            return text
+        if self._end not in text:
+            raise ValueError("continue_final_message: the chat template does not show the last message as it is")
+        return text[: text.rindex(self._end)]
+
+    @property
+    def encoder(self) -> Any:
+        """What encodes a finished text: the tokenizer itself where nothing is hidden."""
+        return _MaskedEncoder(self._tokenizer, self._mask) if self._mask else self._tokenizer
+
+
+class _MaskedEncoder:
+    """A tokenizer for texts with hidden spellings in them; for everything else it is the one underneath."""
+
+    def __init__(self, tokenizer: ChatEncoder, mask: Mask) -> None:
+        self._tokenizer, self._mask = tokenizer, mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    @property
+    def longest_token(self) -> int:
+        """Characters that a token stands for at the most; digits that hide a spelling are longer than it."""
+        longest: int = self._tokenizer.longest_token  # type: ignore[attr-defined]
+        return max(longest, 1) * (_KEY_DIGITS + _NUMBER_DIGITS)
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special: bool = True) -> list[int]:
+        """Token ids; what is hidden is text, the special tokens that can be seen are tokens."""
+        return self._tokenizer.encode_chat(text, self._mask, add_special_tokens)
+
+
+def _marked_end(messages: Any) -> tuple[Any, str]:
+    """Copies of the messages with a mark, which is returned too, at the end of the last one's text."""
+    mark = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}}"
+    last = messages[-1] if isinstance(messages, Sequence) and messages else None
+    content = last.get("content") if isinstance(last, Mapping) else None
+    if isinstance(content, str):
+        content = content + mark
+    elif isinstance(content, Sequence) and content and isinstance(content[-1], Mapping) and "text" in content[-1]:
+        content = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{mark}"}]
+    else:
+        raise ValueError("continue_final_message needs a last message with text to go on with")
+    assert isinstance(last, Mapping)
+    return [*messages[:-1], {**last, "content": content}], mark
+
+
+def chat_tokens(
+    template: Template,
+    tokenizer: ChatEncoder,
+    messages: Any,
+    add_generation_prompt: bool = True,
+    *,
+    add_special_tokens: bool = False,
+    continue_final_message: bool = False,
+    **kwargs: Any,
+) -> tuple[str, list[int]]:
+    """(text, token ids) of a conversation; the special tokens among the ids are the template's, never a message's.
+
+    Args:
+        messages: see ``ChatTemplate.render``.
+        add_special_tokens: put around it what the model expects around a text; most templates bring that themselves.
+        continue_final_message: end where the last message's text ends, so that the model goes on with it.
+        kwargs: further variables of the template, treated as messages are.
+
+    Raises:
+        ValueError: see ``ChatTemplate.render`` and ``Tokenizer.encode``.
+    """
+    rendering = ChatRendering(tokenizer, messages, kwargs, continue_final_message=continue_final_message)
+    try:
+        text = template.render(rendering.messages, add_generation_prompt, **rendering.variables)
+    except ValueError as error:
+        raise ValueError(rendering.shown(str(error))) from error
+    text = rendering.finish(text)
+    return rendering.shown(text), rendering.encoder.encode(text, add_special_tokens, parse_special=True)

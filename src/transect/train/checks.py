@@ -1,0 +1,70 @@
+"""Whether files can be trained on: how each is laid out, how many rows and tokens it gives, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+from .documents import Forms, chat_tokens, completion_tokens, text_tokens
+from .files import DataFile, find
+from .layouts import Chat, Completion, Form, Preference, Text
+
+
+@dataclass(slots=True)
+class Found:
+    """What is in a file. ``problems``: reasons why rows, or the whole file, cannot be used, with a count."""
+
+    name: str
+    layout: str = ""
+    trained: str = ""
+    rows: int = 0
+    tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def check_files(names: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Found]:
+    """One ``Found`` for each file; nothing that is wrong with one keeps the others from being looked at."""
+    for name in names:
+        try:
+            files = find([name])
+        except ValueError as error:
+            yield Found(name, problems=[str(error)])
+            continue
+        for file in files:
+            yield _check(file, tokenizer, template)
+
+
+def _check(file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None) -> Found:
+    found = Found(str(file.path), layout=file.kind, trained="every token")
+    forms = Forms(skip=True)
+    try:
+        if file.kind == "text":
+            found.rows, found.tokens = 1, len(text_tokens(file.text(), tokenizer))
+        elif file.kind != "tokens":
+            for size in forms.read(found.name, file.rows(), lambda form: _tokens(form, tokenizer, template)):
+                found.tokens += size
+    except ValueError as error:
+        if not forms.tallies or not forms.tallies[0].left_out:
+            found.problems.append(str(error))
+    for tally in forms.tallies:
+        found.layout, found.trained, found.rows = tally.layout or file.kind, tally.trained, tally.read
+        found.problems += [f"{count} rows: {why} (first: {tally.first[why]})" for why, count in tally.left_out.items()]
+    return found
+
+
+def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> int:
+    """How many tokens a row gives; ValueError if it cannot be used."""
+    if isinstance(form, Text):
+        return len(text_tokens(form.text, tokenizer))
+    if isinstance(form, Completion):
+        return len(completion_tokens(form, tokenizer)[0])
+    if template is None:
+        raise ValueError("this is a chat and the model brings no chat template")
+    if isinstance(form, Preference):
+        sides = ([*form.prompt, *form.chosen], [*form.prompt, *form.rejected])
+    else:
+        assert isinstance(form, Chat)
+        sides = (form.messages,)  # type: ignore[assignment]
+    return sum(len(chat_tokens(side, tokenizer, template, tools=form.tools)[0]) for side in sides)

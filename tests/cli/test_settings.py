@@ -1,0 +1,191 @@
+"""Options from a file and from the environment, help in groups, and what the command says of itself."""
+
+import json
+import re
+
+import pytest
+
+from transect import __version__
+from transect.cli import main
+from transect.cli import models as models_command
+from transect.server import process
+from transect.server.serving import ServerOptions
+
+
+class Reached(ValueError):
+    """Where the server would bind its socket."""
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def serve(run, monkeypatch):
+    """Run ``transect serve`` up to its socket; what it would have bound, and the server's options."""
+    seen = {}
+
+    def bind(host, port):
+        seen.update(host=host, port=port)
+        raise Reached("stop here")
+
+    def options(**fields):
+        seen["options"] = ServerOptions(**fields)
+        return seen["options"]
+
+    monkeypatch.setattr(process, "bind", bind)
+    monkeypatch.setattr("transect.server.serving.ServerOptions", _Options(options))
+
+    def serve(*arguments):
+        seen.clear()
+        code, _, errors = run("serve", *arguments)
+        assert code == 2, errors
+        return seen, errors
+
+    return serve
+
+
+class _Options:
+    """``ServerOptions``, looked at when it is made."""
+
+    max_prompts = ServerOptions.max_prompts
+
+    def __init__(self, make):
+        self._make = make
+
+    def __call__(self, **fields):
+        return self._make(**fields)
+
+
+def test_the_command_line_goes_over_the_environment_and_that_over_the_file(serve, monkeypatch, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model: my-model\nhost: 10.0.0.1\nport: 1\nmax-queue: 7\nserved_model_name: [a, b]\nallow-credentials: true\n"
+        "allowed-origins: http://page\nrequest-timeout:\n"
+    )
+    seen, _ = serve("--config", str(file))
+    assert (seen["host"], seen["port"]) == ("10.0.0.1", 1)
+    options = seen["options"]
+    assert options.model_names == ("a", "b") and options.max_prompts == 7 and options.allow_credentials
+    assert options.allowed_origins == ("http://page",) and options.request_timeout_s is None
+    monkeypatch.setenv("TRANSECT_SERVE_PORT", "2")
+    assert serve("--config", str(file))[0]["port"] == 2
+    assert serve("--config", str(file), "--port", "3")[0]["port"] == 3
+    monkeypatch.setenv("TRANSECT_SERVE_CONFIG", str(file))
+    assert serve()[0]["host"] == "10.0.0.1"
+
+
+def test_a_toml_file(serve, tmp_path):
+    file = tmp_path / "server.toml"
+    file.write_text('port = 5\nserved-model-name = "one"\n')
+    seen, _ = serve("--config", str(file))
+    assert seen["port"] == 5 and seen["options"].model_names == ("one",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "has no option 'prot'; did you mean 'port'?"),
+        ("- port", "must hold option names and values"),
+        ("port: [", "is not valid yaml"),
+        ("port: many", "--port"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(serve, tmp_path, text, words):
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    seen, errors = serve("--config", str(file))
+    assert not seen and words in errors and errors.count("\n") == 1
+    assert "cannot be read" in serve("--config", str(tmp_path / "none"))[1]
+
+
+def test_api_keys_from_the_environment(serve, monkeypatch):
+    assert serve()[0]["options"].api_keys == ()
+    monkeypatch.setenv("TRANSECT_API_KEY", "one two")
+    assert serve()[0]["options"].api_keys == ("one", "two")
+    assert serve("--api-key", "three")[0]["options"].api_keys == ("three",)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), ("*",)),
+        (("--allowed-origins", '["http://a", "http://b"]'), ("http://a", "http://b")),
+        (("--allowed-origins", "http://a", "--allowed-origins", "http://b"), ("http://a", "http://b")),
+        (("--allowed-origins", ""), ()),
+    ],
+)
+def test_origins(serve, given, expected):
+    assert serve(*given)[0]["options"].allowed_origins == expected
+
+
+def test_origins_that_are_no_list(serve):
+    assert "--allowed-origins '[http' is not a JSON list" in serve("--allowed-origins", "[http")[1]
+
+
+def test_override_generation_config_is_json(run):
+    _, _, errors = run("generate", "smollm2-135m", "x", "--override-generation-config", "{}")
+    assert "--override-generation-config" in errors
+    for value, words in (("{", "is not JSON"), ("[]", "must be a JSON object")):
+        code, _, errors = run("serve", "--port", "0", "--override-generation-config", value)
+        assert code == 2 and f"--override-generation-config {words}" in errors
+
+
+def test_help_in_groups_by_either_name(run):
+    code, long, _ = run("serve", "--help")
+    assert code == 0 and run("serve", "-h")[1] == long
+    titles = re.findall(r"^(\w[\w ]*):$", long, re.M)
+    assert titles == ["Arguments", "Server", "Model and text", "Engine", "GPU", "Options"]
+    server = long[long.index("\nServer:") : long.index("\nModel and text:")]
+    assert "--port" in server and "--dtype" not in server
+    assert "TRANSECT_SERVE_OPTION" in long
+
+
+def test_version(run):
+    assert run("--version") == (0, f"transect {__version__}\n", "")
+
+
+def test_shell_completion(run, monkeypatch):
+    monkeypatch.setenv("_TRANSECT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "transect serve --max-n")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    code, out, _ = run()
+    assert code == 0 and out.split() == ["--max-num-seqs", "--max-num-batched-tokens"]
+
+
+def test_models(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        models_command, "_hub_models", lambda: [models_command.Entry("org/name", "hub", "x", 5_000_000)]
+    )
+    code, out, _ = run("models", "--json")
+    entries = {entry["name"]: entry for entry in json.loads(out)}
+    assert code == 0 and entries["smollm2-135m"]["kind"] == "built-in" and entries["smollm2-135m"]["size"] == 0
+    assert entries["qwen3-8b"]["kind"] == "shape" and "36 layers" in entries["qwen3-8b"]["about"]
+    file = tmp_path / "models" / "smollm2-135m"
+    file.mkdir(parents=True)
+    (file / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"x" * 2_000_000)
+    shown = run("models")[1]
+    assert re.search(r"smollm2-135m +built-in .* 2 MB", shown) and re.search(r"org/name +hub .* 5 MB", shown)
+
+
+def test_models_of_the_hub_s_cache(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
+    scan = huggingface_hub.scan_cache_dir
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path))
+    (entry,) = models_command._hub_models()
+    assert (entry.name, entry.kind, entry.size) == ("org/name", "hub", 2)
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path / "none"))
+    assert models_command._hub_models() == []

@@ -1,0 +1,64 @@
+"""What make announces before it downloads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / ".ci"))
+
+import download_size  # noqa: E402
+from download_size import cpu_build, sentence  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def linux(monkeypatch):
+    monkeypatch.setattr(download_size.sys, "platform", "linux")
+    monkeypatch.setattr(download_size.platform, "machine", lambda: "x86_64")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of wheels with a CPU build of torch for this Python."""
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    (tmp_path / f"torch-2.13.0+cpu-{python}-{python}-manylinux_2_28_x86_64.whl").touch()
+    return str(tmp_path)
+
+
+def test_published_torch_comes_with_cuda(monkeypatch):
+    assert sentence("run", "") == "up to 2.8 GB will be downloaded, most of it torch and its CUDA libraries"
+    assert sentence("test", "").startswith("up to 3.0 GB")
+    monkeypatch.setattr(download_size.platform, "machine", lambda: "aarch64")
+    assert sentence("run", "").startswith("up to 2.9 GB")
+
+
+def test_a_cpu_build_is_far_smaller(folder, tmp_path_factory):
+    settings = f":env:.find-links='{folder}'\nglobal.cert='/etc/ssl'"
+    assert cpu_build(settings) == folder
+    assert sentence("run", settings).startswith("up to 0.04 GB will be downloaded, with a build of torch without CUDA")
+    index = "global.extra-index-url='https://x.org/simple https://download.pytorch.org/whl/cpu/'"
+    assert sentence("run", index).startswith("up to 0.24 GB")
+    assert cpu_build(f"global.find-links='{tmp_path_factory.mktemp('empty')}'") == ""
+
+
+def test_what_is_there_does_not_come_again():
+    assert sentence("test", "", "2.13.0") == "up to 0.24 GB will be downloaded; torch 2.13.0 is there already"
+    assert sentence("test", "", "2.13.0+cpu").startswith("up to 0.44 GB")
+
+
+def test_make_says_it_before_it_installs():
+    """What ``make demo`` and ``make test`` would do in a new folder."""
+
+    def plan(target):
+        return subprocess.run(
+            ["make", "-n", target, "VENV=nowhere"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+
+    demo = plan("demo")
+    assert demo.index("download_size.py run nowhere") < demo.index("pip install")
+    assert "[test" not in demo and "download_size.py test" not in demo
+    assert "pip install" in demo and "-e ." in demo
+    test = plan("test")
+    assert test.index("download_size.py test nowhere") < test.index("'.[test,lint]'")
