@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from transect.cli import main
-from transect.hardware import cpu
+from transect.hardware import cpu, measured
 from transect.hardware.ceilings import Ceilings
 
 LIMITS = Ceilings("a processor", 1e10, 2e10, {"float32": 1e11}, 1e-6, memory_bytes=10**9)
@@ -18,6 +18,7 @@ LIMITS = Ceilings("a processor", 1e10, 2e10, {"float32": 1e11}, 1e-6, memory_byt
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     monkeypatch.setattr(cpu, "measure", lambda: LIMITS)
+    monkeypatch.setattr(measured, "cpu_load", lambda: 0.0)  # a busy machine would be waited for
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -55,7 +55,7 @@ class GrammarQueue:
         self._late[request.request_id] = request, self._compiler.submit(params)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """As ``EngineCore.abort``; a request that waits here goes without another word."""
+        """Do what ``EngineCore.abort`` does; a request that waits here goes without another word."""
         late = self._late.get(request_id)
         if late is None:
             self._core.abort(request_id, choice)

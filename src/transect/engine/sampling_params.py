@@ -16,7 +16,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOPS = 128
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop strings together: each character is a node of the automaton that looks for them."""
+"""The limit of all stop strings together: each character is a node of the automaton that looks for them."""
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 LEAST_REPETITION_PENALTY = 0.01

@@ -17,7 +17,7 @@ from .sse import Raw, named_event
 
 MOST_KEPT = 512
 MOST_CHARACTERS = 32 * 1024 * 1024
-"""Of all conversations that are kept."""
+"""The limit of all conversations that are kept, together."""
 
 
 class ResponseStore:

@@ -43,7 +43,7 @@ class Raw:
         self._value = value
 
     def model_dump_json(self) -> str:
-        """As pydantic's models have it."""
+        """The body as JSON text, as pydantic's models give it."""
         return msgspec.json.encode(self._value).decode()
 
 

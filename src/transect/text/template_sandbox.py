@@ -37,13 +37,13 @@ MAX_REPEATED = 1_000_000
 """Length at the most of what ``*``, ``%`` or a power makes, and of lists."""
 
 MAX_BITS = 65_536
-"""Of whole numbers that a product or a power makes."""
+"""The limit for whole numbers that a product or a power makes."""
 
 MAX_VALUES = 1_000_000
 """Values in what is printed or written as JSON, each as often as it is written."""
 
 MAX_INDENT = 64
-"""Of JSON."""
+"""The limit for JSON."""
 
 _BUDGET = "budget of this rendering"
 """Its place among a template's variables; no template can write this name."""

@@ -127,7 +127,7 @@ def test_random_answers_to_random_schemas_validate(schema, seed):
     answers_validate(schema, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 @settings(max_examples=1000, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_random_answers_to_a_thousand_random_schemas_validate(schema, seed):
