@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("inputs", [256, 704, 576])
 def test_products_of_any_number_of_rows(rows, inputs):
     """Rows in CUDA C++, rebuilt for many; rows of a matrix that are no whole groups."""
-    kind = kinds_for("int4", "cuda", early=True)("attention.q")
+    kind = kinds_for("int4", "cuda", dependent_launch=True)("attention.q")
     weight = kind(96, inputs, ops=resolve_ops("cuda"), device="cuda", dtype=torch.bfloat16)
     values = torch.randn(96, inputs, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) / 16
     weight.load(values.cpu(), Staging("cuda"))
@@ -41,10 +41,21 @@ def test_products_of_any_number_of_rows(rows, inputs):
     found = weight.product()(x).double()
     assert (found - expected).norm() <= 0.01 * expected.norm()
     torch.testing.assert_close(weight.dense().float(), rounded(values.cpu()).cuda(), rtol=0.02, atol=0.02)
-    gated = weight.gated_product()(x).double()
-    gate, up = expected.chunk(2, dim=-1)
-    wanted = torch.nn.functional.silu(gate) * up
-    assert (gated - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 17, 40, 64, 65, 200])
+@pytest.mark.parametrize("inputs", [256, 704])
+def test_gate_and_up_as_one_product(rows, inputs):
+    kind = kinds_for("int4", "cuda", dependent_launch=True)("mlp.gate")
+    gate, up = (kind(96, inputs, ops=resolve_ops("cuda"), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    values = torch.randn(2, 96, inputs, generator=torch.Generator().manual_seed(0)) / 16
+    for weight, part in zip((gate, up), values, strict=True):
+        weight.load(part, Staging("cuda"))
+    x = torch.randn(rows, inputs, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
+    found = gate.join_with([up], gated=True).gated_product()(x).double()
+    sides = [x.double() @ rounded(part).cuda().double().T for part in values]
+    wanted = torch.nn.functional.silu(sides[0]) * sides[1]
+    assert (found - wanted).norm() <= 0.02 * wanted.norm()
 
 
 def test_a_gpu_holds_what_the_cpu_holds(model):
@@ -86,7 +97,7 @@ def test_in_bfloat16_the_engine_is_sane_and_takes_less_memory(model):
 def test_the_fused_stack_joins_what_is_in_4_bits(model):
     source = resolve(model)
     made = Decoder(source.config, "meta", torch.bfloat16, ops=resolve_ops("cuda", ("triton", "torch")),
-                   kinds=kinds_for("int4", "cuda", early=True))  # fmt: skip
+                   kinds=kinds_for("int4", "cuda", dependent_launch=True))  # fmt: skip
     decoder = fill(allocated(made, "cuda"), stored_weights(source))
     stack = FusedStack(decoder, max_positions=64)
     qkv = decoder.layers[0].attention.qkv
