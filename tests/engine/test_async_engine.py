@@ -274,8 +274,10 @@ async def test_a_stopped_engine_does_not_unbind_the_queue(engine, monkeypatch):
         assert refused.value.retry_after > 0
     finally:
         os.kill(engine.pid, signal.SIGCONT)
-    await engine.stats()  # the engine answers what lies before it first,
-    await engine.stats()  # and tells how much it has read after that
+    deadline = time.monotonic() + PATIENCE_S
+    while engine._taken < engine._submitted:  # the engine tells with its answers how much it has read
+        assert time.monotonic() < deadline
+        await engine.stats()
     assert len((await last(engine.generate([1], endless(max_tokens=3)))).outputs[0].token_ids) == 3
     await assert_idle(engine)
 

@@ -47,7 +47,7 @@ def by_transformers(model, tokens, window, stride):
 def test_the_score_is_that_of_transformers(tiny, text_file, window, stride):
     model, llm = tiny
     if stride == 1:
-        text_file.write_text(TEXT[:90], encoding="utf-8")
+        text_file.write_text(TEXT[:70], encoding="utf-8")
     text = text_file.read_text(encoding="utf-8")
     tokens = llm.tokenizer.encode(text, add_special_tokens=True)
     score = score_file(llm, text_file, window=window, stride=stride)
