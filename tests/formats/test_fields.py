@@ -7,7 +7,8 @@ import pytest
 from tiny_llm import save_tiny_llm
 
 from transect.formats.fields import Fields, read_json_object
-from transect.models.config import ModelConfig
+from transect.models.config_gguf import from_gguf
+from transect.models.config_hf import from_hf, from_hf_directory
 from transect.text.chat_template import ChatTemplate
 from transect.text.gguf_vocab import gguf_chat_template, read_gguf_vocabulary
 from transect.text.hf_settings import read_hf_settings
@@ -78,7 +79,7 @@ LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fact
 
 @pytest.mark.parametrize("key", [*HF, "rope_scaling", "rope_parameters"])
 def test_config_json(key):
-    refused = [value for value in WRONG if only_value_errors(lambda v=value: ModelConfig.from_hf({**HF, key: v}))]
+    refused = [value for value in WRONG if only_value_errors(lambda v=value: from_hf({**HF, key: v}))]
     assert len(refused) > len(WRONG) // 2 or key in ("use_sliding_window", "max_window_layers")
 
 
@@ -86,9 +87,9 @@ def test_config_json(key):
 def test_rope_parameters(scaling):
     for key in scaling:
         for value in WRONG:
-            only_value_errors(lambda k=key, v=value: ModelConfig.from_hf({**HF, "rope_scaling": {**scaling, k: v}}))
+            only_value_errors(lambda k=key, v=value: from_hf({**HF, "rope_scaling": {**scaling, k: v}}))
     with pytest.raises(ValueError, match=r"'factor' in the rope parameters of config.json must be a finite number"):
-        ModelConfig.from_hf({**HF, "rope_scaling": {**YARN, "factor": math.nan}})
+        from_hf({**HF, "rope_scaling": {**YARN, "factor": math.nan}})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_files_that_are_no_json_name_the_file(tiny, tmp_path, name, text):
     (tmp_path / name).write_text(text)
 
     def load():
-        ModelConfig.from_hf_directory(tmp_path)
+        from_hf_directory(tmp_path)
         read_hf_settings(tmp_path)
         Tokenizer.from_hf(tmp_path)
 
@@ -154,8 +155,8 @@ GGUF = {
 @pytest.mark.parametrize("key", GGUF)
 def test_gguf_metadata(key):
     tensors = {"token_embd.weight": Tensor()}
-    assert not only_value_errors(lambda: ModelConfig.from_gguf(GGUF, tensors))
-    refused = [v for v in WRONG if only_value_errors(lambda v=v: ModelConfig.from_gguf({**GGUF, key: v}, tensors))]
+    assert not only_value_errors(lambda: from_gguf(GGUF, tensors))
+    refused = [v for v in WRONG if only_value_errors(lambda v=v: from_gguf({**GGUF, key: v}, tensors))]
     assert len(refused) > len(WRONG) // 2
 
 

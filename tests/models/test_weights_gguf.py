@@ -100,8 +100,8 @@ def test_missing_wrong_and_superfluous_tensors(tmp_path):
 
 def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path):
     file, config = open_with_config(write_gguf(tmp_path / "m.gguf", make_model("llama")))
-    with pytest.raises(ValueError, match="21 tensors cannot be the 2147483648 layers"):
-        read_all(stored_gguf(file, dataclasses.replace(config, n_layers=2**31)))
+    with pytest.raises(ValueError, match="21 tensors cannot be the 4096 layers"):
+        read_all(stored_gguf(file, dataclasses.replace(config, n_layers=4096)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])

@@ -78,7 +78,7 @@ def answers(llm):
 
 def test_the_engine_draws_the_tokens_of_the_dequantized_weights(model):
     """In float32, where the order of sums moves no token: graphs on and off, beside plain torch on the CPU."""
-    settings = {"max_model_len": 128, "kv_cache_tokens": 4096, "quantization": "int4", "dtype": "float32"}
+    settings = {"max_model_len": 256, "kv_cache_tokens": 4096, "quantization": "int4", "dtype": "float32"}
     expected = answers(LLM(model, device="cpu", native=False, **settings))
     for graphs in ("on", "off"):
         found = answers(LLM(model, device="cuda", cuda_graphs=graphs, max_num_seqs=16, **settings))
@@ -86,7 +86,7 @@ def test_the_engine_draws_the_tokens_of_the_dequantized_weights(model):
 
 
 def test_in_bfloat16_the_engine_is_sane_and_takes_less_memory(model):
-    settings = {"max_model_len": 128, "kv_cache_tokens": 4096, "device": "cuda", "max_num_seqs": 16}
+    settings = {"max_model_len": 256, "kv_cache_tokens": 4096, "device": "cuda", "max_num_seqs": 16}
     small, large = LLM(model, quantization="int4", **settings), LLM(model, **settings)
     assert "weights in 4 bits" in small.kernels and "weights in 4 bits" not in large.kernels
     assert all(len(tokens) == 16 for tokens in answers(small))
