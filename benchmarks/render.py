@@ -28,6 +28,7 @@ import ops_tables
 import pretrain_tables
 import record
 import request_walk
+import structured_cost
 import train_tables
 import tuning_table
 
@@ -110,6 +111,18 @@ def decoder_layer() -> str:
     return decoder_layer.table(_load("h200/decoder_layer.json"))
 
 
+def int4_variants() -> str:
+    """A decode step with 4-bit weights, as its kernels came to do more at once."""
+    result = _load("h200/int4_variants.json")
+    first = result["step_s"]["bf16"]
+    lines = ["| weights | " + " | ".join(f"ms, {rows} rows" for rows in first) + " |", "|---" * (1 + len(first)) + "|"]
+    for name, steps in result["step_s"].items():
+        cells = (f"{1e3 * t['median']:.2f} ({first[rows]['median'] / t['median']:.2f}x)" for rows, t in steps.items())
+        lines.append(f"| {result['what'][name]} | " + " | ".join(cells) + " |")
+    machine = result["environment"]
+    return "\n".join(lines) + f"\n\n{result['model']}, {machine['gpu']}, {record.made_at([machine])}.\n"
+
+
 def operators_reference() -> str:
     """Every operator of the registry: math, shapes, implementations, accuracy."""
     from transect.ops.registry import all_ops
@@ -167,6 +180,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "many-rows-alone": ops_tables.many_rows_alone,
     "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
+    "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
+    "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
     "kills": kills,
     "pretrain-published": pretrain_published,

@@ -73,6 +73,16 @@ def host_cost(llm: LLM, rows: int, count: int) -> dict[str, Any]:
     return {"masks_ms": record.summary(masks), "accept_ms": record.summary(accepts)}
 
 
+def table(result: dict[str, Any]) -> str:
+    """What grammars cost a step, by rows."""
+    lines = ["| rows | ms a step | under grammars | more | masks alone, on the host |", "|---|---|---|---|---|"]
+    for rows, row in result["rows"].items():
+        free, constrained, masks = (x["median"] for x in (row["free"], row["constrained"], row["host"]["masks_ms"]))
+        lines.append(f"| {rows} | {free:.2f} | {constrained:.2f} | {row['extra_percent']:.1f}% | {masks:.2f} |")
+    machine = result["environment"]
+    return "\n".join(lines) + f"\n\n{result['model']}, {machine['gpu']}, {record.made_at([machine])}.\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
