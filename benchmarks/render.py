@@ -115,7 +115,7 @@ def int4_variants() -> str:
     """A decode step with 4-bit weights, as its kernels came to do more at once."""
     result = _load("h200/int4_variants.json")
     first = result["step_s"]["bf16"]
-    lines = ["| weights | " + " | ".join(f"ms, {rows} rows" for rows in first) + " |", "|---" * (1 + len(first)) + "|"]
+    lines = ["| weights | " + " | ".join(f"ms, batch {rows}" for rows in first) + " |", "|---" * (1 + len(first)) + "|"]
     for name, steps in result["step_s"].items():
         cells = (f"{1e3 * t['median']:.2f} ({first[rows]['median'] / t['median']:.2f}x)" for rows, t in steps.items())
         lines.append(f"| {result['what'][name]} | " + " | ".join(cells) + " |")
