@@ -58,8 +58,8 @@ def test_a_step_that_breaks_off_leaves_the_ring_in_step(after, monkeypatch):
         for number in range(5):
             if breaks_off and number in (1, 3):
                 with monkeypatch.context() as patch:
-                    step = runner._step if after else lambda plan: runner._ring.take(plan.layout.nbytes)
-                    patch.setattr(runner, "_step", lambda plan, step=step: [step(plan), int("no memory")])
+                    step = runner._step if after else lambda plan, waits: runner._ring.take(plan.layout.nbytes)
+                    patch.setattr(runner, "_step", lambda *args, step=step: [step(*args), int("no memory")])
                     with pytest.raises(ValueError, match="no memory"):
                         runner.submit(_batch(number, output))
             found.append(runner.submit(_batch(number, output)).result().tokens[0])
