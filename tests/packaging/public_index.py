@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from urllib.parse import unquote
 from urllib.parse import urlsplit
 
 import pytest
@@ -67,7 +68,7 @@ def uv(tmp_path_factory):
         environment["SSL_CERT_FILE"] = os.environ["PIP_CERT"]
 
     @functools.cache
-    def resolve(source, *options, python="3.12", platform="x86_64-manylinux_2_28"):
+    def resolve(source, *options, python="3.12", platform="x86_64-manylinux_2_31"):
         lock = home / "pylock.toml"
         lock.unlink(missing_ok=True)
         command = [program, "pip", "compile", str(source), "--no-config", "--quiet"]
@@ -90,7 +91,7 @@ def constrained() -> dict[str, str]:
 def resolved(uv, group, python, machine):
     extras = [word for name in GROUPS[group] for word in ("--extra", name)]
     constraints = str(ROOT / "constraints.txt")
-    platform = f"{machine}-manylinux_2_28"
+    platform = f"{machine}-manylinux_2_31"  # glibc of 2020, which llguidance's wheels need
     return uv(ROOT / "pyproject.toml", *extras, "--constraint", constraints, python=python, platform=platform)
 
 
@@ -122,7 +123,7 @@ def test_each_torch_brings_the_triton_that_is_supported(uv, torch, tmp_path):
 @pytest.mark.parametrize("group, machine", [("run", "x86_64"), ("run", "aarch64"), ("test", "x86_64")])
 def test_the_size_that_make_announces_is_that_of_the_wheels(uv, group, machine):
     found = resolved(uv, group, "3.12", machine)
-    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(28, 4, -1)]
+    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(31, 4, -1)]
     platforms += [f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}"]
     tags = [*cpython_tags((3, 12), platforms=platforms), *compatible_tags((3, 12), platforms=platforms)]
 
@@ -131,7 +132,7 @@ def test_the_size_that_make_announces_is_that_of_the_wheels(uv, group, machine):
         if "wheels" not in package:
             return package["sdist"]["size"]
         for wheel in package["wheels"]:
-            fits = parse_wheel_filename(wheel["url"].rpartition("/")[2])[3] & set(tags)
+            fits = parse_wheel_filename(unquote(wheel["url"].rpartition("/")[2]))[3] & set(tags)
             ranked += [(min(map(tags.index, fits)), wheel["size"])] if fits else []
         return min(ranked)[1]
 
