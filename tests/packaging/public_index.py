@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from urllib.parse import unquote
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from packaging.tags import compatible_tags, cpython_tags
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT / ".ci"))
 
 from download_size import REST, TORCH  # noqa: E402
 
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11.5", "3.12", "3.13")
 GROUPS = {"run": [], "test": ["test", "lint"]}
 SOURCE_ONLY = {"rouge-score", "sqlitedict", "word2number"}
 """Small packages of lm-eval that have no wheel; all others must have one."""
