@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / ".ci"))
 
 import download_size  # noqa: E402
-from download_size import cpu_build, sentence  # noqa: E402
+from download_size import CPU_TORCH, REST, TORCH, TRITON, cpu_build, sentence  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +28,29 @@ def folder(tmp_path):
 
 
 def test_published_torch_comes_with_cuda(monkeypatch):
-    assert sentence("run", "") == "up to 2.8 GB will be downloaded, most of it torch and its CUDA libraries"
-    assert sentence("test", "").startswith("up to 3.0 GB")
+    gigabytes = TORCH["x86_64"] + REST["run"]
+    assert (
+        sentence("run", "") == f"up to {gigabytes:.1f} GB will be downloaded, most of it torch and its CUDA libraries"
+    )
+    assert sentence("test", "").startswith(f"up to {TORCH['x86_64'] + REST['test']:.1f} GB")
     monkeypatch.setattr(download_size.platform, "machine", lambda: "aarch64")
-    assert sentence("run", "").startswith("up to 2.9 GB")
+    assert sentence("run", "").startswith(f"up to {TORCH['aarch64'] + REST['run']:.1f} GB")
 
 
 def test_a_cpu_build_is_far_smaller(folder, tmp_path_factory):
     settings = f":env:.find-links='{folder}'\nglobal.cert='/etc/ssl'"
     assert cpu_build(settings) == folder
-    assert sentence("run", settings).startswith("up to 0.04 GB will be downloaded, with a build of torch without CUDA")
+    small = f"up to {REST['run']:.2f} GB will be downloaded, with a build of torch without CUDA"
+    assert sentence("run", settings).startswith(small)
     index = "global.extra-index-url='https://x.org/simple https://download.pytorch.org/whl/cpu/'"
-    assert sentence("run", index).startswith("up to 0.24 GB")
+    assert sentence("run", index).startswith(f"up to {REST['run'] + CPU_TORCH:.2f} GB")
     assert cpu_build(f"global.find-links='{tmp_path_factory.mktemp('empty')}'") == ""
 
 
 def test_what_is_there_does_not_come_again():
-    assert sentence("test", "", "2.13.0") == "up to 0.24 GB will be downloaded; torch 2.13.0 is there already"
-    assert sentence("test", "", "2.13.0+cpu").startswith("up to 0.44 GB")
+    more = REST["test"] - REST["run"]
+    assert sentence("test", "", "2.13.0") == f"up to {more:.2f} GB will be downloaded; torch 2.13.0 is there already"
+    assert sentence("test", "", "2.13.0+cpu").startswith(f"up to {more + TRITON:.2f} GB")
 
 
 def test_make_says_it_before_it_installs():
