@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..hardware.cores import usable_cores
+from ..parallel.layout import Layout
 from .gpu.options import GPUOptions
 from .scheduler_config import Policy
 
@@ -71,6 +72,11 @@ class EngineConfig:
             threads in this process too, or 1 where the C++ kernels run, which have their own.
         native: the C++ kernels: True insists, False forbids, None uses them if they can run.
         seed: for requests without a seed of their own; None: a random one.
+        tensor_parallel_size: devices between which every matrix is cut (``parallel/``); on a CPU, processes.
+        pipeline_parallel_size: groups of devices, each of which has some of the layers.
+        data_parallel_size: whole engines behind one server, each with devices of its own.
+        first_device: number of the GPU that the first rank has; the others have those after it.
+        check_plans: to find errors: the ranks compare what they planned in every step.
         hung_after_s: silence of the engine process, in seconds, that counts as a hung step.
 
     Raises:
@@ -110,6 +116,11 @@ class EngineConfig:
     threads: int | None = None
     native: bool | None = None
     seed: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    first_device: int = 0
+    check_plans: bool = False
     hung_after_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -143,8 +154,19 @@ class EngineConfig:
             raise ValueError(f"policy must be continuous or static, not {self.policy!r}")
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
+        Layout(*self.parallel_sizes)
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
+
+    @property
+    def parallel_sizes(self) -> tuple[int, int, int]:
+        """Of the tensor, pipeline and data axes."""
+        return self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one engine, each with a device of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def _check_text(self) -> None:
         override = self.override_generation_config
