@@ -7,7 +7,7 @@ import torch
 from tiny_checkpoints import FAMILIES, make_model, write_gguf
 from tiny_llm import save_tiny_llm_text
 
-from transect import LLM, SamplingParams
+from transect import LLM, SamplingParams, StructuredOutputsParams
 
 torch.set_num_threads(1)
 SETTINGS = {
@@ -86,3 +86,68 @@ def test_every_family_draws_the_same_tokens(checkpoints, pair, family):
 def test_it_does_not_matter_how_the_engine_runs(checkpoints, pair, settings):
     _, spread = assert_same(checkpoints("qwen3"), pair, **settings)
     assert ("num_kv_blocks" in settings) == (spread.stats().preemptions > 0)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """Wide enough that each rank's columns are whole blocks."""
+    folder = tmp_path_factory.mktemp("gguf")
+    wide = make_model("llama", vocab_size=300, intermediate_size=128)
+    return str(write_gguf(folder / "wide.gguf", wide, "Q8_0"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"native": True}, {"native": False}, {"native": True, "dtype": "auto"}],
+    ids=["packed", "plain", "bfloat16-cache"],
+)
+def test_blocks_of_a_file_stay_packed(quantized, checkpoints, pair, settings):
+    _, spread = assert_same(quantized, pair, block_size=16, tokenizer=checkpoints("llama"), **settings)
+    assert ("C++ kernels" in spread.kernels) == settings["native"]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_rounded_to_4_bits(pair, tmp_path, native):
+    make_model("llama", hidden_size=64, head_dim=64, intermediate_size=256).save_pretrained(tmp_path)
+    save_tiny_llm_text(tmp_path)
+    assert_same(str(tmp_path), pair, quantization="int4", native=native, block_size=16)
+
+
+def test_blocks_that_would_be_parted_are_refused(pair, tmp_path):
+    path = write_gguf(tmp_path / "narrow.gguf", make_model("llama"), "Q8_0")  # down has 96 columns in blocks of 32
+    with pytest.raises(ValueError, match="packs 32 numbers of a row together"):
+        LLM(str(path), ranks=pair, tensor_parallel_size=2, **SETTINGS)
+    make_model("llama", intermediate_size=192).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ValueError, match="rounds groups of 128 numbers"):
+        LLM(
+            str(tmp_path / "hf"),
+            ranks=pair,
+            tensor_parallel_size=2,
+            **SETTINGS | {"quantization": "int4", "native": True, "block_size": 16},
+        )
+
+
+def test_answers_under_a_grammar_and_requests_that_end_early(checkpoints, pair):
+    made = []
+    for size in (1, 2):
+        llm = LLM(checkpoints("smollm2"), ranks=pair if size > 1 else None, tensor_parallel_size=size, **SETTINGS)
+        wanted = StructuredOutputsParams(regex="[a-f]{3,9}")
+        constrained = SamplingParams(seed=1, max_tokens=12, structured_outputs=wanted)
+        names = [llm.submit(prompt, SamplingParams(seed=i, max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+        outputs = [*llm.step(), *llm.step(), *llm.step()]
+        llm.abort(names[1])
+        llm.abort(names[4])
+        llm.reset_prefix_cache()
+        while llm.has_work:
+            outputs += llm.step()
+        made.append(([(o.request_id, o.new_token_ids, o.finish_reason) for o in outputs], llm.stats()))
+        made[-1] += (tokens_of(llm.generate([[5, 6]], constrained)),)
+        llm.close()
+    assert made[0] == made[1]
+
+
+def test_a_model_that_cannot_be_cut(checkpoints):
+    with pytest.raises(ValueError, match=r"4 query heads, 2 key heads and 96 .*tensor_parallel_size can be 1, 2, 4"):
+        LLM(checkpoints("llama"), tensor_parallel_size=3, **SETTINGS)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number of at least 1, got 0"):
+        LLM(checkpoints("llama"), tensor_parallel_size=0)

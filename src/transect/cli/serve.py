@@ -12,7 +12,9 @@ from .engine_options import (
     BUILTIN,
     AsyncScheduling,
     ChatTemplateText,
+    CheckPlans,
     CudaGraphs,
+    DataParallel,
     DependentLaunch,
     Deterministic,
     Device,
@@ -30,9 +32,11 @@ from .engine_options import (
     ModelArgument,
     Native,
     OverrideGenerationConfig,
+    PipelineParallel,
     PrefixCaching,
     Quantization,
     Revision,
+    TensorParallel,
     Threads,
     TokenizerName,
     TokenizerRevision,
@@ -125,6 +129,10 @@ def command(
     prefix_caching: PrefixCaching = True,
     threads: Threads = None,
     native: Native = None,
+    tensor_parallel_size: TensorParallel = 1,
+    pipeline_parallel_size: PipelineParallel = 1,
+    data_parallel_size: DataParallel = 1,
+    check_plans: CheckPlans = False,
     config: ConfigFile = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
@@ -186,6 +194,10 @@ def command(
         hung_after_s=hung_after,
         threads=threads,
         native=native,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        check_plans=check_plans,
     )
 
     print(f"transect: loading {model}", file=sys.stderr, flush=True)
