@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ...engine.sampling_params import SamplingParams
+from ...text.inert import chat_tokens
 from ..batches import IGNORE, Batch, best_fit
 from ..config import TrainConfig
 from ..data import Position
@@ -70,7 +71,8 @@ class GRPO:
         for record in self._records:
             prompt = record["prompt"]
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            self._prompts.append(self._tokenizer.encode(trainable.template.render(messages), parse_special=True))
+            tools = {"tools": record["tools"]} if record.get("tools") else {}
+            self._prompts.append(chat_tokens(trainable.template, self._tokenizer, messages, **tools)[1])
         room = config.data.seq_len - config.grpo.max_tokens
         if max(map(len, self._prompts)) > room:
             raise ValueError(
