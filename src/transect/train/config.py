@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ..models.memory.terms import parse_bytes
+from .objective_config import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
 Precision = Literal["float32", "bfloat16", "mixed"]
@@ -146,44 +147,6 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPOConfig:
-    """Preference pairs: ``beta`` is how strongly the model is held to where it began."""
-
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"dpo.beta must be greater than 0, not {self.beta}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOConfig:
-    """Reinforcement learning from rewards.
-
-    Attributes:
-        reward: ``module:function`` that is called as ``function(answer_text, record)`` and returns a number; ``record``
-            is the prompt's line of the data. ``exact`` is 1 where the answer, stripped, equals the line's ``answer``.
-        prompts, group: prompts of a step, and answers to each.
-        max_tokens, temperature: for each answer.
-        clip: how far the ratio to the model that drew the answer may leave 1 before it counts no more.
-    """
-
-    reward: str = "exact"
-    prompts: int = 8
-    group: int = 8
-    max_tokens: int = 64
-    temperature: float = 1.0
-    clip: float = 0.2
-
-    def __post_init__(self) -> None:
-        _positive(self, "prompts", "max_tokens")
-        if self.group < 2:
-            raise ValueError(f"grpo.group must be at least 2: answers are judged against each other, not {self.group}")
-        if not self.temperature > 0:
-            raise ValueError(f"grpo.temperature must be greater than 0, not {self.temperature}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """A whole run.
 
@@ -191,8 +154,9 @@ class TrainConfig:
         model: what ``models.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
         load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
-        objective: what is minimised: ``next_token``, ``dpo`` (preference pairs) or ``grpo`` (rewards of its own
-            answers).
+        objective: what is minimised: ``next_token``; ``dpo`` or ``orpo`` (preference pairs); ``kto`` (answers that are
+            good or bad); ``grpo`` (rewards of its own answers); ``distill`` (a larger model's distribution). Each has
+            a table of its name.
         run_dir: where logs and checkpoints go.
         steps: optimizer steps in all.
         accumulate: micro-batches to a step.
@@ -217,7 +181,7 @@ class TrainConfig:
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     task: Task = "finetune"
-    objective: Literal["next_token", "dpo", "grpo"] = "next_token"
+    objective: Objective = "next_token"
     run_dir: str = "runs/default"
     steps: int = 100
     accumulate: int = 1
@@ -237,7 +201,10 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
+    orpo: ORPOConfig = field(default_factory=ORPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "accumulate", "keep")
@@ -329,11 +296,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} must be one of {', '.join(map(str, get_args(hint)))}, not {value!r}")
         return value
     if get_origin(hint) is tuple:
-        if isinstance(value, str):
+        if isinstance(value, str) and get_args(hint)[0] is str:
             value = [value]
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{where} must be a list of strings, not {value!r}")
-        return tuple(value)
+        item_kind = get_args(hint)[0]
+        kinds, words = (str, "strings") if item_kind is str else ((int, float), "numbers")
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, kinds) for item in value):  # type: ignore[arg-type]
+            raise ValueError(f"{where} must be a list of {words}, not {value!r}")
+        return tuple(map(item_kind, value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wanted = get_args(hint) or (hint,)
