@@ -1,7 +1,6 @@
 """Training and fine-tuning: the model of ``models/`` and the operators of ``ops/``, in a loop that survives crashes.
 
-* ``config.py``: a run as frozen dataclasses, from TOML; ``objective_config.py``: the tables of single objectives.
-  ``trainer.py``: the loop; start reading there.
+* ``config/``: a run as frozen dataclasses, from TOML. ``trainer.py``: the loop; start reading there.
 * ``files.py``: files of training data and their rows. ``layouts.py``: layouts of rows, told apart by their keys.
   ``documents.py``: rows and text to token ids. ``checks.py``: what of a file can be trained on.
 * ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: files to streams, and the

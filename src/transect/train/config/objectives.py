@@ -1,5 +1,4 @@
-"""The tables of a configuration that belong to one objective each: ``[dpo]``, ``[kto]``, ``[orpo]``, ``[grpo]`` and
-``[distill]``.
+"""The settings that belong to one objective each: ``[dpo]``, ``[kto]``, ``[orpo]``, ``[grpo]`` and ``[distill]``.
 
 Defaults are those of TRL where it has such a setting.
 """
