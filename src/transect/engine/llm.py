@@ -13,6 +13,7 @@ from ..text.inert import chat_tokens
 from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
+from ..text.template_worker import TemplateApart
 from .config import EngineConfig
 from .gpu.compilers import compiling
 from .inputs import (
@@ -69,7 +70,8 @@ class LLM:
         text = load_text(built.source, **text_settings(self.config))
         self._eos = text.eos_token_ids if self.config.eos_token_ids is None else built.eos_token_ids
         self.tokenizer = text.tokenizer
-        self.chat_template = text.chat_template
+        # A template is a program out of a file: where it does not end, only its process does.
+        self.chat_template = None if text.chat_template is None else TemplateApart(text.chat_template)
         self._defaults = default_params(text.defaults)
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
@@ -137,11 +139,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
-        What looks like a special token inside a message is text (``text/inert.py``). With ``continue_final_message``
-        (and ``add_generation_prompt=False``) the model goes on with the last message.
+        What looks like a special token inside a message is text (``text/inert.py``). The template runs in a process of
+        its own, with limits on time and memory (``text/template_worker.py``). With ``continue_final_message`` (and
+        ``add_generation_prompt=False``) the model goes on with the last message.
 
         Raises:
-            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages.
+            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages, or it
+                asks for too much.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template: render the messages yourself and use generate")
