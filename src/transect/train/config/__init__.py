@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from .adapters import LoRAConfig
 from .data import DataConfig
-from .objectives import DPOConfig, GRPOConfig
+from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
 from .run import Checkpointing, Precision, Task, TrainConfig
 
@@ -34,8 +34,11 @@ __all__ = [
     "Checkpointing",
     "DPOConfig",
     "DataConfig",
+    "DistillConfig",
     "GRPOConfig",
+    "KTOConfig",
     "LoRAConfig",
+    "ORPOConfig",
     "OptimizerConfig",
     "Precision",
     "ScheduleConfig",

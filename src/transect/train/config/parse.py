@@ -46,11 +46,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} must be one of {', '.join(map(str, get_args(hint)))}, not {value!r}")
         return value
     if get_origin(hint) is tuple:
-        if isinstance(value, str):
+        item_kind = get_args(hint)[0]
+        if isinstance(value, str) and item_kind is str:
             value = [value]
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{where} must be a list of strings, not {value!r}")
-        return tuple(value)
+        kinds: Any = str if item_kind is str else (int, float)
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, kinds) for item in value):
+            raise ValueError(f"{where} must be a list of {'strings' if item_kind is str else 'numbers'}, not {value!r}")
+        return tuple(map(item_kind, value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wanted = get_args(hint) or (hint,)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ...models.memory.terms import parse_bytes
 from .adapters import LoRAConfig
 from .data import DataConfig
-from .objectives import DPOConfig, GRPOConfig
+from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
 from .parse import build, positive
 
@@ -29,8 +29,9 @@ class TrainConfig:
         model: what ``models.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
         load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
-        objective: what is minimised: ``next_token``, ``dpo`` (preference pairs) or ``grpo`` (rewards of its own
-            answers).
+        objective: what is minimised: ``next_token``; ``dpo`` or ``orpo`` (preference pairs); ``kto`` (answers that are
+            good or bad); ``grpo`` (rewards of its own answers); ``distill`` (a larger model's distribution). Each has
+            a table of its name.
         run_dir: where logs and checkpoints go.
         steps: optimizer steps in all.
         accumulate: micro-batches to a step.
@@ -55,7 +56,7 @@ class TrainConfig:
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     task: Task = "finetune"
-    objective: Literal["next_token", "dpo", "grpo"] = "next_token"
+    objective: Objective = "next_token"
     run_dir: str = "runs/default"
     steps: int = 100
     accumulate: int = 1
@@ -75,7 +76,10 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
+    orpo: ORPOConfig = field(default_factory=ORPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self) -> None:
         positive(self, "steps", "accumulate", "keep")
