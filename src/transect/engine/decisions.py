@@ -31,7 +31,7 @@ RING_BYTES = 16 * 2**20
 """Records that are kept in memory: some ten thousand steps of a busy engine, far more of one that only decodes."""
 FLUSH_S = 1.0
 DIGEST_BYTES = 8
-"""Of a KV block's hash, as it is kept."""
+"""So much of a KV block's hash is kept."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -71,7 +71,7 @@ class Aborted(msgspec.Struct, tag="x", array_like=True):
     request_id: str
     choice: int | None
     ended: list[tuple[int, str, int, bytes]] = []
-    """As in ``Done``."""
+    """See ``Done``."""
 
 
 class Planned(msgspec.Struct, tag="s", array_like=True):

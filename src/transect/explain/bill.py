@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Of one choice of a request: up to its first token, and from there to its last."""
+    """What one choice of a request waited for: up to its first token, and from there to its last."""
 
     request_id: str
     choice: int
@@ -73,7 +73,7 @@ class Bill:
         return found
 
     def lines(self) -> list[str]:
-        """As text."""
+        """The bill in lines of text."""
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         head = f"request {self.request_id}, choice {self.choice}: {self.prompt_tokens} prompt tokens{cached}"
         found = [f"{head}, {self.output_tokens} output tokens, {self.finish_reason or 'still running'}"]

@@ -78,7 +78,7 @@ class Generation:
         self._first_token_s: float | None = None
         self._reasons: list[str] = []
         self._times: RequestTimes | None = None
-        """Of the choice that ended last."""
+        """Those of the choice that ended last."""
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
