@@ -2,7 +2,8 @@
 
 * ``config/``: a run as frozen dataclasses, from TOML. ``trainer.py``: the loop; start reading there.
 * ``files.py``: files of training data and their rows. ``layouts.py``: layouts of rows, told apart by their keys.
-  ``documents.py``: rows and text to token ids. ``checks.py``: what of a file can be trained on.
+  ``documents.py``: rows and text to token ids; ``chat.py``: with which chat template. ``checks.py``: what of a file
+  can be trained on.
 * ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: files to streams, and the
   position in them. ``batches.py``: documents packed side by side.
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:

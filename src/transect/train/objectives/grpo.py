@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ...engine.sampling_params import SamplingParams
+from ...text.inert import chat_tokens
 from ..answers import AnswerBatch, Rollout, advantages, token_weights
 from ..batches import IGNORE, Batch, best_fit
 from ..config import TrainConfig
@@ -172,7 +173,8 @@ class GRPO(Objective):
         for record in records:
             prompt = record["prompt"]
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            prompts.append(self._tokenizer.encode(template.render(messages), parse_special=True))
+            tools = {"tools": record["tools"]} if record.get("tools") else {}
+            prompts.append(chat_tokens(template, self._tokenizer, messages, **tools)[1])
         room = self._config.data.seq_len - self._config.grpo.max_tokens
         if max(map(len, prompts)) > room:
             raise ValueError(
