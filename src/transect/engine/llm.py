@@ -16,6 +16,7 @@ from ..text.outputs import PositionLogprobs, RequestOutput
 from ..text.template_worker import TemplateApart
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
 from .config import EngineConfig
+from .decisions import DecisionRing
 from .gpu.compilers import compiling
 from .inputs import (
     check_params,
@@ -301,6 +302,16 @@ class LLM:
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self._core.stats()
+
+    @property
+    def decisions(self) -> DecisionRing | None:
+        """What the scheduler decided of late; None with ``decisions=False``."""
+        return None if self._core.decisions is None else self._core.decisions.ring
+
+    def close(self) -> None:
+        """End the file of ``decision_log``, if there is one; the engine goes on without it."""
+        if self._core.decisions is not None:
+            self._core.decisions.close()
 
 
 def _only_position(result: RequestOutput) -> PositionLogprobs:
