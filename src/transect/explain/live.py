@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -117,7 +118,7 @@ def view(log: RunLog, work: StepWork, now: float | None = None, window: float = 
 
 def _host(steps: list[Step]) -> float:
     """Time between steps in which sequences ran."""
-    pairs = zip(steps, steps[1:], strict=False)
+    pairs = itertools.pairwise(steps)
     return sum(max(0.0, after.begins - (before.at or 0.0)) for before, after in pairs if before.planned.running)
 
 

@@ -26,7 +26,7 @@ class WhatIf:
     predicted: Latencies
     model: StepTime
     errors: Errors | None
-    """Of a model of the first half of the log on its second half; None: too few steps."""
+    """Those of a model of the first half of the log, on its second half; None: too few steps."""
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
