@@ -77,6 +77,8 @@ class EngineConfig:
         data_parallel_size: whole engines behind one server, each with devices of its own.
         first_device: number of the GPU that the first rank has; the others have those after it.
         check_plans: to find errors: the ranks compare what they planned in every step.
+        decisions: keep a log of what the scheduler decides, in memory (``decisions.py``).
+        decision_log: a file that gets this log too, from the start to the end.
         hung_after_s: silence of the engine process, in seconds, that counts as a hung step.
 
     Raises:
@@ -121,6 +123,8 @@ class EngineConfig:
     data_parallel_size: int = 1
     first_device: int = 0
     check_plans: bool = False
+    decisions: bool = True
+    decision_log: str | None = None
     hung_after_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -155,6 +159,8 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
         Layout(*self.parallel_sizes)
+        if self.decision_log is not None and not self.decisions:
+            raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
 

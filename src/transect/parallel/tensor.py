@@ -127,6 +127,11 @@ class ShardedEmbedding(nn.Module):
         """Rows, and numbers of one."""
         return self.table.shape  # type: ignore[return-value]
 
+    @property
+    def bits(self) -> float:
+        """Bits of a number."""
+        return self.table.bits  # type: ignore[return-value]
+
     def load(self, values: Values, staging: Staging) -> None:
         """Take the values of a file, of this shape."""
         self.table.load(values, staging)  # type: ignore[operator]
