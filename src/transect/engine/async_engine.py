@@ -31,7 +31,16 @@ from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
 from . import wire
 from .config import EngineConfig
-from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .decisions import DecisionRing
+from .inputs import (
+    check_params,
+    check_token_ids,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
 from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
@@ -65,6 +74,8 @@ class AsyncEngine:
         self.tokenizer = text.tokenizer
         self.chat_template = text.chat_template
         self.sampling_defaults = text.defaults
+        self.decisions = DecisionRing()
+        """What the engine's scheduler decided of late."""
         self._processor = OutputProcessor(text.tokenizer)
         self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
@@ -157,6 +168,11 @@ class AsyncEngine:
         return self.info.vocab_size
 
     @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        return self.info.eos_token_ids
+
+    @property
     def pid(self) -> int:
         """Process id of the engine."""
         return self._process.pid
@@ -196,6 +212,7 @@ class AsyncEngine:
         )
         name = request_id or uuid.uuid4().hex
         params = self.default_sampling_params() if params is None else params
+        ids = truncated(ids, check_params(params), self.max_model_len)
         stream = self.stream(ids, params, name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
@@ -219,7 +236,7 @@ class AsyncEngine:
         """
         self._check_alive()
         ids = list(prompt_token_ids)
-        check_params(params)
+        params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
         self._check_room()
@@ -337,6 +354,8 @@ class AsyncEngine:
             self._heard = time.monotonic()
             match message:
                 case wire.Outputs():
+                    if message.decisions:
+                        self.decisions.put(message.decisions)
                     for output in message.outputs:
                         self._take(output)
                 case wire.Refused():

@@ -12,10 +12,21 @@ from ..text.hf_tokenizer import HFTokenizer
 from ..text.inert import chat_tokens
 from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
-from ..text.outputs import RequestOutput
+from ..text.outputs import PositionLogprobs, RequestOutput
+from ..text.template_worker import TemplateApart
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
 from .config import EngineConfig
+from .decisions import DecisionRing
 from .gpu.compilers import compiling
-from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .inputs import (
+    check_params,
+    check_token_ids,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
@@ -61,7 +72,8 @@ class LLM:
         text = load_text(built.source, **text_settings(self.config))
         self._eos = text.eos_token_ids if self.config.eos_token_ids is None else built.eos_token_ids
         self.tokenizer = text.tokenizer
-        self.chat_template = text.chat_template
+        # A template is a program out of a file: where it does not end, only its process does.
+        self.chat_template = None if text.chat_template is None else TemplateApart(text.chat_template)
         self._defaults = default_params(text.defaults)
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
@@ -108,12 +120,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter is at fault; nothing was started.
         """
-        if not isinstance(prompts, (str, Mapping, Sequence)):
-            raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
-        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        text_flags = {"add_special_tokens": add_special_tokens, "parse_special": parse_special}
-        every: Any = [prompts] if single else prompts
-        inputs = [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
+        inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
     def chat(
@@ -124,26 +131,72 @@ class LLM:
         use_tqdm: bool = False,
         priority: int = 0,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
-        What looks like a special token inside a message is text (``text/inert.py``).
+        What looks like a special token inside a message is text (``text/inert.py``). The template runs in a process of
+        its own, with limits on time and memory (``text/template_worker.py``). With ``continue_final_message`` (and
+        ``add_generation_prompt=False``) the model goes on with the last message.
 
         Raises:
-            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages.
+            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages, or it
+                asks for too much.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template: render the messages yourself and use generate")
         if not messages:
             raise ValueError("there are no messages: give at least one")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt=False")
         single = isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         inputs = []
         for conversation in conversations:
-            options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+            options = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                **(chat_template_kwargs or {}),
+            }
             inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers as a whole (``engine/beam_search.py``). The beams of all prompts run together.
+
+        Returns:
+            For each prompt ``beam_width`` answers, best first (fewer where a context or vocabulary has no more).
+
+        Raises:
+            ValueError: a prompt or parameter is at fault.
+            RuntimeError: the model's numbers are not finite.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError("beam_search takes BeamSearchParams(beam_width=4, max_tokens=64, ...)")
+        inputs = self._inputs(prompts)
+        room = [self.max_model_len - len(ids) for _, ids in inputs]
+        searches = [BeamSearch(params, max(each, 1), self._eos, self.tokenizer) for each in room]
+        step = params.step_params().with_(stop=None, stop_token_ids=None)
+        with _Progress(params.max_tokens, use_tqdm) as progress:
+            while any(search.beams for search in searches):
+                going = [(search, ids) for search, (_, ids) in zip(searches, inputs, strict=True) if search.beams]
+                longer = [(None, [*ids, *beam]) for search, ids in going for beam in search.beams]
+                results = iter(self._run(longer, [step] * len(longer), False, 0))
+                for search, _ in going:
+                    search.advance([_only_position(next(results)) for _ in search.beams])
+                progress.advance()
+        return [with_prompt(each, ids, self.tokenizer) for each, (_, ids) in zip(searches, inputs, strict=True)]
+
+    def _inputs(self, prompts: Prompt | Sequence[Prompt], **text_flags: bool) -> list[tuple[str | None, list[int]]]:
+        """(text or None, token ids) of one prompt, or of several."""
+        if not isinstance(prompts, (str, Mapping, Sequence)):
+            raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        every: Any = [prompts] if single else prompts
+        return [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -163,6 +216,8 @@ class LLM:
         show_progress: bool,
         priority: int,
     ) -> list[RequestOutput]:
+        limit = self.max_model_len
+        inputs = [(text, truncated(ids, each, limit)) for (text, ids), each in zip(inputs, params, strict=True)]
         requests = [
             self._request(ids, each, priority) for (_, ids), each in zip(inputs, params, strict=True)
         ]  # all are checked before the first one starts
@@ -200,6 +255,7 @@ class LLM:
         return finals
 
     def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
+        params = with_token_ids(params, self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self._eos)
         name = str(self._next_id)
         self._next_id += 1
@@ -246,6 +302,24 @@ class LLM:
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self._core.stats()
+
+    @property
+    def decisions(self) -> DecisionRing | None:
+        """What the scheduler decided of late; None with ``decisions=False``."""
+        return None if self._core.decisions is None else self._core.decisions.ring
+
+    def close(self) -> None:
+        """End the file of ``decision_log``, if there is one; the engine goes on without it."""
+        if self._core.decisions is not None:
+            self._core.decisions.close()
+
+
+def _only_position(result: RequestOutput) -> PositionLogprobs:
+    """Log-probabilities of the one token that a beam was extended by."""
+    (output,) = result.outputs
+    if not output.logprobs:
+        raise RuntimeError(f"a beam could not go on: {output.error}")
+    return output.logprobs[0]
 
 
 @dataclasses.dataclass

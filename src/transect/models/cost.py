@@ -1,4 +1,4 @@
-"""What a step of a model costs at the least: FLOPs, bytes and memory, from the configuration alone (no torch).
+"""The least that a step of a model costs: FLOPs, bytes and memory, from the configuration alone (no torch).
 
 A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Weights
 count as they are stored (``storage.py``), and a ``Weight`` counts its own product by the same ``product_cost``. There
@@ -18,6 +18,7 @@ which.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,10 +80,9 @@ def least_cost(
             logit_rows, [config.vocab_size], config.dim, bits=storage.head, activation=storage.activation
         )
     pairs = keys = 0.0
-    for layer in range(layers):
-        window = config.layer_window(layer)
-        pairs += sum(visible_pairs(row.new, row.length, window) for row in rows)
-        keys += sum(visible_keys(row.new, row.length, window) for row in rows)
+    for window, count in Counter(map(config.layer_window, range(layers))).items():
+        pairs += count * sum(visible_pairs(row.new, row.length, window) for row in rows)
+        keys += count * sum(visible_keys(row.new, row.length, window) for row in rows)
     return {
         "linear": linear,
         "head": head,
@@ -155,7 +155,7 @@ def total(costs: dict[str, Cost] | Iterable[Cost]) -> Cost:
 
 
 def floor(costs: dict[str, Cost], flops_per_second: float, bytes_per_second: float) -> float:
-    """Seconds that a device needs at the least when it runs one operator after another."""
+    """The fewest seconds that a device needs when it runs one operator after another."""
     return sum(cost.floor(flops_per_second, bytes_per_second) for cost in costs.values())
 
 

@@ -26,13 +26,14 @@ from ...text.tokenizer import Tokenizer
 from ..batches import Batch, best_fit, pack
 from ..config import DataConfig, TrainConfig
 from ..data import Position
-from ..documents import Forms, said
+from ..documents import Forms, answers_apart
 from ..files import find
 from ..identity import stream_identity
 from ..layouts import Form, Messages, Preference
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
 from ..tokens import TokenStream
+from .base import Evaluation, Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class PairBatch(Batch):
         )  # fmt: skip
 
 
-class DPO:
+class DPO(Objective):
     """See ``Objective``. Making it computes the reference, so the model must still have its first weights then."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
@@ -103,7 +104,7 @@ class DPO:
         return {"margin": float(margins.mean()), "accuracy": float((margins > 0).float().mean())}
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float, int, int] | None:
+    def evaluate(self) -> Evaluation | None:
         if self._validation is None:
             return None
         kept, total, pairs = self._metrics, 0.0, 0
@@ -112,7 +113,7 @@ class DPO:
             total += float(self.loss(batch)) * batch.num_labels
             pairs += batch.num_labels
         self._metrics = kept
-        return total / pairs, pairs, 0
+        return Evaluation(total / pairs, pairs)
 
     def identity(self) -> dict[str, str]:
         return self._train.identity()
@@ -208,11 +209,5 @@ def read_pairs(
 def _side(
     form: Preference, answer: Messages, tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[bool]]:
-    variables: dict[str, Any] = {"tools": form.tools} if form.tools else {}
-    opened = template.render([*form.prompt, *answer[:-1]], add_generation_prompt=True, **variables)
-    answered = template.render([*form.prompt, *answer], add_generation_prompt=False, **variables)
-    if not answered.startswith(opened):
-        raise ValueError("the chat template does not render an answer as the continuation of its prompt")
-    before = tokenizer.encode(opened, parse_special=True)
-    ids = tokenizer.encode(answered[len(opened) :], parse_special=True)
-    return before + ids, [False] * len(before) + said(ids, tokenizer)
+    messages = [*form.prompt, *answer]
+    return answers_apart(messages, tokenizer, template, tools=form.tools, first=len(messages) - 1)[0]

@@ -1,0 +1,53 @@
+"""What a run trains on."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Literal
+
+from .parse import positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The training data.
+
+    Attributes:
+        train, validation: files, by their endings: text, rows (JSON, JSON lines, CSV, parquet), directories of Hugging
+            Face ``datasets``, or a ``.tokens`` directory that ``transect data tokenize`` wrote (``files.py``). Rows may
+            be in any layout of ``layouts.py``; of a chat the assistant's tokens are trained on.
+        on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
+            (``skip``) and counted.
+        chat_template: ``auto``: the model's own, or where that renders earlier turns anew with every answer, what it
+            says with every turn kept (``chat.py``); ``model``: the model's own; else a file with a Jinja template, or
+            the template itself.
+        turns: of a chat with several answers, ``together``: one document; ``apart``: a document for each answer, after
+            what a server would show the model at that turn, which any template can render.
+        date: the day, such as ``2026-01-31``, that chat templates take for today; empty: the one on which the run
+            begins. A run that goes on keeps it.
+        seq_len: longest document, in tokens; longer ones are cut (text) or left out with a count (chats).
+        micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
+    """
+
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    chat_template: str = "auto"
+    turns: Literal["together", "apart"] = "together"
+    date: str = ""
+    seq_len: int = 1024
+    micro_batch: int = 4096
+
+    def __post_init__(self) -> None:
+        positive(self, "seq_len", "micro_batch")
+        if self.date:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError:
+                raise ValueError(f"data.date must be a day such as 2026-01-31, not {self.date!r}") from None
+        if self.micro_batch < self.seq_len:
+            raise ValueError(
+                f"data.micro_batch ({self.micro_batch} tokens) is smaller than data.seq_len ({self.seq_len}): raise it "
+                "to at least that"
+            )
