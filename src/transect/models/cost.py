@@ -101,11 +101,13 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
         stored = sum(size * storage.of(name) for size, name in zip(numbers, parts, strict=True)) / sum(numbers)
         how = {"bits": stored, "activation": storage.activation}
         if moe is not None and next(iter(parts)) in EXPERTS:
-            found += expert_cost(tokens, moe.per_token, moe.experts, [n // moe.experts for n in sizes], inputs, **how)
+            each = [n // moe.experts for n in sizes]
+            ordered = "mlp.experts_down" not in parts
+            found += expert_cost(tokens, moe.per_token, moe.experts, each, inputs, ordered=ordered, **how)
         else:
             found += product_cost(tokens, sizes, inputs, **how)
     if moe is not None:
-        found += product_cost(tokens, [moe.experts], config.dim, bits=storage.norm, activation=storage.activation)
+        found += product_cost(tokens, [moe.experts], config.dim, bits=storage.norm, activation=32)
     return found
 
 
@@ -119,18 +121,21 @@ def expert_cost(
     bits: float,
     activation: float,
     bias: float = 0,
+    ordered: bool = True,
     distinct: float | None = None,
 ) -> Cost:
     """One product by experts: k rows for each token. Each expert that is touched is read once.
 
     Args:
+        ordered: the rows of a token are read as one, not as k.
         outputs, inputs: of one expert, as in ``product_cost``.
         distinct: how many experts are touched; by default as many as even routing touches on average.
     """
     distinct = touched(tokens, k, experts) if distinct is None else distinct
     one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)
     stored = sum(outputs) * (inputs * bits + bias) / 8
-    return Cost(one.flops, one.bytes_read + (distinct - 1) * stored, one.bytes_written)
+    again = tokens * (k - 1) * inputs * activation / 8 if ordered else 0.0
+    return Cost(one.flops, one.bytes_read - again + (distinct - 1) * stored, one.bytes_written)
 
 
 def product_cost(
@@ -210,10 +215,14 @@ class _Counter:
     def linear(self, name: str, shape: tuple[int, int], bias: bool, moe: MoEConfig | None = None) -> None:
         storage = self.storage
         if moe is not None and name in EXPERTS:
+            pairs = self.tokens * moe.per_token
+            ordered = not name.endswith("down")
             self.costs["grouped_linear"] = self.costs.get("grouped_linear", Cost(0, 0, 0)) + expert_cost(
-                self.tokens, moe.per_token, moe.experts, [shape[0] // moe.experts], shape[1],
+                self.tokens, moe.per_token, moe.experts, [shape[0] // moe.experts], shape[1], ordered=ordered,
                 bits=storage.of(name), activation=storage.activation, bias=bias * storage.norm,
+                distinct=touched(pairs, 1, moe.experts),
             )  # fmt: skip
+            self.add("grouped_linear", 0, 32 * (moe.experts + 1 + pairs * ordered), 0)
             return
         cost = product_cost(
             self.tokens, shape[:1], shape[1], bits=storage.of(name), activation=storage.activation,
@@ -253,12 +262,15 @@ class _Counter:
     def experts(self, moe: MoEConfig, layer: int) -> None:
         """Router, order and weighted sum; the products of the experts are counted as ``grouped_linear``."""
         storage, tokens, width = self.storage, self.tokens, self.config.dim
-        for shape in router_shapes(self.config, layer).values():
+        for name, shape in router_shapes(self.config, layer).items():
             if len(shape) == 2:
-                cost = product_cost(tokens, shape[:1], shape[1], bits=storage.norm, activation=storage.activation)
+                bits = 32 if "shared" not in name else storage.activation  # the router computes in float32
+                bias = 32 * (moe.router_bias and "shared" not in name)
+                cost = product_cost(tokens, shape[:1], shape[1], bits=bits, activation=bits, bias=bias)
                 self.costs["linear"] = self.costs.get("linear", Cost(0, 0, 0)) + cost
         pairs = tokens * moe.per_token
-        self.add("expert_gating", (5 + moe.per_token) * tokens * moe.experts, tokens * moe.experts * 32, 64 * pairs)
+        scores = 32 * moe.experts * (tokens + moe.score_bias)
+        self.add("expert_gating", (5 + moe.per_token) * tokens * moe.experts, scores, 64 * pairs)
         self.add("expert_order", 0, 32 * pairs, 64 * pairs + 32 * (moe.experts + 1))
         rows = pairs * width * storage.activation
         self.add("expert_combine", 2 * pairs * width, rows + 64 * pairs, tokens * width * storage.activation)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.opset import OpSet
@@ -39,11 +38,13 @@ class Router(nn.Module):
         self,
         moe: MoEConfig,
         dim: int,
+        ops: OpSet,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.weight = nn.Parameter(torch.empty(moe.experts, dim, device=device, dtype=dtype))
         bias = torch.empty(moe.experts, device=device, dtype=dtype) if moe.router_bias else None
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
@@ -53,18 +54,23 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(wide)
-        return F.linear(x_TD.to(wide), self.weight.to(wide), bias)
+        logits_TE: Tensor = self.ops.linear(x_TD.to(wide), self.weight.to(wide), bias)
+        return logits_TE
 
 
 class SharedRouter(nn.Module):
     """``x [T, D] -> [T, 1]``: how much the shared experts count."""
 
-    def __init__(self, dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, dim: int, ops: OpSet, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
+        self.ops = ops
         self.weight = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.linear(x_TD, self.weight).sigmoid()
+        out_T1: Tensor = self.ops.linear(x_TD, self.weight)
+        return out_T1.sigmoid()
 
 
 class MoE(Half):
@@ -96,7 +102,7 @@ class MoE(Half):
             return kind(outputs, inputs, bias, ops=ops, device=device, dtype=dtype)
 
         n, dim, width = moe.experts, config.dim, moe.expert_dim
-        self.router = Router(moe, dim, device=device, dtype=dtype)
+        self.router = Router(moe, dim, ops, device=device, dtype=dtype)
         self.experts_gate = matrix("experts_gate", dim, n * width, moe.bias)
         self.experts_up = matrix("experts_up", dim, n * width, moe.bias)
         self.experts_down = matrix("experts_down", width, n * dim, moe.bias)
@@ -108,7 +114,7 @@ class MoE(Half):
             self.shared_gate_up = Projection(shared_gate=self.shared_gate, shared_up=self.shared_up)
             self.shared_down = matrix("shared_down", moe.shared_dim, dim, False)
         if moe.shared_gate:
-            self.shared_router = SharedRouter(dim, device=device, dtype=dtype)
+            self.shared_router = SharedRouter(dim, ops, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         logits_TE = self.router(x_TD)

@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer, Stack
+from ..models.mlp import MLP
 from ..ops.activation import swiglu
 from ..ops.attention.packed import backward as flash_attention_backward
 from ..ops.attention.packed import flash_attention

@@ -205,16 +205,14 @@ def _cases() -> Sequence[Case]:
 
 
 def _kernels() -> Sequence[Kernel]:
-    product = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16") | {"starts": "*i32", "order": "*i32"}
-    product |= dict.fromkeys(("N", "K", "E", "k_choices", "expert_stride", "n_stride", "k_stride"), "i32")
-    names = ("x", "weight", "bias", "starts", "order", "out", "N", "K", "E", "k_choices")
-    product = {name: product[name] for name in (*names, "expert_stride", "n_stride", "k_stride")}
-    few = {"ORDERED": True, "BIAS": False, "WIDTH": 128, "BM": 16, "BN": 64, "BK": 128}
-    many = {"ORDERED": False, "BIAS": True, "WIDTH": 128, "BM": 128, "BN": 128, "BK": 64}
+    product = dict.fromkeys(("x", "weight", "bias"), "*bf16") | {"starts": "*i32", "order": "*i32", "out": "*bf16"}
+    product |= dict.fromkeys(("N", "K", "E", "k_choices"), "i32")
+    few = {"TRANSPOSED": False, "ORDERED": True, "BIAS": False, "WIDTH": 128, "BM": 16, "BN": 64, "BK": 128}
+    many = {"TRANSPOSED": True, "ORDERED": False, "BIAS": True, "WIDTH": 128, "BM": 128, "BN": 128, "BK": 64}
     back = dict.fromkeys(("g", "x"), "*bf16") | dict.fromkeys(("starts", "order"), "*i32")
     back |= dict.fromkeys(("dw", "db"), "*bf16") | dict.fromkeys(("O", "I", "k_choices"), "i32")
     gradient = {"ORDERED": True, "BIAS": True, "BO": 64, "BI": 64, "BR": 32}
-    sizes = ("N", "K", "expert_stride", "n_stride")
+    sizes = ("N", "K")
     return [
         Kernel("few rows", _product, product, few, sizes),
         Kernel("many rows", _product, product, many, sizes, 8),

@@ -91,7 +91,7 @@ def triton_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tenso
         counts = experts.new_empty(blocks, n_experts)
         shape = {"WIDTH": next_power_of_2(n_experts), "BLOCK": block}
         _count[(blocks,)](experts, counts, rows, n_experts, **shape)
-        _place[(blocks,)](experts, counts, order, places, starts, rows, n_experts, blocks, **shape)
+        _place[(blocks,)](experts, counts, order, places, starts, rows, n_experts, blocks, **shape, num_warps=8)
     return order, places, starts
 
 
@@ -126,7 +126,7 @@ def _kernels() -> Sequence[Kernel]:
     count = {"experts": "*i32", "counts": "*i32", "R": "i32", "E": "i32"}
     place = {"experts": "*i32", "counts": "*i32", "order": "*i32", "places": "*i32", "starts": "*i32"}
     place |= {"R": "i32", "E": "i32", "blocks": "i32"}
-    return [Kernel("count", _count, count, shape, ("E",)), Kernel("place", _place, place, shape, ("E",))]
+    return [Kernel("count", _count, count, shape, ("E",)), Kernel("place", _place, place, shape, ("E",), 8)]
 
 
 register(

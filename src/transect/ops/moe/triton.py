@@ -44,11 +44,11 @@ def _expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # 
 
 @kernel
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, bias, starts, order, out, N, K, E, k_choices, expert_stride, n_stride, k_stride,
-    ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, bias, starts, order, out, N, K, E, k_choices,
+    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias."""
+    """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED."""
     expert, row, end = _expert_of_tile(starts, tl.program_id(0), E, BM, WIDTH)
     if expert < E:
         r = row + tl.arange(0, BM)
@@ -57,12 +57,17 @@ def _product(  # type: ignore[no-untyped-def]
         if ORDERED:
             source = tl.load(order + r, inside, 0) // k_choices
         n = tl.program_id(1) * BN + tl.arange(0, BN)
-        at = weight + expert.to(tl.int64) * expert_stride
+        at = weight + expert.to(tl.int64) * N * K
+        if TRANSPOSED:
+            at += n[None, :]
+        else:
+            at += n[None, :] * K
         acc = tl.zeros([BM, BN], tl.float32)
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)
             a = tl.load(x + source.to(tl.int64)[:, None] * K + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
-            b = tl.load(at + n[None, :] * n_stride + k[:, None] * k_stride, (n < N)[None, :] & (k < K)[:, None], 0.0)
+            step = k[:, None] * N if TRANSPOSED else k[:, None]
+            b = tl.load(at + step, (n < N)[None, :] & (k < K)[:, None], 0.0)
             acc = dot(a, b, acc)
         if BIAS:
             acc += tl.load(bias + expert * N + n, n < N, 0.0).to(tl.float32)[None, :]
@@ -105,14 +110,14 @@ def triton_grouped_linear(
     """``grouped_linear.reference`` in Triton; can be captured in a CUDA graph."""
     experts = len(starts) - 1
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
-    return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, (outputs * inputs, inputs, 1))
+    return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, False)
 
 
 def triton_input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     """dL/dx of the sorted rows, ``[R, I]``."""
     experts = len(starts) - 1
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
-    return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, (outputs * inputs, 1, inputs))
+    return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, True)
 
 
 def _run(
@@ -123,7 +128,7 @@ def _run(
     bias: Tensor | None,
     n: int,
     k: int,
-    strides: tuple[int, int, int],
+    transposed: bool,
 ) -> Tensor:
     require("grouped_linear", x, weight)
     x = x.contiguous()
@@ -135,8 +140,8 @@ def _run(
         tiles = rows // bm + min(experts, rows)
         _product[(tiles, -(-n // bn))](
             x, weight, weight if bias is None else bias.contiguous(), starts, starts if order is None else order, out,
-            n, k, experts, 1 if order is None else rows // len(x), *strides,
-            ORDERED=order is not None, BIAS=bias is not None, WIDTH=next_power_of_2(experts),
+            n, k, experts, 1 if order is None else rows // len(x),
+            TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, WIDTH=next_power_of_2(experts),
             BM=bm, BN=bn, BK=bk, num_warps=warps,
         )  # fmt: skip
     return out
