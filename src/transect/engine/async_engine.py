@@ -168,6 +168,11 @@ class AsyncEngine:
         return self.info.vocab_size
 
     @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        return self.info.eos_token_ids
+
+    @property
     def pid(self) -> int:
         """Process id of the engine."""
         return self._process.pid
