@@ -30,6 +30,8 @@ LOSS_CHUNK = 1024
 """Tokens whose logits the fused loss holds on a GPU; twice as many for narrow models (``ops/linear_cross_entropy``)."""
 LOSS_ELEMENTS = 2**23
 """Logits that the loss in torch holds (``ops/linear_cross_entropy_torch``), and log-probabilities (``train/``)."""
+DISTILLATION_PARTS = 4
+"""So many times fewer rows of logits exist at once in a distillation (``train/divergence``)."""
 CUBLAS_WORKSPACE = 32 * 2**20
 """What torch gives to cuBLAS on Hopper, once for each of the two threads that multiply (forward, backward)."""
 MARGIN = {"gpu": 0.05, "cpu": 0.10}
@@ -49,6 +51,8 @@ class TrainingPlan:
         micro_batch: tokens of one forward pass.
         accumulate: micro-batches to a step: with more than one, gradients are there during the next forward pass.
         rollouts: tokens that the paged cache of ``grpo`` holds while it draws answers.
+        reference: what is trained is kept a second time, as it was when the run began.
+        teacher: numbers of the frozen model that is distilled.
         backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
         merged: on a GPU, each layer is one node (``merged.py``).
         whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
@@ -66,6 +70,8 @@ class TrainingPlan:
     targets: tuple[str, ...] = TARGETS
     group: int = 64
     rollouts: int = 0
+    reference: bool = False
+    teacher: int = 0
     backend: Backend = "gpu"
     merged: bool = False
     whole: int = 0
@@ -239,6 +245,11 @@ class _Account:
         held["master weights"] = self.term("master weights", master, "float32 copies of what is trained")
         state = sum(state_bytes(name, shape, plan) for name, shape in self.trained.items())
         held["optimizer state"] = self.term("optimizer state", state, f"{plan.optimizer}: {_STATE[plan.optimizer]}")
+        if plan.reference:
+            why = "what is trained, as it was when the run began"
+            held["reference"] = self.term("reference", e * _count(self.trained), why)
+        if plan.teacher:
+            held["teacher"] = self.term("teacher", e * plan.teacher, f"frozen, {plan.teacher} numbers of {e} bytes")
         batch = 24 * plan.micro_batch * plan.accumulate
         held["batch"] = self.term("batch", batch, "tokens, labels and positions of all micro-batches")
         others = plan.adapted or plan.merged or plan.objective != "next_token" or plan.optimizer == "muon"
@@ -297,6 +308,13 @@ class _Account:
         rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab))
         half = e if e < wide else 0
         before = wide + half if rows < plan.micro_batch else 0  # the part before is there until the next is made
+        if plan.objective == "distill":
+            rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab // DISTILLATION_PARTS))
+            made = dx + numbers * (wide + (e if half else 0))
+            why = (
+                f"logits of {rows} tokens of both models at a time, and the gradients dx and dW that are made with them"
+            )
+            return made + rows * vocab * 7 * wide, 2 * (dx + e * numbers), why
         if plan.objective != "next_token":
             forward = rows * vocab * (half + 2 * wide)
             backward = dx + numbers * (wide + e) + rows * vocab * (half + wide + before)

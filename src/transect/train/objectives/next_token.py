@@ -20,7 +20,7 @@ class NextToken(Objective):
     """See ``Objective``."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
-        self._trainable = trainable
+        self._config, self._trainable = config, trainable
         self._accumulate = config.accumulate
         self._loss = token_loss(trainable.device)
         vocab_size = trainable.source.config.vocab_size
