@@ -38,8 +38,8 @@ class Script:
     def request(self, life: Life, name: str | None = None, arrival: float | None = None) -> Request:
         """A request that asks for the same."""
         added = life.added
+        # All choices share the prompt; one that ended early may know the hashes of its beginning only.
         hashes = max((each[2] for each in life.ends.values()), key=len, default=b"")
-        hashes = life.ends[0][2] if 0 in life.ends else hashes
         prompt = tuple(self._tokens(hashes, 0, added.prompt_tokens))
         stops = [STOP] if any(reason == "stop" for reason, _, _ in life.ends.values()) else []
         params = SamplingParams(

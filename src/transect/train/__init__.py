@@ -9,7 +9,8 @@
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
   what the backward pass keeps. ``merged_layers.py``: a layer as one node with a hand-written backward pass, on a
   GPU; ``merged_products.py``: its products, with adapters inside.
-* ``objectives/``: what a run minimises: next tokens, preferences, rewards. ``rollout.py``: answers drawn by the engine;
+* ``objectives/``: what a run minimises: next tokens, preferences, rewards, a teacher's distribution
+  (``divergence.py``). ``rollout.py``: answers drawn by the engine;
   ``logprobs.py``: how likely they were; ``drawn.py``: in the distribution that drew them; ``rewards.py``: how good they
   are; ``answers.py``: what several optimizer steps need of them; ``reference.py``: the model as a run began.
 * ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model

@@ -21,7 +21,7 @@ class NextToken(Objective):
     """See ``Objective``."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
-        self._trainable = trainable
+        self._config, self._trainable = config, trainable
         self._accumulate = config.accumulate
         self._loss = token_loss(trainable.device)
         self._balance = Balance(trainable.model, config.router)

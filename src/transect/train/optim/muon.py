@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...ops.optim.rounding import FIRST
 from .adamw import adamw_update
 from .base import Optimizer
 
@@ -34,19 +35,22 @@ class Muon(Optimizer):
         kinds = ("momentum",) if self.takes(name, parameter) else ("m", "v")
         return {kind: torch.zeros_like(parameter, dtype=dtype) for kind in kinds}
 
-    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float, scale: Tensor | None) -> None:
         state = self.state[name]
         if "momentum" not in state:
-            adamw_update(self, weight, gradient, state["m"], state["v"], factor)
+            adamw_update(self, name, weight, gradient, state["m"], state["v"], factor, scale)
             return
-        config, momentum = self.config, state["momentum"]
-        gradient = gradient.to(momentum.dtype)
+        config, gradient = self.config, self.widened(gradient, scale)
+        momentum, wide = state["momentum"].float(), weight.detach().float()
         momentum.mul_(config.muon_momentum).add_(gradient)
         rate = config.muon_learning_rate * factor
-        weight.mul_(1 - rate * self.decay(weight))
+        wide.mul_(1 - rate * self.decay(weight))
         stretch = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
         direction = orthogonal(gradient.add(momentum, alpha=config.muon_momentum))
-        weight.add_(direction.to(weight.dtype), alpha=-rate * stretch)
+        wide.add_(direction, alpha=-rate * stretch)
+        if weight.dtype != torch.float32:
+            self.keep(name, state["momentum"], momentum, shift=FIRST)
+            self.keep(name, weight, wide)
 
 
 def orthogonal(x: Tensor) -> Tensor:
