@@ -166,7 +166,7 @@ class EngineConfig:
 
     @property
     def parallel_sizes(self) -> tuple[int, int, int]:
-        """Of the tensor, pipeline and data axes."""
+        """The sizes of the tensor, pipeline and data axes."""
         return self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
 
     @property

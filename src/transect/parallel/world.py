@@ -62,7 +62,7 @@ class World:
         self._control = dist.new_group(backend="gloo", timeout=FOR_EVER)
 
     def announce(self, message: Any) -> None:
-        """Of rank 0: send an object to all others, who ``listen``."""
+        """Send an object to all others, who ``listen``; rank 0 alone does."""
         data = pickle.dumps(message)
         head = torch.zeros(INLINE, dtype=torch.uint8)
         head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
