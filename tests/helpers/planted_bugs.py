@@ -185,7 +185,7 @@ class LetsDecodesWait(Scheduler):
 
     def __init__(self, config, clock) -> None:
         super().__init__(config, clock)
-        self._mixed = config.max_num_batched_tokens
+        self.budget._mixed = config.max_num_batched_tokens
 
 
 class SharesOneGrammar(Scheduler):

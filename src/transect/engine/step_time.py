@@ -1,0 +1,142 @@
+"""How long steps take on this device: learned from the steps themselves, so that the next ones can be sized by time.
+
+A step's time is a sum of parts, each of which only grows:
+
+    seconds = base + f(tokens) + a * keys + b * pairs
+
+``base`` is what any step takes: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
+(1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
+the positions of the cache that rows of one token attend to, ``pairs`` those of all tokens of prompts.
+
+The parts are the state of a Kalman filter (Kalman 1960), and every measured step corrects those that it consists of, by
+as much as is unknown of each. Nothing is assumed of the device: the first step sets the scale, and what has not been
+seen is taken to cost as much a token as that first step did. So steps grow carefully, each a little beyond what is known.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .batch import ScheduledBatch
+
+KNOTS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+"""Tokens of a step between which its time is taken to rise in a straight line."""
+NOISE = 0.05
+"""How far one measured step may be off, as a share of its time."""
+DRIFT = 1e-3
+"""How far a part may wander from one step to the next, as a share of what was unknown of it at first."""
+DEVIATIONS = 3.0
+SMOOTHING = 0.02
+"""The share of the newest step in ``StepTimes.error``."""
+SURPRISE = 3.0
+"""A step this many times longer than predicted says little (something else ran), and corrects by so much at most."""
+
+_STARTS = np.array(KNOTS[:-1], np.float64)
+_WIDTHS = np.diff(np.array(KNOTS, np.float64))
+
+
+class StepWork(NamedTuple):
+    """What there is to do in a step."""
+
+    tokens: int
+    keys: int = 0
+    """Positions that rows of one token read from the cache, in all."""
+    pairs: int = 0
+    """Positions that the tokens of longer rows attend to, summed over these tokens."""
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> StepWork:
+        """The work of a planned step."""
+        tokens = keys = pairs = 0
+        for row in batch.rows:
+            new = row.num_tokens
+            tokens += new
+            if new == 1:
+                keys += row.start + 1
+            else:
+                pairs += new * row.start + new * (new + 1) // 2
+        return cls(tokens, keys, pairs)
+
+
+class StepTimes:
+    """Learns from measured steps, and predicts others. Times are seconds."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Steps learned from."""
+        self.error = 0.0
+        """How far predictions are off, as a share of the time: a smoothed mean."""
+        self._parts = np.zeros(3 + len(_WIDTHS))
+        self._unknown = np.zeros((3 + len(_WIDTHS),) * 2)
+        """Covariance of ``_parts``."""
+        self._first = np.zeros(3 + len(_WIDTHS))
+
+    def predict(self, work: StepWork) -> float:
+        """How long a step will take; 0 before the first was measured."""
+        return float(_features(work) @ self._parts)
+
+    def soonest(self, work: StepWork) -> float:
+        """When a step may be over already: the prediction less ``DEVIATIONS`` of its standard deviation."""
+        features = _features(work)
+        expected = float(features @ self._parts)
+        variance = max(float(features @ self._unknown @ features), 0.0) + (self.error * expected) ** 2
+        return expected - DEVIATIONS * math.sqrt(variance)
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """Take in how long a step took; what took no time teaches nothing."""
+        if seconds <= 0:
+            return
+        features = _features(work)
+        if not self.steps:
+            self._begin(work, seconds)
+        self.steps += 1
+        expected = float(features @ self._parts)
+        seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
+        self.error += SMOOTHING * (abs(seconds - expected) / seconds - self.error)
+        spread = self._unknown @ features
+        gain = spread / (float(features @ spread) + (NOISE * max(expected, seconds)) ** 2)
+        self._parts = self._parts + gain * (seconds - expected)
+        self._unknown -= np.outer(gain, spread)
+        self._unknown[np.diag_indices_from(self._unknown)] += (DRIFT * self._first) ** 2 * (features > 0)
+
+    def most_tokens(self, seconds: float, beside: StepWork, context: int, limit: int) -> int:
+        """How many tokens a step may have so that it takes no longer than ``seconds``.
+
+        Args:
+            beside: what the step does in any case; its tokens are part of the answer.
+            context: positions that each token beyond those attends to.
+            limit: the largest answer.
+        """
+        least = beside.tokens
+
+        def fits(tokens: int) -> bool:
+            more = tokens - least
+            return self.predict(StepWork(tokens, beside.keys, beside.pairs + more * context)) <= seconds
+
+        low, high = least, max(limit, least)
+        if fits(high):
+            return high
+        while high - low > max(1, low // 32):  # to 3%, as good as predictions are
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _begin(self, work: StepWork, seconds: float) -> None:
+        """The first step: half of it may be the base, half its tokens; the rest is unknown by as much as it would be if
+        the step had been nothing else."""
+        each = seconds / work.tokens
+        self._parts[0] = 0.5 * seconds
+        self._parts[1:-2] = 0.5 * each * _WIDTHS
+        self._first = np.concatenate(
+            [[seconds], each * _WIDTHS, [0.1 * seconds / max(work.keys, 4096), 0.1 * seconds / max(work.pairs, 1 << 20)]]
+        )
+        self._unknown = np.diag(self._first**2)
+
+
+def _features(work: StepWork) -> np.ndarray:
+    """How much of each part a step has, ``[parts]``."""
+    rises = np.clip((work.tokens - _STARTS) / _WIDTHS, 0.0, 1.0)
+    return np.concatenate([[1.0], rises, [work.keys, work.pairs]])
