@@ -47,6 +47,7 @@ def command(
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
+    from ..text.template_worker import TemplateApart
     from .session import Session
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
@@ -69,6 +70,7 @@ def command(
         template = engine.chat_template
         if template is None:
             raise ValueError(f"{model} brings no chat template: use `transect generate`")
+        apart = TemplateApart(template)
         defaults: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, **engine.sampling_defaults.values}
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **(defaults | given))
         print(f"{model}, {engine.info.kernels}. {HELP}.")
@@ -87,7 +89,7 @@ def command(
             if not line:
                 continue
             messages.append({"role": "user", "content": line})
-            _, token_ids = chat_tokens(template, engine.tokenizer, messages)
+            _, token_ids = chat_tokens(apart, engine.tokenizer, messages)
             if len(token_ids) >= engine.max_model_len:
                 messages.pop()
                 print(f"[the context of {engine.max_model_len} tokens is full: /reset, or ask something shorter]")

@@ -35,6 +35,7 @@ def command(
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
+    from ..text.template_worker import TemplateApart
     from .session import Session
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -58,7 +59,8 @@ def command(
         if chat:
             if engine.chat_template is None:
                 raise ValueError(f"{model} brings no chat template: leave --chat out")
-            _, token_ids = chat_tokens(engine.chat_template, engine.tokenizer, [{"role": "user", "content": text}])
+            template = TemplateApart(engine.chat_template)
+            _, token_ids = chat_tokens(template, engine.tokenizer, [{"role": "user", "content": text}])
         else:
             token_ids = engine.tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
         _, speed = session.run(session.stream(token_ids, params, _show))

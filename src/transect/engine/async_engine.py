@@ -31,7 +31,15 @@ from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
 from . import wire
 from .config import EngineConfig
-from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .inputs import (
+    check_params,
+    check_token_ids,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
 from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
@@ -196,6 +204,7 @@ class AsyncEngine:
         )
         name = request_id or uuid.uuid4().hex
         params = self.default_sampling_params() if params is None else params
+        ids = truncated(ids, check_params(params), self.max_model_len)
         stream = self.stream(ids, params, name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
@@ -219,7 +228,7 @@ class AsyncEngine:
         """
         self._check_alive()
         ids = list(prompt_token_ids)
-        check_params(params)
+        params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
         self._check_room()
