@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +136,27 @@ def figures(arrivals: list[tuple[float, int, int]], seen: dict[str, list[float]]
     return found
 
 
+def table(result: dict[str, Any]) -> str:
+    """For the page on the engine."""
+    names = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
+    heads = [f"{name} {share}" for name in names.values() for share in ("p50", "p99")]
+    lines = [f"| arrivals | policy | tokens/s | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
+    for row in result["rows"]:
+        cells = [f"{row[f'{name}_{share}']:,.1f}" for name in names for share in ("p50", "p99")]
+        rate = f"{row['rate']:g}/s" if row["rate"] else "all at once"
+        lines.append(f"| {rate} | {row['policy']} | {row['tokens_per_second']:,.0f} | {' | '.join(cells)} |")
+    made = record.made_at([result["environment"]])
+    lines.append(
+        f"\n`{result['command']}`: simulated, Llama-3.1-8B's shape on an H200, {REQUESTS} requests, milliseconds, "
+        f"median of {result['seeds']} seeds, {made}.\n"
+    )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[8, 24, 40, 0], help="requests a second; 0: at once")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", default=None, help="write the result to this JSON file")
     options = parser.parse_args()
     rows = []
     for rate in options.rates:
@@ -148,8 +165,13 @@ def main() -> None:
             row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             rows.append({"rate": rate, "policy": name} | row)
             print(f"{rate:5g}/s {name:24}" + " ".join(f"{key} {value:8.1f}" for key, value in row.items()), flush=True)
-    if options.out:
-        record.save(options.out, {"rows": rows})
+    result = {
+        "command": " ".join(["python", "benchmarks/step_policy.py", *sys.argv[1:]]),
+        "environment": record.environment(),
+        "seeds": options.seeds,
+        "rows": rows,
+    }
+    record.write(record.RESULTS / "cpu" / "step_policy.json", result)
 
 
 if __name__ == "__main__":

@@ -474,6 +474,9 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._step,
+            timed_steps=self.times.steps,
+            step_seconds=self.times.measured,
+            predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
         )
 

@@ -1,6 +1,6 @@
 """How long steps take on this device: learned from the steps themselves, so that the next ones can be sized by time.
 
-A step's time is a sum of parts, each of which only grows:
+A step's time is a sum of parts:
 
     seconds = base + f(tokens) + a * keys + b * pairs
 
@@ -69,6 +69,8 @@ class StepTimes:
         """Steps learned from."""
         self.error = 0.0
         """How far predictions are off, as a share of the time: a smoothed mean."""
+        self.measured = self.predicted = 0.0
+        """Seconds of those steps, in all, and what had been predicted for them."""
         self._parts = np.zeros(3 + len(_WIDTHS))
         self._unknown = np.zeros((3 + len(_WIDTHS),) * 2)
         """Covariance of ``_parts``."""
@@ -92,8 +94,10 @@ class StepTimes:
         features = _features(work)
         if not self.steps:
             self._begin(work, seconds)
-        self.steps += 1
         expected = float(features @ self._parts)
+        self.steps += 1
+        self.measured += seconds
+        self.predicted += expected
         seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
         self.error += SMOOTHING * (abs(seconds - expected) / seconds - self.error)
         spread = self._unknown @ features
