@@ -16,10 +16,10 @@ import random
 import statistics
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import record
-
 from transect.bench.arrivals import random_arrivals
 from transect.bench.floors import Rates, step_floor
 from transect.engine.batch import ScheduledBatch, StepResult
@@ -124,7 +124,7 @@ def figures(arrivals: list[tuple[float, int, int]], seen: dict[str, list[float]]
     """The figures of the tables of load tests, in milliseconds."""
     ttft, tpot, itl, whole = [], [], [], []
     for (at, *_), tokens in zip(arrivals, seen.values(), strict=True):
-        gaps = [after - before for before, after in zip(tokens, tokens[1:], strict=False)]
+        gaps = [after - before for before, after in pairwise(tokens)]
         ttft.append(tokens[0] - at)
         tpot.append(statistics.fmean(gaps))
         itl += gaps

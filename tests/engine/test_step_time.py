@@ -6,18 +6,18 @@ import statistics
 import pytest
 
 from transect.engine.batch import ScheduledBatch, ScheduledRow
-from transect.engine.step_time import StepTimes, StepWork
+from transect.engine.step_time import StepLoad, StepTimes
 
 
-def device(work: StepWork) -> float:
+def device(work: StepLoad) -> float:
     """A device on which weights take 4 ms, a token 20 us once they are read, and a position of the cache 30 ns."""
     return max(4e-3, 20e-6 * work.tokens) + 3e-8 * work.keys + 2e-10 * work.pairs
 
 
-def some_work(rng: random.Random) -> StepWork:
+def some_work(rng: random.Random) -> StepLoad:
     rows = rng.randint(1, 64)
     prompts = rng.choice((0, 0, 0, rng.randint(16, 2000)))
-    return StepWork(rows + prompts, rows * rng.randint(100, 2000), prompts * rng.randint(1, 2000))
+    return StepLoad(rows + prompts, rows * rng.randint(100, 2000), prompts * rng.randint(1, 2000))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
@@ -37,7 +37,7 @@ def test_another_scale_is_learned_as_well():
     for _ in range(300):
         work = some_work(rng)
         times.learn(work, 1000 * device(work))
-    work = StepWork(300, 20_000, 90_000)
+    work = StepLoad(300, 20_000, 90_000)
     assert times.predict(work) == pytest.approx(1000 * device(work), rel=0.1)
 
 
@@ -51,7 +51,7 @@ def test_a_device_that_gets_slower_is_followed():
 
 
 def test_one_step_in_which_something_else_ran_changes_little():
-    times, work = StepTimes(), StepWork(8, 800)
+    times, work = StepTimes(), StepLoad(8, 800)
     for _ in range(50):
         times.learn(work, 4e-3)
     times.learn(work, 2.0)
@@ -60,8 +60,8 @@ def test_one_step_in_which_something_else_ran_changes_little():
 
 def test_what_took_no_time_teaches_nothing():
     times = StepTimes()
-    times.learn(StepWork(8, 800), 0.0)
-    assert times.steps == 0 and times.predict(StepWork(8, 800)) == 0
+    times.learn(StepLoad(8, 800), 0.0)
+    assert times.steps == 0 and times.predict(StepLoad(8, 800)) == 0
 
 
 def test_the_most_tokens_that_fit():
@@ -69,9 +69,9 @@ def test_the_most_tokens_that_fit():
     for _ in range(500):
         work = some_work(rng)
         times.learn(work, device(work))
-    beside = StepWork(16, 16_000)
+    beside = StepLoad(16, 16_000)
     tokens = times.most_tokens(12e-3, beside, 0, 4000)
-    assert device(StepWork(tokens, 16_000)) == pytest.approx(12e-3, rel=0.1)
+    assert device(StepLoad(tokens, 16_000)) == pytest.approx(12e-3, rel=0.1)
     assert times.most_tokens(1e-3, beside, 0, 4000) == 16, "the decodes run in any case"
     assert times.most_tokens(1.0, beside, 0, 4000) == 4000
     assert times.most_tokens(12e-3, beside, 30_000, 4000) < tokens, "tokens that attend to much take longer"
@@ -82,11 +82,11 @@ def test_the_work_of_a_batch():
         return ScheduledRow(start, start, count, (0,) * 100, [], [])
 
     batch = ScheduledBatch(1, (row(9, 1), row(4, 1), row(10, 3)))
-    assert StepWork.of(batch) == StepWork(5, 15, 11 + 12 + 13)
+    assert StepLoad.of(batch) == StepLoad(5, 15, 11 + 12 + 13)
 
 
 def test_what_is_unsure_may_be_over_sooner():
-    times, work = StepTimes(), StepWork(8, 800)
+    times, work = StepTimes(), StepLoad(8, 800)
     times.learn(work, 4e-3)
     unsure = times.predict(work) - times.soonest(work)
     for _ in range(100):

@@ -13,6 +13,7 @@ from .engine_options import (
     AsyncScheduling,
     ChatTemplateText,
     CudaGraphs,
+    DecisionLog,
     DependentLaunch,
     Deterministic,
     Device,
@@ -124,12 +125,13 @@ def command(
     itl_target: Annotated[
         str | None,
         typer.Option(
-            help="Milliseconds that a step may take while others stream; auto: twice what their tokens alone take; off. "
+            help="Milliseconds that a step may take while others stream; auto: twice what their tokens take; off. "
             "[default: auto, unless --max-mixed-tokens or --fill-steps is given]"
         ),
     ] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     prefix_caching: PrefixCaching = True,
+    decision_log: DecisionLog = None,
     threads: Threads = None,
     native: Native = None,
     config: ConfigFile = None,
@@ -190,6 +192,7 @@ def command(
         itl_target=itl_target,
         kv_cache_tokens=kv_cache_tokens,
         enable_prefix_caching=prefix_caching,
+        decision_log=decision_log,
         max_queue=max_queue,
         hung_after_s=hung_after,
         threads=threads,

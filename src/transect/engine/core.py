@@ -16,10 +16,11 @@ from collections import deque
 from typing import NamedTuple
 
 from .batch import Executor, Handle, ScheduledBatch
+from .decisions import DecisionLog
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .scheduler import Scheduler
-from .step_time import StepWork
+from .step_time import StepLoad
 
 SHORTEST_LEAD = 3e-4
 """Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
@@ -37,21 +38,25 @@ class EngineCore:
         scheduler: holds all requests.
         executor: runs the batches in the order of their submission.
         lag: 0, or 1 to plan one step ahead of the executor.
+        decisions: writes down what is decided; None: nobody does.
 
     Raises:
         ValueError: ``lag`` is neither 0 nor 1.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, lag: int = 0) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, lag: int = 0, decisions: DecisionLog | None = None
+    ) -> None:
         if lag not in (0, 1):
             raise ValueError(f"lag must be 0 or 1, got {lag!r}")
         self.scheduler = scheduler
         self.executor = executor
         self.lag = lag
+        self.decisions = decisions
         self._in_flight: deque[_Step] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
-        self._work = 0, StepWork(0)
+        self._work = 0, StepLoad(0)
         """The last step whose work was counted, and that work."""
         self._ended = 0.0
         """When the result of the last step came, in seconds of the scheduler's clock."""
@@ -63,11 +68,16 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request. Raises what ``Scheduler.add`` raises; nothing else is disturbed by that."""
         self.scheduler.add(request)
+        if self.decisions is not None:
+            self.decisions.added(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, now. Its last outputs come with the next ``step``; unknown ids (a request
         that has just ended) are no error. KV blocks are free again at once, or when the step in flight is done."""
-        self._ready.extend(self.scheduler.abort(request_id, choice))
+        ended = self.scheduler.abort(request_id, choice)
+        if ended and self.decisions is not None:
+            self.decisions.aborted(request_id, choice)
+        self._ready.extend(ended)
 
     @property
     def has_work(self) -> bool:
@@ -77,6 +87,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget the KV of finished prompts; requests that run keep theirs."""
         self.scheduler.reset_prefix_cache()
+        if self.decisions is not None:
+            self.decisions.cache_reset()
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
@@ -102,7 +114,7 @@ class EngineCore:
         """Submit at most one batch, wait for at most one, and return what became known. Cheap when there is no work."""
         now = self.scheduler.clock.now
         began = now()
-        batch = self.scheduler.schedule()
+        batch = self._plan()
         if batch is not None:
             self._in_flight.append(_Step(batch, self.executor.submit(batch), began))
             self._planning += 0.1 * (now() - began - self._planning)
@@ -115,6 +127,16 @@ class EngineCore:
         outputs, self._ready = self._ready, []
         return outputs
 
+    def _plan(self) -> ScheduledBatch | None:
+        log = self.decisions
+        if log is None or not self.scheduler.has_unfinished:
+            return self.scheduler.schedule()
+        log.check_fill()
+        began = log.now()
+        batch = self.scheduler.schedule()
+        log.planned(batch, began)
+        return batch
+
     def _take_result(self) -> None:
         """Wait for the oldest step in flight, and learn from it."""
         done = self._in_flight.popleft()
@@ -122,25 +144,30 @@ class EngineCore:
         asked = now()
         result = done.handle.result()
         ended = now()
+        learned = 0.0
         if self._timed:
-            self._learn(done, ended, late=self._waited and ended - asked < LATE)
+            learned = self._learn(done, ended, late=self._waited and ended - asked < LATE)
         self._ended = ended
         self._ready.extend(self.scheduler.commit(done.batch, result))
+        if self.decisions is not None:
+            self.decisions.done(done.batch, result, asked, ended, learned)
 
-    def _learn(self, done: _Step, ended: float, late: bool) -> None:
+    def _learn(self, done: _Step, ended: float, late: bool) -> float:
+        """Tell how long a step took. Returns what was told, in seconds."""
         times, work = self.scheduler.times, self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
         if late:  # it was over before, nobody knows when: sooner than predicted
             seconds = min(seconds, EARLIER * times.predict(work))
         times.learn(work, seconds)
         self._waited = False
+        return seconds
 
-    def _work_of(self, batch: ScheduledBatch) -> StepWork:
+    def _work_of(self, batch: ScheduledBatch) -> StepLoad:
         """Counted once a step, and hardly that while the same sequences decode."""
         step, work = self._work
         if batch.step != step:
             goes_on = batch.again and batch.step == step + 1 and not work.pairs
-            work = work._replace(keys=work.keys + work.tokens) if goes_on else StepWork.of(batch)
+            work = work._replace(keys=work.keys + work.tokens) if goes_on else StepLoad.of(batch)
             self._work = batch.step, work
         return work
 

@@ -5,7 +5,8 @@ Three rules, the first that applies:
 * ``itl_target``: as many as take no longer than a target, by what has been learned of this device (``step_time``). The
   target grows with the queue: if prompts wait for more than ``PATIENCE`` such steps, streams that flow and prompts that
   stand still would be the worse bargain for all. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens instead of time.)
-* ``fill_tokens``: so many that they cost little more than the decodes alone, as long as nothing ends later (``filling``).
+* ``fill_tokens``: so many that they cost little more than the decodes alone, as long as nothing ends later
+  (``filling``).
 * ``max_mixed_tokens``.
 """
 
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from .filling import nothing_ends_later
 from .request import Sequence
 from .scheduler_config import SchedulerConfig
-from .step_time import StepTimes, StepWork
+from .step_time import StepLoad, StepTimes
 from .waiting_queue import WaitingQueue
 
 AUTO_RATIO = 2.0
@@ -25,17 +26,17 @@ AUTO_RATIO = 2.0
 PATIENCE = 8
 """Steps for which prompts may wait before steps become longer than the target."""
 LONG = 4
-"""A prompt that needs more such steps than this gets half of each while others wait: they need not wait for all of it."""
+"""A prompt that needs more such steps than this gets half of each while others wait."""
 LEARN_STEPS = 8
 """Steps to measure before any is sized by time."""
 
 
 class Budget(NamedTuple):
-    """Tokens of a step."""
+    """How many tokens a step may have."""
 
     tokens: int
     chunk: int
-    """Of one prompt: a long one leaves room for those behind it."""
+    """Tokens that one prompt may take of it: a long one leaves room for those behind it."""
 
 
 class StepBudget:
@@ -78,7 +79,7 @@ class StepBudget:
         left = [(seq.length - seq.scheduled, seq.scheduled) for seq in running]
         prompts = [(count, done) for count, done in left if count > 1]
         rows = len(left)
-        beside = StepWork(rows, sum(done + 1 for count, done in left if count <= 1))
+        beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
         context = prompts[0][1] if prompts else 0
         seconds = target or AUTO_RATIO * self.times.predict(beside)
         tokens = self.times.most_tokens(seconds, beside, context, self._mixed)

@@ -10,7 +10,7 @@ the positions of the cache that rows of one token attend to, ``pairs`` those of 
 
 The parts are the state of a Kalman filter (Kalman 1960), and every measured step corrects those that it consists of, by
 as much as is unknown of each. Nothing is assumed of the device: the first step sets the scale, and what has not been
-seen is taken to cost as much a token as that first step did. So steps grow carefully, each a little beyond what is known.
+seen is taken to cost as much a token as that first step did. So steps grow carefully, a little beyond what is known.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STARTS = np.array(KNOTS[:-1], np.float64)
 _WIDTHS = np.diff(np.array(KNOTS, np.float64))
 
 
-class StepWork(NamedTuple):
+class StepLoad(NamedTuple):
     """What there is to do in a step."""
 
     tokens: int
@@ -48,7 +48,7 @@ class StepWork(NamedTuple):
     """Positions that the tokens of longer rows attend to, summed over these tokens."""
 
     @classmethod
-    def of(cls, batch: ScheduledBatch) -> StepWork:
+    def of(cls, batch: ScheduledBatch) -> StepLoad:
         """The work of a planned step."""
         tokens = keys = pairs = 0
         for row in batch.rows:
@@ -76,18 +76,18 @@ class StepTimes:
         """Covariance of ``_parts``."""
         self._first = np.zeros(3 + len(_WIDTHS))
 
-    def predict(self, work: StepWork) -> float:
+    def predict(self, work: StepLoad) -> float:
         """How long a step will take; 0 before the first was measured."""
         return float(_features(work) @ self._parts)
 
-    def soonest(self, work: StepWork) -> float:
+    def soonest(self, work: StepLoad) -> float:
         """When a step may be over already: the prediction less ``DEVIATIONS`` of its standard deviation."""
         features = _features(work)
         expected = float(features @ self._parts)
         variance = max(float(features @ self._unknown @ features), 0.0) + (self.error * expected) ** 2
         return expected - DEVIATIONS * math.sqrt(variance)
 
-    def learn(self, work: StepWork, seconds: float) -> None:
+    def learn(self, work: StepLoad, seconds: float) -> None:
         """Take in how long a step took; what took no time teaches nothing."""
         if seconds <= 0:
             return
@@ -106,7 +106,7 @@ class StepTimes:
         self._unknown -= np.outer(gain, spread)
         self._unknown[np.diag_indices_from(self._unknown)] += (DRIFT * self._first) ** 2 * (features > 0)
 
-    def most_tokens(self, seconds: float, beside: StepWork, context: int, limit: int) -> int:
+    def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int) -> int:
         """How many tokens a step may have so that it takes no longer than ``seconds``.
 
         Args:
@@ -118,7 +118,7 @@ class StepTimes:
 
         def fits(tokens: int) -> bool:
             more = tokens - least
-            return self.predict(StepWork(tokens, beside.keys, beside.pairs + more * context)) <= seconds
+            return self.predict(StepLoad(tokens, beside.keys, beside.pairs + more * context)) <= seconds
 
         low, high = least, max(limit, least)
         if fits(high):
@@ -128,19 +128,18 @@ class StepTimes:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _begin(self, work: StepWork, seconds: float) -> None:
+    def _begin(self, work: StepLoad, seconds: float) -> None:
         """The first step: half of it may be the base, half its tokens; the rest is unknown by as much as it would be if
         the step had been nothing else."""
         each = seconds / work.tokens
         self._parts[0] = 0.5 * seconds
         self._parts[1:-2] = 0.5 * each * _WIDTHS
-        self._first = np.concatenate(
-            [[seconds], each * _WIDTHS, [0.1 * seconds / max(work.keys, 4096), 0.1 * seconds / max(work.pairs, 1 << 20)]]
-        )
+        attention = [0.1 * seconds / max(work.keys, 4096), 0.1 * seconds / max(work.pairs, 1 << 20)]
+        self._first = np.concatenate([[seconds], each * _WIDTHS, attention])
         self._unknown = np.diag(self._first**2)
 
 
-def _features(work: StepWork) -> np.ndarray:
+def _features(work: StepLoad) -> np.ndarray:
     """How much of each part a step has, ``[parts]``."""
     rises = np.clip((work.tokens - _STARTS) / _WIDTHS, 0.0, 1.0)
     return np.concatenate([[1.0], rises, [work.keys, work.pairs]])

@@ -18,6 +18,7 @@ which.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -84,10 +85,9 @@ def least_cost(
             logit_rows, [config.vocab_size], config.dim, bits=storage.head, activation=storage.activation
         )
     pairs = keys = 0.0
-    for layer in range(layers):
-        window = config.layer_window(layer)
-        pairs += sum(visible_pairs(row.new, row.length, window) for row in rows)
-        keys += sum(visible_keys(row.new, row.length, window) for row in rows)
+    for window, count in Counter(map(config.layer_window, range(layers))).items():
+        pairs += count * sum(visible_pairs(row.new, row.length, window) for row in rows)
+        keys += count * sum(visible_keys(row.new, row.length, window) for row in rows)
     return {
         "linear": Cost(layers * linear.flops, layers * linear.bytes_read, layers * linear.bytes_written),
         "head": head,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from ..ops.opset import OpSet, resolve_ops
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
+from .chat import run_template
 from .config import TrainConfig
 from .lora import attach, plain_state
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.bfloat16}
 
@@ -78,8 +82,11 @@ def source_of(config: TrainConfig) -> ModelSource:
     return resolve(config.model, load_format="dummy" if from_scratch(config) else "auto")
 
 
-def build(config: TrainConfig) -> Trainable:
+def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Trainable:
     """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
+
+    Args:
+        tell: is told what a person should know about it.
 
     Raises:
         ValueError: the model cannot be found or loaded, or does not suit the task.
@@ -106,7 +113,7 @@ def build(config: TrainConfig) -> Trainable:
         model,
         source,
         tokenizer if isinstance(tokenizer, Tokenizer) else None,
-        ChatTemplate.from_source(source),
+        run_template(source, tokenizer, config.data, tell),
         parameters,
         adapted,
     )

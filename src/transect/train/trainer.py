@@ -16,13 +16,14 @@ the step, the last losses. There is no dropout and so no random state; the order
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -111,6 +112,13 @@ class _Reading:
         return found
 
 
+def _dated(config: TrainConfig, checkpoint: Checkpoint | None) -> TrainConfig:
+    """With the day that chat templates take for today: a run's own, wherever it goes on."""
+    kept = {} if checkpoint is None else checkpoint.state["config"]["data"]
+    day = config.data.date or kept.get("date") or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, date=day))
+
+
 class Trainer:
     """A run that can take steps, measure itself, and be stopped and taken up again at any step.
 
@@ -127,11 +135,13 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, checkpoint: Checkpoint | None = None, *, allow_changed: Collection[str] = ()
     ) -> None:
-        self.config = config
+        config = self.config = _dated(config, checkpoint)
+        self.told: list[str] = []
+        """What a person should know of the run before it starts."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.memory = fit(config, source_of(config).config, device_of(config.device))
-        self.trainable: Trainable = build(config)
+        self.trainable: Trainable = build(config, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)

@@ -26,7 +26,7 @@ from ...text.tokenizer import Tokenizer
 from ..batches import Batch, best_fit, pack
 from ..config import DataConfig, TrainConfig
 from ..data import Position
-from ..documents import Forms, said
+from ..documents import Forms, answers_apart
 from ..files import find
 from ..identity import stream_identity
 from ..layouts import Form, Messages, Preference
@@ -209,11 +209,5 @@ def read_pairs(
 def _side(
     form: Preference, answer: Messages, tokenizer: Tokenizer, template: ChatTemplate
 ) -> tuple[list[int], list[bool]]:
-    variables: dict[str, Any] = {"tools": form.tools} if form.tools else {}
-    opened = template.render([*form.prompt, *answer[:-1]], add_generation_prompt=True, **variables)
-    answered = template.render([*form.prompt, *answer], add_generation_prompt=False, **variables)
-    if not answered.startswith(opened):
-        raise ValueError("the chat template does not render an answer as the continuation of its prompt")
-    before = tokenizer.encode(opened, parse_special=True)
-    ids = tokenizer.encode(answered[len(opened) :], parse_special=True)
-    return before + ids, [False] * len(before) + said(ids, tokenizer)
+    messages = [*form.prompt, *answer]
+    return answers_apart(messages, tokenizer, template, tools=form.tools, first=len(messages) - 1)[0]

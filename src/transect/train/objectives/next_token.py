@@ -27,7 +27,11 @@ class NextToken(Objective):
         tools = vocab_size, trainable.tokenizer, trainable.template
         ahead = trainable.device.type != "cpu"
         self._described: list[str] = []
-        reading: dict[str, Any] = {"skip": config.data.on_bad_row == "skip", "tell": self._described.append}
+        reading: dict[str, Any] = {
+            "skip": config.data.on_bad_row == "skip",
+            "apart": config.data.turns == "apart",
+            "tell": self._described.append,
+        }
         stream = load_stream(config.data.train, *tools, **reading)
         self.loader = Loader(stream, config.data, config.seed, ahead=ahead)
         self.validation: Loader | None = None
