@@ -16,9 +16,8 @@ seen is taken to cost as much a token as that first step did. So steps grow care
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from .batch import ScheduledBatch
 
@@ -34,8 +33,10 @@ SMOOTHING = 0.02
 SURPRISE = 3.0
 """A step this many times longer than predicted says little (something else ran), and corrects by so much at most."""
 
-_STARTS = np.array(KNOTS[:-1], np.float64)
-_WIDTHS = np.diff(np.array(KNOTS, np.float64))
+Part = tuple[int, float]
+"""A part of the time, and how much of it a step has."""
+_BASE, _KEYS, _PAIRS = 0, len(KNOTS), len(KNOTS) + 1
+"""Places of the parts; those of the tokens lie between, one for each stretch between two knots."""
 
 
 class StepLoad(NamedTuple):
@@ -71,40 +72,45 @@ class StepTimes:
         """How far predictions are off, as a share of the time: a smoothed mean."""
         self.measured = self.predicted = 0.0
         """Seconds of those steps, in all, and what had been predicted for them."""
-        self._parts = np.zeros(3 + len(_WIDTHS))
-        self._unknown = np.zeros((3 + len(_WIDTHS),) * 2)
+        self._parts = [0.0] * (_PAIRS + 1)
+        self._unknown = [[0.0] * (_PAIRS + 1) for _ in self._parts]
         """Covariance of ``_parts``."""
-        self._first = np.zeros(3 + len(_WIDTHS))
+        self._first = [0.0] * (_PAIRS + 1)
+        """What was unknown of each at first."""
 
-    def predict(self, work: StepLoad) -> float:
+    def predict(self, load: StepLoad) -> float:
         """How long a step will take; 0 before the first was measured."""
-        return float(_features(work) @ self._parts)
+        return self._expected(_parts_of(load))
 
-    def soonest(self, work: StepLoad) -> float:
+    def soonest(self, load: StepLoad) -> float:
         """When a step may be over already: the prediction less ``DEVIATIONS`` of its standard deviation."""
-        features = _features(work)
-        expected = float(features @ self._parts)
-        variance = max(float(features @ self._unknown @ features), 0.0) + (self.error * expected) ** 2
-        return expected - DEVIATIONS * math.sqrt(variance)
+        parts = _parts_of(load)
+        expected = self._expected(parts)
+        variance = sum(share * self._covariance(part, parts) for part, share in parts)
+        return expected - DEVIATIONS * math.sqrt(max(variance, 0.0) + (self.error * expected) ** 2)
 
-    def learn(self, work: StepLoad, seconds: float) -> None:
+    def learn(self, load: StepLoad, seconds: float) -> None:
         """Take in how long a step took; what took no time teaches nothing."""
         if seconds <= 0:
             return
-        features = _features(work)
+        parts = _parts_of(load)
         if not self.steps:
-            self._begin(work, seconds)
-        expected = float(features @ self._parts)
+            self._begin(load, seconds)
+        expected = self._expected(parts)
         self.steps += 1
         self.measured += seconds
         self.predicted += expected
         seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
         self.error += SMOOTHING * (abs(seconds - expected) / seconds - self.error)
-        spread = self._unknown @ features
-        gain = spread / (float(features @ spread) + (NOISE * max(expected, seconds)) ** 2)
-        self._parts = self._parts + gain * (seconds - expected)
-        self._unknown -= np.outer(gain, spread)
-        self._unknown[np.diag_indices_from(self._unknown)] += (DRIFT * self._first) ** 2 * (features > 0)
+        spread = [self._covariance(part, parts) for part in range(len(self._parts))]
+        variance = sum(share * spread[part] for part, share in parts) + (NOISE * max(expected, seconds)) ** 2
+        for part, covariance in enumerate(spread):
+            gain = covariance / variance
+            self._parts[part] += gain * (seconds - expected)
+            row = self._unknown[part]
+            self._unknown[part] = [known - gain * other for known, other in zip(row, spread, strict=True)]
+        for part, _ in parts:
+            self._unknown[part][part] += (DRIFT * self._first[part]) ** 2
 
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int) -> int:
         """How many tokens a step may have so that it takes no longer than ``seconds``.
@@ -128,18 +134,34 @@ class StepTimes:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _begin(self, work: StepLoad, seconds: float) -> None:
+    def _expected(self, parts: list[Part]) -> float:
+        return sum(share * self._parts[part] for part, share in parts)
+
+    def _covariance(self, part: int, parts: list[Part]) -> float:
+        row = self._unknown[part]
+        return sum(share * row[other] for other, share in parts)
+
+    def _begin(self, load: StepLoad, seconds: float) -> None:
         """The first step: half of it may be the base, half its tokens; the rest is unknown by as much as it would be if
         the step had been nothing else."""
-        each = seconds / work.tokens
-        self._parts[0] = 0.5 * seconds
-        self._parts[1:-2] = 0.5 * each * _WIDTHS
-        attention = [0.1 * seconds / max(work.keys, 4096), 0.1 * seconds / max(work.pairs, 1 << 20)]
-        self._first = np.concatenate([[seconds], each * _WIDTHS, attention])
-        self._unknown = np.diag(self._first**2)
+        each = seconds / load.tokens
+        widths = [each * (after - before) for before, after in pairwise(KNOTS)]
+        attention = [0.1 * seconds / max(load.keys, 4096), 0.1 * seconds / max(load.pairs, 1 << 20)]
+        self._first = [seconds, *widths, *attention]
+        self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0]
+        for part, first in enumerate(self._first):
+            self._unknown[part][part] = first**2
 
 
-def _features(work: StepLoad) -> np.ndarray:
-    """How much of each part a step has, ``[parts]``."""
-    rises = np.clip((work.tokens - _STARTS) / _WIDTHS, 0.0, 1.0)
-    return np.concatenate([[1.0], rises, [work.keys, work.pairs]])
+def _parts_of(load: StepLoad) -> list[Part]:
+    """The parts that a step has something of."""
+    parts: list[Part] = [(_BASE, 1.0)]
+    for place, (before, after) in enumerate(pairwise(KNOTS), 1):
+        if load.tokens <= before:
+            break
+        parts.append((place, min((load.tokens - before) / (after - before), 1.0)))
+    if load.keys:
+        parts.append((_KEYS, load.keys))
+    if load.pairs:
+        parts.append((_PAIRS, load.pairs))
+    return parts
