@@ -126,6 +126,13 @@ def command(
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_mixed_tokens: MaxMixedTokens = None,
     fill_steps: FillSteps = None,
+    itl_target: Annotated[
+        str | None,
+        typer.Option(
+            help="Milliseconds that a step may take while others stream; auto: twice what their tokens take; off. "
+            "[default: auto, unless --max-mixed-tokens or --fill-steps is given]"
+        ),
+    ] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     prefix_caching: PrefixCaching = True,
     decision_log: DecisionLog = None,
@@ -190,6 +197,7 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_mixed_tokens=max_mixed_tokens,
         fill_steps=fill_steps,
+        itl_target=itl_target,
         kv_cache_tokens=kv_cache_tokens,
         enable_prefix_caching=prefix_caching,
         decision_log=decision_log,

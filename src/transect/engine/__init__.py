@@ -9,7 +9,8 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``kv_cache``: the pool of KV blocks, reference counts, the prefix cache. ``sequence_blocks``: which blocks sequences
   have, copy-on-write, and giving back what steps in flight use.
 * ``scheduler_config``: the numbers that steer the scheduler. ``limits``: whether a request can ever fit.
-* ``filling``: when prompts may be computed little by little.
+* ``step_budget``: how many tokens a step may have while sequences decode. ``step_time``: how long steps take, learned.
+  ``filling``: when prompts may be computed little by little.
 * ``waiting_queue``: who waits, in which order, and when the queue is full.
 * ``scheduler``: who runs in the next step; admission, preemption, forks, and what a step's tokens change.
   ``plan``: a step while it is planned. ``failures``: which choices the errors of a step end.

@@ -111,6 +111,7 @@ def build_engine(
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_tokens=config.max_mixed_tokens,
             fill_tokens=fill_tokens,
+            itl_target=config.step_seconds,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,10 @@ class EngineConfig:
             anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
             models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
             a server.
+        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: twice what the decodes alone
+            take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and makes
+            them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in ``LLM``,
+            ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
@@ -106,6 +111,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_mixed_tokens: int | None = None
     fill_steps: bool | None = None
+    itl_target: float | Literal["auto", "off"] | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -156,6 +162,10 @@ class EngineConfig:
             raise ValueError(f"the size of the KV cache is given twice ({', '.join(given)}): give one of them")
         if self.policy not in ("continuous", "static"):
             raise ValueError(f"policy must be continuous or static, not {self.policy!r}")
+        if isinstance(self.itl_target, str):
+            object.__setattr__(self, "itl_target", _target(self.itl_target))
+        if isinstance(self.itl_target, int | float) and not 0 < self.itl_target < math.inf:
+            raise ValueError(f"itl_target must be a number of milliseconds, auto or off, got {self.itl_target!r}")
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
         Layout(*self.parallel_sizes)
@@ -202,6 +212,19 @@ class EngineConfig:
             self._check_steps(seqs)
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
+    def for_server(self) -> EngineConfig:
+        """This configuration with what is left to a server decided: steps are sized by time, unless something else
+        sizes them."""
+        sized = self.max_mixed_tokens is not None or self.fill_steps or self.policy == "static"
+        return self if sized or self.itl_target is not None else dataclasses.replace(self, itl_target="auto")
+
+    @property
+    def step_seconds(self) -> float | None:
+        """``itl_target`` as the scheduler wants it: seconds, 0 for automatic, None for off."""
+        if isinstance(self.itl_target, str) or self.itl_target is None:
+            return 0.0 if self.itl_target == "auto" else None
+        return self.itl_target / 1e3
+
     def cpu_threads(self) -> int:
         """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``).
 
@@ -226,6 +249,16 @@ class EngineConfig:
             elif each.name == "model" or value != each.default:
                 changed.append(f"{each.name}={value}")
         return ", ".join(changed)
+
+
+def _target(text: str) -> float | str:
+    """``auto``, ``off``, or a number as the command line gives it."""
+    if text in ("auto", "off"):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"itl_target must be a number of milliseconds, auto or off, got {text!r}") from None
 
 
 def _positive(name: str, value: object) -> None:

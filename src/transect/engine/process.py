@@ -132,6 +132,8 @@ class _Loop:
             if self._ranks is not None:
                 self._ranks.check()
             patience = GRAMMAR_POLL_MS if self._grammars else int(wire.HEARTBEAT_S * 1000)
+            if self._core.has_work:
+                self._wait_to_plan()
             if self._core.has_work or self._socket.poll(patience):
                 self._take_messages()
             for request_id, error in self._grammars.admit() if self._grammars else ():
@@ -146,6 +148,12 @@ class _Loop:
         self._compiler.close()
         if self._core.decisions is not None:
             self._core.decisions.close()
+
+    def _wait_to_plan(self) -> None:
+        """While the device has work, take requests as they come: they are part of the step that is planned next."""
+        while (seconds := self._core.time_to_plan()) > 0 and not self._stopping:
+            if self._socket.poll(int(seconds * 1e3)):
+                self._take_messages()
 
     def _take_messages(self) -> None:
         before = self._submits

@@ -113,8 +113,8 @@ class Ranks:
         return cls(World(_device(device, local)), {}, None)
 
     def call(self, job: str, argument: Any) -> None:
-        """Have all other ranks run ``job`` (``module:function``) with their ``World`` and ``argument``, when they are done
-        with the one before. Rank 0 alone calls this."""
+        """Have all other ranks run ``job`` (``module:function``) with their ``World`` and ``argument``, when they are
+        done with the one before. Rank 0 alone calls this."""
         self.world.announce((job, argument))
 
     def tell(self, listener: Callable[[str], object]) -> None:
