@@ -172,6 +172,11 @@ class AsyncEngine:
         return self.info.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, and of an embedding."""
+        return self.info.hidden_size
+
+    @property
     def eos_token_ids(self) -> list[int]:
         """Tokens that end an answer."""
         return self.info.eos_token_ids
