@@ -166,6 +166,9 @@ class FakeEngine:
             prompt_tokens=0,
             generation_tokens=0,
             steps=9,
+            timed_steps=8,
+            step_seconds=0.5,
+            predicted_step_seconds=0.6,
             finished={},
         )
 

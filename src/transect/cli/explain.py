@@ -82,17 +82,33 @@ def request(
 @application.command("replay")
 def replay(
     source: Log,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A change: max_num_batched_tokens=512, num_blocks=900, policy=static, preset=h200."),
+    ] = None,
+    preset: Preset = None,
     as_json: Json = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Run a decision log through the scheduler again. With nothing changed every decision must come out the same."""
+    """Run a decision log through the scheduler again. With nothing changed every decision must come out the same;
+    with --set, print what latencies and tokens/s would have been. --set may be given again.
+
+    Settings are those of the scheduler; preset=NAME is another device, quantization=int4 another format.
+    """
     import dataclasses
     import json
 
+    from ..explain.rates import rates_for
     from ..explain.replay import replay as again
     from ..explain.sources import open_log
+    from ..explain.what_if import what_if
+    from ..explain.work import StepWork
 
     log = open_log(source, api_key)
+    if setting:
+        predicted = what_if(log, StepWork.of(log.header, rates_for(log.header, preset)), setting)
+        print(json.dumps(predicted.to_dict(), indent=1) if as_json else "\n".join(predicted.lines()))
+        return
     found = again(log)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=1))

@@ -101,7 +101,7 @@ class AsyncEngine:
             ValueError: the configuration or the model is at fault; the message says what to change.
             EngineDeadError: the process could not start for another reason.
         """
-        config = config if config is not None else EngineConfig(**engine_settings(settings))
+        config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
         find = functools.partial(resolve, config.model, load_format=config.load_format, revision=config.revision)
         source = await asyncio.to_thread(find)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..text.hf_tokenizer import HFTokenizer
 from ..text.inert import chat_tokens
@@ -38,6 +39,10 @@ from .scoring import PARAMS as SCORE
 from .scoring import Score, ScoringOutput, pair_token_ids, pairs, score
 from .vllm_arguments import engine_settings
 
+if TYPE_CHECKING:
+    from ..parallel.launch import Ranks
+    from .core import EngineCore
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -49,6 +54,8 @@ class LLM:
         settings: fields of ``EngineConfig``, such as ``dtype``, ``max_model_len``, ``max_num_seqs``, ``threads``. The
             queue has no bound here. vLLM's arguments are understood where they mean something, and dropped where they
             mean nothing (``vllm_arguments.py``).
+        ranks: processes that are there already, to run on; None: ``tensor_parallel_size`` times
+            ``pipeline_parallel_size`` are started if that is more than 1; under ``torchrun`` they are there.
 
     Raises:
         ValueError: the model or a setting is at fault; the message says what to change.
@@ -57,16 +64,22 @@ class LLM:
     One start-up line on stderr says which kernels run and why, and with what configuration.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str, *, ranks: Ranks | None = None, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **engine_settings(settings))
+        if self.config.data_parallel_size > 1:
+            raise ValueError(
+                "data_parallel_size is for a server, which has many callers: use `transect serve`, or start one LLM in "
+                "each of several processes"
+            )
         first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
         self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)
         began = time.perf_counter()
         with compiling(self.config) as compilers:
-            from .build import build_engine  # imports torch, which takes seconds
+            from .ranks import start_engine  # imports torch, which takes seconds
 
-            built = build_engine(self.config, compilers, began)
+            built = start_engine(self.config, compilers, began, leads=False, ranks=ranks)
         self._core = built.core
+        self._end_ranks = weakref.finalize(self, _end_ranks, built.core, built.ranks)
         self._scheduler_config = built.core.scheduler.config
         self._grammars = built.grammars(checked=False)
         self._next_id = 0
@@ -84,7 +97,7 @@ class LLM:
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
         said = (built.kernels, capacity, str(text.defaults), str(self.config))
-        for line in (*built.report, "; ".join(filter(None, said))):
+        for line in (*built.report, "; ".join(filter(None, said))) if built.speaks else ():
             print(f"transect: {line}", file=sys.stderr)
 
     def get_tokenizer(self) -> HFTokenizer:
@@ -365,9 +378,11 @@ class LLM:
         return None if self._core.decisions is None else self._core.decisions.ring
 
     def close(self) -> None:
-        """End the file of ``decision_log``, if there is one; the engine goes on without it."""
+        """End the file of ``decision_log``, if there is one; the engine goes on without it. An engine on several ranks
+        ends: its other processes are gone. That also happens when the object is forgotten, or the program ends."""
         if self._core.decisions is not None:
             self._core.decisions.close()
+        self._end_ranks()
 
 
 def _only_position(result: RequestOutput) -> PositionLogprobs:
@@ -376,6 +391,14 @@ def _only_position(result: RequestOutput) -> PositionLogprobs:
     if not output.logprobs:
         raise RuntimeError(f"a beam could not go on: {output.error}")
     return output.logprobs[0]
+
+
+def _end_ranks(core: EngineCore, ranks: Ranks | None) -> None:
+    """End what an engine on several ranks has beside this process."""
+    if ranks is not None:
+        ranks.close()
+    elif (release := getattr(core, "release", None)) is not None:
+        release()
 
 
 @dataclasses.dataclass

@@ -69,6 +69,12 @@ class SchedulerStats(msgspec.Struct):
     """Prompt tokens of admitted requests, cached ones included."""
     generation_tokens: int
     steps: int
+    timed_steps: int
+    """Steps whose time was measured: with ``itl_target`` all of them."""
+    step_seconds: float
+    """Time of the timed steps, in seconds."""
+    predicted_step_seconds: float
+    """What was predicted for them."""
     finished: dict[str, int]
     """Choices by finish reason."""
 

@@ -18,6 +18,7 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import Scheduler
 from ..engine.scheduler_config import SchedulerConfig
+from ..engine.step_time import StepLoad
 from .log import Life, RunLog, StepRow, last_rows_on, rows_of
 
 STOP = 2**31 - 1
@@ -38,8 +39,8 @@ class Script:
     def request(self, life: Life, name: str | None = None, arrival: float | None = None) -> Request:
         """A request that asks for the same."""
         added = life.added
+        # All choices share the prompt; one that ended early may know the hashes of its beginning only.
         hashes = max((each[2] for each in life.ends.values()), key=len, default=b"")
-        hashes = life.ends[0][2] if 0 in life.ends else hashes
         prompt = tuple(self._tokens(hashes, 0, added.prompt_tokens))
         stops = [STOP] if any(reason == "stop" for reason, _, _ in life.ends.values()) else []
         params = SamplingParams(
@@ -130,7 +131,7 @@ class _Replay:
                 case Aborted():
                     self.scheduler.abort(event.request_id, event.choice)
                 case Filled():
-                    self.scheduler.fill_tokens = event.tokens
+                    self.scheduler.budget.fill_tokens = event.tokens
                 case CacheReset():
                     self.scheduler.reset_prefix_cache()
                 case Planned():
@@ -177,6 +178,8 @@ class _Replay:
 
     def _commit(self, event: Done) -> None:
         batch = self.batches.pop(event.step)
+        if event.learned:
+            self.scheduler.times.learn(StepLoad.of(batch), event.learned)
         result = StepResult({})
         for seq_id, sound in event.errors:
             result.errors[seq_id] = "recorded error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,10 @@ from ..models.memory.fit import first_that_fits, refusal
 from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training import TrainingPlan, training
+from ..models.shapes import weight_shapes
 from .config import TrainConfig
 from .merged_layers import refusal as refusal_to_merge
+from .model import teacher_of
 from .rollout import BLOCK_SIZE, MOST_RUNNING
 
 log = logging.getLogger(__name__)
@@ -52,9 +55,15 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         targets=config.lora.targets,
         group=config.lora.group,
         rollouts=rollouts,
+        reference=config.objective == "grpo" and config.grpo.beta > 0,
+        teacher=_numbers(teacher_of(config).config) if config.objective == "distill" else 0,
         backend="cpu" if device.type == "cpu" else "gpu",
         merged=config.merged and device.type == "cuda" and not refusal_to_merge(model),
     )
+
+
+def _numbers(model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in weight_shapes(model).values())
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -82,6 +82,13 @@ def source_of(config: TrainConfig) -> ModelSource:
     return resolve(config.model, load_format="dummy" if from_scratch(config) else "auto")
 
 
+def teacher_of(config: TrainConfig) -> ModelSource:
+    """Where the teacher of a distillation is. ValueError if none is named, or it cannot be found."""
+    if not config.distill.teacher:
+        raise ValueError('objective = "distill" needs a larger model: name it in distill.teacher')
+    return resolve(config.distill.teacher)
+
+
 def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Trainable:
     """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
 

@@ -146,8 +146,16 @@ class Trainer:
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
-            config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
+            config.optimizer,
+            self.trainable.parameters,
+            master_weights=config.precision == "mixed" or self.trainable.adapted,
+            seed=config.seed,
         )
+        if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
+            self.told.append(
+                'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
+                'learning rates are most: "stochastic" keeps them on average, precision = "mixed" exactly'
+            )
         self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
         self.identity = self.objective.identity()
         """Digests of what the run is of; every checkpoint keeps them."""
@@ -180,6 +188,8 @@ class Trainer:
                     loss = self.objective.loss(batch) * (batch.num_labels / labels)
                     loss.backward()  # type: ignore[no-untyped-call]
                     losses[index] = loss.detach()
+                    if len(on_device) > 1:
+                        self.optimizer.gather()
         norm = self.optimizer.gradient_norm().to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
