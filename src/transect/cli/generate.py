@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Quantization, Threads, engine_config
+from .engine_options import (
+    Device,
+    Dtype,
+    MaxModelLen,
+    ModelArgument,
+    Native,
+    PipelineParallel,
+    Quantization,
+    TensorParallel,
+    Threads,
+    engine_config,
+)
 from .settings import ConfigFile
 
 
@@ -29,6 +40,8 @@ def command(
     quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
+    tensor_parallel_size: TensorParallel = 1,
+    pipeline_parallel_size: PipelineParallel = 1,
     native: Native = None,
     config: ConfigFile = None,
 ) -> None:
@@ -51,6 +64,8 @@ def command(
         quantization=quantization,
         max_model_len=max_model_len,
         threads=threads,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         native=native,
         max_num_seqs=1,
     )

@@ -223,13 +223,13 @@ def _load_torch(
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     model = Decoder(source.config, "meta", number_type, ops=ops).to_empty(device=device)
     weights = stored_weights(source, seed)
-    return fill(model, weights if quantization is None else _rounded_layers(weights)).requires_grad_(False)
+    return fill(model, weights if quantization is None else rounded_layers(weights)).requires_grad_(False)
 
 
-def _rounded_layers(weights: StoredWeights) -> StoredWeights:
+def rounded_layers(weights: StoredWeights) -> StoredWeights:
     """With the layers' matrices as they are when they are served in 4 bits."""
     for name, stored in weights:
-        if name.startswith("layers.") and len(stored.shape) == 2:
+        if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
 
             def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
                 return rounded(dense_values(stored.read()))[rows, columns]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import ModelConfig
-from ..shapes import linear_shapes, weight_shapes
+from ..shapes import largest_matrix, linear_shapes, weight_shapes
 from ..storage import int4_format
 from .kept import Backend, Kept, LayerKept, Reads, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
@@ -102,7 +102,7 @@ def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[i
         return weight_shapes(config)
     found: dict[str, tuple[int, ...]] = {}
     for layer in range(config.n_layers):
-        for name, ((outputs, inputs), _) in linear_shapes(config).items():
+        for name, ((outputs, inputs), _) in linear_shapes(config, layer).items():
             if name.split(".")[1] in plan.targets:
                 found[f"layers.{layer}.{name}.a"] = (plan.rank, inputs)
                 found[f"layers.{layer}.{name}.b"] = (outputs, plan.rank)
@@ -266,7 +266,7 @@ class _Account:
         if self.plan.task != "qlora":
             return []
         whole = self.e * _count(weight_shapes(self.config))
-        largest = max(outputs * inputs for (outputs, inputs), _ in linear_shapes(self.config).values())
+        largest = largest_matrix(self.config)
         quantizing = self.term("quantizing", 13 * largest, "the largest matrix in float32, its codes twice more")
         return [Phase("loading and quantizing", {"weights": whole, "quantizing": quantizing})]
 
@@ -372,7 +372,7 @@ class _Account:
         """Held on top of an MLP's activations at the worst moment of its gradient."""
         config, plan, e = self.config, self.plan, self.e
         tokens, wide = plan.micro_batch, max(4, self.e)
-        ffn = config.ffn_dim
+        ffn = config.widest_mlp
         stream = e * config.dim * tokens
         if plan.backend == "cpu" and (e != 4 or not config.gated_mlp):
             # Upstream gradient, and that of each factor, in float32.
@@ -394,7 +394,7 @@ class _Account:
         """A 4-bit weight made dense, the largest."""
         if self.plan.task != "qlora":
             return 0
-        size = max(outputs * inputs for (outputs, inputs), _ in linear_shapes(self.config).values())
+        size = largest_matrix(self.config)
         return size * (self.e if self.plan.backend == "gpu" else max(8, 2 * self.e))
 
     def why_temporaries(self) -> str:
@@ -421,7 +421,7 @@ _STATE = {
 
 
 def _by_muon(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and "layers." in name
+    return len(shape) == 2 and "layers." in name and "router" not in name and "experts_" not in name
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -16,6 +16,7 @@ from .defaults import by_task
 from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
 from .parse import build, overridden, positive
+from .router import RouterConfig
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
 Precision = Literal["float32", "bfloat16", "mixed"]
@@ -76,6 +77,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
     orpo: ORPOConfig = field(default_factory=ORPOConfig)
