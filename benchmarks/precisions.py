@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from record import commit, environment, release, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "pretrain"))

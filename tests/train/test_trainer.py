@@ -227,7 +227,7 @@ def test_other_data_than_the_checkpoint_s_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"the tokens of the data changed since.*--allow-changed data"):
         Trainer(config, found)
     assert Trainer(config, found, allow_changed=["data"]).steps_done == 2
-    with pytest.raises(ValueError, match="knows data, masks, base, .*not dta"):
+    with pytest.raises(ValueError, match=r"knows data, masks, base, .*not dta"):
         Trainer(config, found, allow_changed=["dta"])
 
 
