@@ -84,7 +84,6 @@ class LeadingCore(EngineCore):
         if self._ranks.failure is None:
             self._ranks.world.announce(None)
 
-
     def _learn(self, done: Step, ended: float, late: bool) -> float:
         seconds = super()._learn(done, ended, late)
         self._messages.append(("learned", (self._work_of(done.batch), seconds)))
@@ -112,7 +111,10 @@ class _Checked:
         self._inner, self._world = inner, world
 
     def submit(self, batch: ScheduledBatch) -> Handle:
-        self._world.agree({f"the plan of step {batch.step}": plan_digest(batch)})
+        digests = self._world.exchange((batch.step, plan_digest(batch)))
+        other = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if other:
+            raise RuntimeError(f"ranks {other} have planned other steps than rank 0: {digests}")
         return self._inner.submit(batch)
 
 
