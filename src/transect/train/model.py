@@ -17,6 +17,7 @@ from ..models.weights_hf import save_hf
 from ..ops.opset import OpSet, resolve_ops
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
+from ..text.model_text import template_text
 from ..text.tokenizer import Tokenizer
 from .chat import run_template
 from .config import TrainConfig
@@ -29,7 +30,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.b
 
 @dataclass(frozen=True)
 class Trainable:
-    """A model and what belongs to it. ``parameters``: those that are trained, by canonical name."""
+    """A model and what belongs to it.
+
+    ``parameters``: those that are trained, by canonical name. ``own_template``: the chat template that the run brings
+    in place of the model's; the model is to be served with it.
+    """
 
     model: Decoder
     source: ModelSource
@@ -37,6 +42,7 @@ class Trainable:
     template: ChatTemplate | None
     parameters: Mapping[str, nn.Parameter]
     adapted: bool
+    own_template: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +56,8 @@ class Trainable:
         """Write a snapshot as a model directory: config.json, safetensors, tokenizer."""
         save_hf(state, self.source.config, directory)
         export_tokenizer(self.source, directory)
+        if self.own_template:
+            (directory / "chat_template.jinja").write_text(self.own_template, encoding="utf-8")
 
 
 def device_of(name: str) -> torch.device:
@@ -123,4 +131,5 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
         run_template(source, tokenizer, config.data, tell),
         parameters,
         adapted,
+        "" if config.data.chat_template in ("auto", "model") else template_text(config.data.chat_template),
     )
