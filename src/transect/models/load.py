@@ -21,6 +21,8 @@ from torch import Tensor
 from ..ops.cpu import library as cpu_library
 from ..ops.opset import OpSet, resolve_ops
 from ..ops.registry import Unavailable
+from .adapter import StoredAdapter, merged_weights, put_beside
+from .adapter_peft import read_adapter
 from .config import ModelConfig
 from .cost import weight_bytes
 from .decoder import Decoder
@@ -51,14 +53,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def stored_weights(
-    source: ModelSource, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    source: ModelSource,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    *,
+    beside: StoredAdapter | None = None,
 ) -> StoredWeights:
     """Every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and ``stored_hf``. A
     source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
 
+    The adapter of a source is in the weights. With ``beside``, which is that adapter, the layers' matrices are without
+    it, for ``put_beside``.
+
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
     """
+    if source.adapter is not None:
+        adapter = beside or read_adapter(source.adapter.path, source.config)
+        base = stored_weights(source.adapter.base)
+        return merged_weights(base, adapter, source.config, beside=beside is not None)
     if source.kind == "gguf":
         return stored_gguf(source.gguf, source.config)
     if source.kind == "shape":

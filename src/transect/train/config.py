@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ..models.memory.terms import parse_bytes
+from .lora_config import LoRAConfig
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
 Precision = Literal["float32", "bfloat16", "mixed"]
@@ -121,28 +122,6 @@ class ScheduleConfig:
             raise ValueError("schedule.warmup and schedule.decay are numbers of steps, 0 or more")
         if not 0 <= self.final <= 1:
             raise ValueError(f"schedule.final is a share of the learning rate, from 0 to 1, not {self.final}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoRAConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W x + (alpha / rank) B A x with W frozen.
-
-    Attributes:
-        targets: which matrices of a layer have one: any of q, k, v, o, gate, up, down.
-        group: numbers that share a scale in the frozen 4-bit base of ``qlora``.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-    group: int = 64
-
-    def __post_init__(self) -> None:
-        _positive(self, "rank", "group")
-        known = ("q", "k", "v", "o", "gate", "up", "down")
-        strange = [name for name in self.targets if name not in known]
-        if strange or not self.targets:
-            raise ValueError(f"lora.targets must be some of {', '.join(known)}, not {', '.join(strange) or 'none'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +280,11 @@ def _build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     hints = typing.get_type_hints(kind)
     names = [item.name for item in dataclasses.fields(kind)]
     arguments = {}
+    other_names: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
     for key, value in values.items():
+        key = other_names.get(key, key)
+        if key in arguments:
+            raise ValueError(f"the setting {where}{key} is given twice, under two names")
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..models.adapter import StoredAdapter
+from ..models.adapter_peft import read_adapter, write_adapter
 from ..models.decoder import Decoder
 from ..models.load import fill, stored_weights
 from ..models.resolve import ModelSource, resolve
+from ..models.weights.dropout import Moment
 from ..models.weights_hf import save_hf
 from ..ops.opset import OpSet, resolve_ops
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
 from .config import TrainConfig
-from .lora import attach, plain_state
+from .lora import adapter_folder, attach, plain_state, settled, trained_adapter
+from .lora_config import LoRAConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.bfloat16}
 
@@ -32,19 +36,37 @@ class Trainable:
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     parameters: Mapping[str, nn.Parameter]
-    adapted: bool
+    lora: LoRAConfig | None
+    """The adapters' settings, where adapters are trained."""
+    moment: Moment
+    """The place in the run, for dropout; the trainer moves it."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained."""
+        return self.lora is not None
 
     @property
     def device(self) -> torch.device:
         return self.model.norm.weight.device
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """The weights of the plain model by canonical name, copied to the CPU."""
-        return plain_state(self.model)
+    def snapshot(self) -> Callable[[Path], None]:
+        """The weights now, copied to the CPU, as what writes them into a directory with the tokenizer: the adapter in
+        PEFT's layout, or where all weights are trained the model in that of Hugging Face."""
+        if self.lora is not None:
+            adapter = trained_adapter(self.model, self.lora)
+            return lambda directory: self._write_adapter(adapter, directory)
+        weights = plain_state(self.model)
+        return lambda directory: self._write_model(weights, directory)
 
-    def write(self, state: Mapping[str, Tensor], directory: Path) -> None:
-        """Write a snapshot as a model directory: config.json, safetensors, tokenizer."""
-        save_hf(state, self.source.config, directory)
+    def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
+        save_hf(weights, self.source.config, directory)
+        export_tokenizer(self.source, directory)
+
+    def _write_adapter(self, adapter: StoredAdapter, directory: Path) -> None:
+        name = self.source.name
+        base = str(self.source.path) if Path(name).expanduser().exists() and self.source.adapter is None else name
+        write_adapter(directory, adapter, self.source.config, base=base)
         export_tokenizer(self.source, directory)
 
 
@@ -93,13 +115,15 @@ def build(config: TrainConfig) -> Trainable:
     else:
         fill(model, stored_weights(source))
     model.requires_grad_(True)
-    adapted = config.task in ("lora", "qlora")
+    lora = settled(config.lora) if config.task in ("lora", "qlora") else None
+    moment = Moment()
     if config.task == "qlora":
         from .qlora import quantize_layers
 
         quantize_layers(model, config.lora.group)
-    if adapted:
-        attach(model, config.lora, seed=config.seed)
+    if lora is not None:
+        start = read_adapter(adapter_folder(lora.start), source.config) if lora.start else None
+        attach(model, lora, seed=config.seed, start=start, moment=moment)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tokenizer = Tokenizer.from_source(source)
     return Trainable(
@@ -108,5 +132,6 @@ def build(config: TrainConfig) -> Trainable:
         tokenizer if isinstance(tokenizer, Tokenizer) else None,
         ChatTemplate.from_source(source),
         parameters,
-        adapted,
+        lora,
+        moment,
     )

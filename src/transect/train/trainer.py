@@ -11,7 +11,8 @@ One step, in the order it happens (``Trainer.step``):
    the kernel changes nothing if loss or norm are not finite.
 
 Everything that decides the next step is in ``Trainer.snapshot``: weights, optimizer state, the position in the data,
-the step, the last losses. There is no dropout and so no random state; the order of the data is a function of the seed.
+the step, the last losses. There is no random state: the order of the data and the masks of dropout are functions of the
+seed and the step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..models.adapter_peft import read_adapter
 from ..models.load import fill, stored_weights
+from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
@@ -39,6 +42,7 @@ from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .identity import base_identity, compare
+from .lora import take_adapter
 from .memory import fit
 from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
@@ -163,6 +167,7 @@ class Trainer:
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
             for index, batch in enumerate(on_device):
+                self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
                 if batch.num_labels:
                     loss = self.objective.loss(batch) * (batch.num_labels / labels)
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -235,10 +240,8 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
-        weights = self.trainable.snapshot()
+        write = self.trainable.snapshot()
         tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
-        if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told
-            tensors |= {f"weight/{k}": p.detach().to("cpu", copy=True) for k, p in self.trainable.parameters.items()}
         state = {
             "config": self.config.to_dict(),
             "position": asdict(self.objective.position),
@@ -246,7 +249,7 @@ class Trainer:
             "optimizer_steps": self.optimizer.steps,
             "losses": list(self.watch.losses),
         }
-        return Snapshot(self.steps_done, lambda folder: self.trainable.write(weights, folder), tensors, state)
+        return Snapshot(self.steps_done, write, tensors, state)
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
@@ -254,7 +257,9 @@ class Trainer:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
         with torch.no_grad():
-            if self.trainable.adapted:
+            if self.trainable.adapted and is_adapter(checkpoint.path):
+                take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
+            elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights
                 for name, parameter in self.trainable.parameters.items():
                     if f"weight/{name}" not in checkpoint.tensors:
                         raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
