@@ -26,7 +26,7 @@ OTHERS = {"triton": "Triton", "torch": "cuBLAS", "cpu_blas": "the processor's BL
 
 
 def rungs() -> dict[str, dict[str, Timing]]:
-    """Of every case of the ladder, each contender that has a time.
+    """Each contender of every case of the ladder that has a time.
 
     Raises:
         FileNotFoundError: nothing is recorded.

@@ -128,7 +128,7 @@ def name_of(choice: Choice) -> str:
 
 
 def form(choice: Choice) -> dict[str, Any]:
-    """As it stands in a file of choices."""
+    """The line that a file of choices has."""
     tiling = choice.tiling
     return {"by": choice.by} | ({} if tiling is None else {"tiling": dataclasses.asdict(tiling)})
 
@@ -156,7 +156,7 @@ class Layers:
         self.streams = StreamProducts(torch.device("cuda", 0), lambda _, n, k, __: self.choice[self._name[n, k]].tiling)
         self.choice: dict[str, Choice] = {}
         self.best: dict[str, list[Choice]] = {}
-        """Of each product, the quickest found with norms apart."""
+        """The quickest found of each product with norms apart."""
         self.first = self.now().double()
 
     def now(self) -> Tensor:

@@ -9,6 +9,8 @@ import transformers
 from tiny_llm import CONTEXT, EOS, VOCAB, greedy_tokens, save_tiny_llm
 
 from transect import LLM, SamplingParams
+from transect.text.chat_template import ChatTemplate
+from transect.text.template_worker import TemplateApart, TemplateWorker
 
 torch.set_num_threads(1)
 PROMPTS = [[5, 6, 7], list(range(40, 90)), [1], [9] * 33, list(range(100, 117))]
@@ -220,6 +222,26 @@ def test_chat_renders_the_template(llm):
     assert one[0].prompt_token_ids[0] == 256
     two = llm.chat([messages, [*messages, {"role": "assistant", "content": "yo"}]], greedy(5))
     assert tokens_of(two[:1]) == tokens_of(one) and len(two) == 2
+
+
+NESTED = "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+
+
+def test_a_chat_template_that_does_not_end_is_ended(llm, monkeypatch):
+    """No limit of the sandbox forbids this one; ``text/template_worker.py`` ends its process."""
+    endless = ChatTemplate("{% set ns = namespace(x=['a'], y=['a']) %}" + NESTED + "{{ ns.x == ns.y }}")
+    worker = TemplateWorker(time_limit_s=0.2)
+    sound = llm.chat_template
+    assert isinstance(sound, TemplateApart)
+    monkeypatch.setattr(llm, "chat_template", TemplateApart(endless, worker))
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match=r"asks for too much: it was ended after 0\.2 s"):
+        llm.chat(messages, greedy(3))
+    with pytest.raises(ValueError, match="asks for too much"):
+        llm.get_tokenizer().apply_chat_template(messages)
+    assert llm.get_tokenizer().apply_chat_template(messages, chat_template="{{ 2 }}", tokenize=False) == "2"
+    monkeypatch.undo()
+    assert not llm.has_work and len(llm.chat(messages, greedy(3))[0].outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,13 @@ def random_params(rng: random.Random, vocab: int, *, prompt_logprobs: bool = Tru
         settings["prompt_logprobs"] = rng.randint(0, 3)
     if rng.random() < 0.15:
         settings["n"] = rng.randint(2, 3)
+    more = random.Random(settings["seed"])
+    if more.random() < 0.1:
+        settings["allowed_token_ids"] = more.sample(range(vocab), more.randint(3, vocab // 2))
+    if more.random() < 0.15:  # of few tokens, so that some of them do come
+        few = [more.randrange(vocab) for _ in range(4)]
+        settings["bad_words_token_ids"] = [more.choices(few, k=more.randint(1, 3)) for _ in range(6)]
+        settings |= {"logit_bias": dict.fromkeys(few, 6.0)} if more.random() < 0.5 else {}
     return SamplingParams(**settings)
 
 

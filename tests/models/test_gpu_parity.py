@@ -18,7 +18,7 @@ PROMPTS = [[(7 * i + 3) % 96 for i in range(37)], [5, 4, 3, 2, 1]]
 
 
 def logits_on_gpu(model, dtype):
-    """Of every token of both prompts, computed in one ragged batch a chunk."""
+    """The values of every token of both prompts, computed in one ragged batch a chunk."""
     k_cache, v_cache = (cache.fill_(torch.nan) for cache in model.new_kv_cache(16, BLOCK, dtype))
     tables = torch.tensor([[3, 1, 9], [4, 0, 0]], dtype=torch.int32, device="cuda")
     found = [[], []]

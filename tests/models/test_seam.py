@@ -153,7 +153,7 @@ def test_gpt2_has_no_gate():
 
 
 def gradients(model):
-    """Of what a model of foreign weights trains: norms and the embedding."""
+    """The gradients of what a model of foreign weights trains: norms and the embedding."""
     context = VarlenContext(torch.tensor([0, 5, 12], dtype=torch.int32), model.ops)
     hidden = model(torch.arange(12), context.positions(), context)
     hidden.square().sum().backward()

@@ -230,3 +230,16 @@ def test_log_settings_that_do_not_exist():
         request_log.configure("xml", "info")
     with pytest.raises(ValueError, match="--log-level must be debug, info, warning or error, not 'loud'"):
         request_log.configure("text", "loud")
+
+
+async def test_words_that_may_come_and_that_must_not(client, engine):
+    body = {**PROMPT, "allowed_token_ids": [72, 101], "bad_words": ["no", "never"]}
+    for path, more in (("/v1/completions", body), ("/v1/chat/completions", {**CHAT, **body})):
+        more = {name: value for name, value in more.items() if "chat" not in path or name != "prompt"}
+        assert (await client.post(path, json=more)).status_code == 200
+        params = engine.seen[-1][1]
+        assert params.allowed_token_ids == (72, 101) and params.bad_words == ("no", "never")
+        assert (await refused(client, path, {**more, "allowed_token_ids": []}, "is empty"))["param"] == (
+            "allowed_token_ids"
+        )
+        await refused(client, path, {**more, "bad_words": ["x"] * 200}, "bad_words holds 200 entries")

@@ -1,5 +1,6 @@
 """Templates in a process of their own: the same texts and errors, and an end to whatever does not end."""
 
+import copy
 import gc
 import os
 import subprocess
@@ -7,11 +8,12 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from transect.text.chat_template import ChatTemplate
-from transect.text.template_worker import TemplateWorker
+from transect.text.template_worker import TemplateApart, TemplateWorker
 
 USER = [{"role": "user", "content": "Hi \u00e9\U0001f600"}]
 PLAIN = ChatTemplate("{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ x }}", "<s>")
@@ -103,7 +105,7 @@ def test_a_process_does_not_outlive_its_owner():
         import os, sys, threading, time
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from transect.text.chat_template import ChatTemplate
-        from transect.text.template_worker import TemplateWorker
+        from transect.text.template_worker import TemplateApart, TemplateWorker
         worker = TemplateWorker(time_limit_s=1.0)
         worker.start(ChatTemplate("x"))
         print(worker.pid, flush=True)
@@ -117,3 +119,29 @@ def test_a_process_does_not_outlive_its_owner():
         threading.Event().wait(0.05)
     os.kill(pid, 9)
     pytest.fail("it is still there")
+
+
+def test_values_that_cannot_be_sent_are_refused_and_nothing_is_lost(worker, monkeypatch):
+    module = ModuleType("only_in_this_process")
+    module.Own = type("Own", (), {"__module__": module.__name__})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for value in (module.Own(), lambda: 1, threading.Lock()):
+        with pytest.raises(ValueError, match="must be plain values"):
+            worker.render(PLAIN, USER, True, {"x": value})
+    assert worker.render(PLAIN, USER) == PLAIN.render(USER)
+
+
+def test_a_template_apart_is_a_template_for_any_thread(worker):
+    apart = TemplateApart(PLAIN, worker)
+    other = apart.with_source("{{ bos_token }}{{ messages | length }}")
+    assert (apart.source, other.source) == (PLAIN.source, "{{ bos_token }}{{ messages | length }}")
+    found = []
+    work = [lambda: found.append((apart.render(USER, x=1), other.render(USER * 3))) for _ in range(8)]
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [(PLAIN.render(USER, x=1), "<s>3")] * 8
+    again = copy.deepcopy(apart)
+    assert again.render(USER) == apart.render(USER) and again._worker is not worker

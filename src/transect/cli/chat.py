@@ -10,6 +10,7 @@ import typer
 
 from .engine_options import (
     BUILTIN,
+    Adapter,
     Device,
     Dtype,
     MaxModelLen,
@@ -36,6 +37,7 @@ def command(
         typer.Option(help="Draw from the likeliest tokens that reach this probability. Default: the model's, or 0.95."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -47,6 +49,7 @@ def command(
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
+    from ..text.template_worker import TemplateApart
     from .session import Session
 
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
@@ -54,6 +57,7 @@ def command(
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
     settings = engine_config(
         model,
+        adapter=adapter,
         device=device,
         dtype=dtype,
         quantization=quantization,
@@ -69,6 +73,7 @@ def command(
         template = engine.chat_template
         if template is None:
             raise ValueError(f"{model} brings no chat template: use `transect generate`")
+        apart = TemplateApart(template)
         defaults: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, **engine.sampling_defaults.values}
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **(defaults | given))
         print(f"{model}, {engine.info.kernels}. {HELP}.")
@@ -87,7 +92,7 @@ def command(
             if not line:
                 continue
             messages.append({"role": "user", "content": line})
-            _, token_ids = chat_tokens(template, engine.tokenizer, messages)
+            _, token_ids = chat_tokens(apart, engine.tokenizer, messages)
             if len(token_ids) >= engine.max_model_len:
                 messages.pop()
                 print(f"[the context of {engine.max_model_len} tokens is full: /reset, or ask something shorter]")

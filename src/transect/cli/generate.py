@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Quantization, Threads, engine_config
+from .engine_options import (
+    Adapter,
+    Device,
+    Dtype,
+    MaxModelLen,
+    ModelArgument,
+    Native,
+    Quantization,
+    Threads,
+    engine_config,
+)
 from .settings import ConfigFile
 
 
@@ -24,6 +34,7 @@ def command(
     parse_special: Annotated[
         bool, typer.Option(help="Special tokens spelled in the prompt, such as <|im_end|>, are those tokens.")
     ] = True,
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -35,6 +46,7 @@ def command(
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
+    from ..text.template_worker import TemplateApart
     from .session import Session
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -45,6 +57,7 @@ def command(
     )
     settings = engine_config(
         model,
+        adapter=adapter,
         device=device,
         dtype=dtype,
         quantization=quantization,
@@ -58,7 +71,8 @@ def command(
         if chat:
             if engine.chat_template is None:
                 raise ValueError(f"{model} brings no chat template: leave --chat out")
-            _, token_ids = chat_tokens(engine.chat_template, engine.tokenizer, [{"role": "user", "content": text}])
+            template = TemplateApart(engine.chat_template)
+            _, token_ids = chat_tokens(template, engine.tokenizer, [{"role": "user", "content": text}])
         else:
             token_ids = engine.tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
         _, speed = session.run(session.stream(token_ids, params, _show))

@@ -31,7 +31,15 @@ from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
 from . import wire
 from .config import EngineConfig
-from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .inputs import (
+    check_params,
+    check_token_ids,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
 from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
@@ -89,7 +97,9 @@ class AsyncEngine:
         """
         config = config if config is not None else EngineConfig(**engine_settings(settings))
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        find = functools.partial(resolve, config.model, load_format=config.load_format, revision=config.revision)
+        find = functools.partial(
+            resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
+        )
         source = await asyncio.to_thread(find)
         directory = make_socket_folder()
         loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
@@ -109,7 +119,10 @@ class AsyncEngine:
             text = await loading
             default_params(text.defaults)  # what is wrong with them is said now, not to the first client
             ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
-            process_config = dataclasses.replace(config, model=str(source.path), revision=None, eos_token_ids=ends)
+            adapter = None if source.adapter is None else str(source.adapter.path)
+            process_config = dataclasses.replace(
+                config, model=str(source.path), revision=None, adapter=adapter, eos_token_ids=ends
+            )
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
             process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
             engine = cls(config, text)
@@ -196,6 +209,7 @@ class AsyncEngine:
         )
         name = request_id or uuid.uuid4().hex
         params = self.default_sampling_params() if params is None else params
+        ids = truncated(ids, check_params(params), self.max_model_len)
         stream = self.stream(ids, params, name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
@@ -219,7 +233,7 @@ class AsyncEngine:
         """
         self._check_alive()
         ids = list(prompt_token_ids)
-        check_params(params)
+        params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
         self._check_room()

@@ -55,6 +55,11 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     constraint: Constraint | None = None
     """Which tokens may come; it stands before the token to draw when ``Handle.draw`` is called, and not earlier."""
 
+    @property
+    def biased(self) -> bool:
+        """Logits are changed alike at every position: by ``logit_bias``, or because few tokens are allowed."""
+        return bool(self.params.logit_bias) or self.params.allowed_token_ids is not None
+
     def masked_at(self, position: int) -> tuple[int, ...]:
         """Token ids that must not be drawn at ``position``."""
         return self.stop_ids if position < self.min_position else ()

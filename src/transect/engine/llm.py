@@ -13,9 +13,18 @@ from ..text.inert import chat_tokens
 from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
 from ..text.outputs import RequestOutput
+from ..text.template_worker import TemplateApart
 from .config import EngineConfig
 from .gpu.compilers import compiling
-from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .inputs import (
+    check_params,
+    check_token_ids,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
@@ -61,7 +70,8 @@ class LLM:
         text = load_text(built.source, **text_settings(self.config))
         self._eos = text.eos_token_ids if self.config.eos_token_ids is None else built.eos_token_ids
         self.tokenizer = text.tokenizer
-        self.chat_template = text.chat_template
+        # A template is a program out of a file: where it does not end, only its process does.
+        self.chat_template = None if text.chat_template is None else TemplateApart(text.chat_template)
         self._defaults = default_params(text.defaults)
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
@@ -124,24 +134,34 @@ class LLM:
         use_tqdm: bool = False,
         priority: int = 0,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
-        What looks like a special token inside a message is text (``text/inert.py``).
+        What looks like a special token inside a message is text (``text/inert.py``). The template runs in a process of
+        its own, with limits on time and memory (``text/template_worker.py``). With ``continue_final_message`` (and
+        ``add_generation_prompt=False``) the model goes on with the last message.
 
         Raises:
-            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages.
+            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages, or it
+                asks for too much.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template: render the messages yourself and use generate")
         if not messages:
             raise ValueError("there are no messages: give at least one")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt=False")
         single = isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         inputs = []
         for conversation in conversations:
-            options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+            options = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                **(chat_template_kwargs or {}),
+            }
             inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
@@ -163,6 +183,8 @@ class LLM:
         show_progress: bool,
         priority: int,
     ) -> list[RequestOutput]:
+        limit = self.max_model_len
+        inputs = [(text, truncated(ids, each, limit)) for (text, ids), each in zip(inputs, params, strict=True)]
         requests = [
             self._request(ids, each, priority) for (_, ids), each in zip(inputs, params, strict=True)
         ]  # all are checked before the first one starts
@@ -200,6 +222,7 @@ class LLM:
         return finals
 
     def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
+        params = with_token_ids(params, self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self._eos)
         name = str(self._next_id)
         self._next_id += 1

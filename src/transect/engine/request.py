@@ -6,6 +6,7 @@ from enum import Enum
 
 import msgspec
 
+from ..text.grammar.bad_words import WithoutSequences
 from .batch import Draw, TokenLogprobs
 from .constraint import Constraint
 from .outputs import RequestTimes
@@ -136,7 +137,9 @@ class Sequence:
         """Its first token is out, and no logprobs are wanted: a token is all there is to report of a step."""
         self.num_cached = 0
         """``RequestState.num_cached_tokens``, once ``plain``."""
-        self.constraint = None if spec.constraint is None else spec.constraint.fork()
+        self.constraint: Constraint | None = None if spec.constraint is None else spec.constraint.fork()
+        if params.bad_words_token_ids:
+            self.constraint = WithoutSequences(params.bad_words_token_ids, self.constraint)  # type: ignore[arg-type]
         """Has accepted ``output_token_ids``."""
         self.draws = (
             Draw(

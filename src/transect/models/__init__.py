@@ -24,7 +24,9 @@ Weights and names:
   ``package_index.py`` where there is no pip; ``presets.py``: shapes of
   published models without files
 * ``weights_hf.py``: safetensors in and out; ``weights_gguf.py``: GGUF in; ``weights_dummy.py``: random
-* ``stored.py``: what these three give: ``Stored``, a weight that is read when asked for, whole or a part of it
+* ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
+  their settings
+* ``stored.py``: what files give: ``Stored``, a weight that is read when asked for, whole or a part of it
 * ``load.py``: ``fill``, the one way of stored weights into a model; ``load_model``, ``load_on_device``: a source to a
   ``Decoder``; ``staging.py``: values on their way to a device
 """

@@ -1,4 +1,4 @@
-"""What a step of a model costs at the least: FLOPs, bytes and memory, from the configuration alone (no torch).
+"""The least that a step of a model costs: FLOPs, bytes and memory, from the configuration alone (no torch).
 
 A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Weights
 count as they are stored (``storage.py``), and a ``Weight`` counts its own product by the same ``product_cost``. There
@@ -117,7 +117,7 @@ def total(costs: dict[str, Cost] | Iterable[Cost]) -> Cost:
 
 
 def floor(costs: dict[str, Cost], flops_per_second: float, bytes_per_second: float) -> float:
-    """Seconds that a device needs at the least when it runs one operator after another."""
+    """The fewest seconds that a device needs when it runs one operator after another."""
     return sum(cost.floor(flops_per_second, bytes_per_second) for cost in costs.values())
 
 

@@ -1,7 +1,7 @@
 """What an adapter's directory in PEFT's layout says of itself, read without a tensor (no torch).
 
-``adapter_config.json`` has the settings, and the header of ``adapter_model.safetensors`` the names and shapes. The names
-of settings are those of PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
+``adapter_config.json`` has the settings, and the header of ``adapter_model.safetensors`` the names and shapes. Settings
+have the names that PEFT gives them (https://huggingface.co/docs/peft, ``LoraConfig``).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ OTHER_MATH = (
 class PeftSettings:
     """An adapter's settings, as far as they decide what it computes.
 
-    ``alpha_pattern`` gives modules, by regular expressions for the end of their names, an alpha of their own. Ranks show
-    in the shapes.
+    ``alpha_pattern`` gives modules an alpha of their own, by regular expressions for the end of their names. Ranks
+    show in the shapes.
     """
 
     rank: int = 8

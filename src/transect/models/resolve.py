@@ -211,7 +211,9 @@ def _with_own_base(path: Path, name: str) -> ModelSource:
     """The model that an adapter's configuration names, with the adapter."""
     base = read_settings(path).base
     if not base:
-        raise ValueError(f"{path / CONFIG} does not name the model that it is for: give that as the model, and --adapter")
+        raise ValueError(
+            f"{path / CONFIG} does not name the model that it is for: give that as the model, and --adapter"
+        )
     try:
         source = resolve(str(path / base) if (path / base / "config.json").is_file() else base)
     except ValueError as error:

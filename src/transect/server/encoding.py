@@ -13,10 +13,8 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .serving import TokenizerLike
+from ..text.protocols import TokenizerLike
 
 SHORT = 1024
 """Characters that are encoded at once, in the caller."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..text.protocols import TokenizerLike
 from .replies import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
-from .serving import TokenizerLike
 
 if TYPE_CHECKING:
     from ..text.outputs import PositionLogprobs

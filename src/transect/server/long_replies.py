@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pydantic_core
 from pydantic import BaseModel
 
+from ..text.protocols import TokenizerLike
 from .logprobs import chat_logprobs, completion_logprobs
 from .replies import ChatLogprobs, ChatResponse, CompletionLogprobs, CompletionResponse
-from .serving import TokenizerLike
 from .sse import Raw
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..text.inert import ChatRendering
+from ..text.protocols import TokenizerLike
 from ..text.tools.generic import taught
 from ..text.tools.spec import ToolUse
 from .encoding import TooManyTokens
 from .errors import ApiError
 from .generation import Prompt
 from .protocol import ChatMessage
-from .serving import Serving, TokenizerLike
+from .serving import Serving
 
 RESERVED = {"self", "messages", "add_generation_prompt"}
 """Names that ``chat_template_kwargs`` cannot give: they have a field of their own, or none."""

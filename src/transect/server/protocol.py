@@ -177,9 +177,11 @@ class StreamOptions(Body):
 PASSED_ON = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if "log" not in field.name and field.name != "structured_outputs"
+    if "log" not in field.name
+    and field.name not in ("structured_outputs", "bad_words_token_ids", "truncate_prompt_tokens")
 )
-"""What goes to ``SamplingParams`` under the same name; logit_bias, logprobs and structured outputs differ in form."""
+"""What goes to ``SamplingParams`` under the same name; logit_bias, logprobs and structured outputs differ in form, and
+prompts are cut before they get there."""
 
 
 class SamplingBody(Body):
@@ -211,6 +213,8 @@ class SamplingBody(Body):
     min_tokens: Whole | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Listed[TokenId] | None = None
+    allowed_token_ids: Listed[TokenId] | None = None
+    bad_words: Listed[str] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Whole | None = None

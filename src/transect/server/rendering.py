@@ -7,13 +7,11 @@ import functools
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from ..text.chat_template import ChatTemplate
+from ..text.protocols import ChatTemplateLike
 from ..text.template_worker import TemplateWorker
-
-if TYPE_CHECKING:
-    from ..text.chat_template import ChatTemplate
-    from .serving import ChatTemplateLike
 
 T = TypeVar("T")
 WORKERS = 2

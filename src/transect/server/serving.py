@@ -20,38 +20,11 @@ from .rendering import Renderer, RenderHere
 if TYPE_CHECKING:
     from ..engine.outputs import SchedulerStats
     from ..text.output_processor import Update
+    from ..text.protocols import ChatTemplateLike, TokenizerLike
     from ..text.sampling_defaults import SamplingDefaults
 
 PROBE_S = 2.0
 """A hung engine must not hang /health or /metrics: they wait this many seconds for an answer."""
-
-
-class TokenizerLike(Protocol):
-    """What the server needs of a tokenizer (``text.tokenizer.Tokenizer``)."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def longest_token(self) -> int: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-    @property
-    def special_texts(self) -> Sequence[str]: ...
-    def encode_chat(self, text: str, mask: Any, add_special_tokens: bool = ...) -> list[int]: ...
-    def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
-    def token_text(self, token_id: int) -> str: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
-class ChatTemplateLike(Protocol):
-    """What the server needs of a chat template (``text.chat_template.ChatTemplate``)."""
-
-    @property
-    def source(self) -> str: ...
-    def render(self, messages: Any, add_generation_prompt: bool = ..., **kwargs: Any) -> str: ...
 
 
 class Engine(Protocol):

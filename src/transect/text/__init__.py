@@ -13,12 +13,14 @@ On the way in:
 * ``chat_messages.py``   messages in the one form that templates expect
 * ``chat_template.py``   ChatTemplate: messages to one string, by a Jinja template
 * ``template_sandbox.py``  where templates run, and what bounds them
-* ``template_worker.py``   TemplateWorker: templates in a process that can be ended
+* ``template_worker.py``   TemplateWorker, TemplateApart: templates in a process that can be ended
 * ``inert.py``           chat_tokens: messages to ids, where no message can speak the protocol
 
 * ``grammar/``             what an answer must look like, and which tokens may come next so that it does
 * ``tools/``               tool calls: their forms, as grammars and as parsers
 * ``reasoning.py``         thoughts before an answer: their grammar and parser
+
+Of both, what other levels need: ``protocols.py``.
 
 On the way out:
 

@@ -13,6 +13,8 @@ from typing import Any
 from .chat_template import ChatTemplate
 from .inert import chat_tokens
 from .number_text import NumberText
+from .protocols import ChatTemplateLike
+from .template_worker import TemplateApart
 from .tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -26,7 +28,7 @@ class HFTokenizer:
         template: of the model, if it has one.
     """
 
-    def __init__(self, tokenizer: Tokenizer | NumberText, template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | NumberText, template: ChatTemplateLike | None) -> None:
         self.tokenizer = tokenizer
         self._template = template
 
@@ -100,7 +102,8 @@ class HFTokenizer:
             _refuse({name: variables.pop(name, None)})
         template = self._template
         if chat_template is not None:
-            template = ChatTemplate(chat_template, self.bos_token or "", self.eos_token or "")
+            marks = template or TemplateApart(ChatTemplate("", self.bos_token or "", self.eos_token or ""))
+            template = marks.with_source(chat_template)
         if template is None:
             raise ValueError("this model has no chat template: give one as chat_template, or render messages yourself")
         if tools is not None:

@@ -1,8 +1,9 @@
 """Chat templates rendered in another process, which can be ended: a template is a program from a file.
 
-``TemplateWorker`` is the process as its owner sees it: one rendering at a time, of the template given last. The process
-ends itself when a rendering takes too long (an alarm that no Python code handles), is refused memory beyond a bound,
-and ends with its standard input, so that it never outlives its owner by more than one rendering.
+``TemplateWorker`` is the process as its owner sees it: one rendering at a time, of the template given last.
+``TemplateApart`` is a template with such a process, for callers that render and wait. The process ends itself when a
+rendering takes too long (an alarm that no Python code handles), is refused memory beyond a bound, and ends with its
+standard input, so that it never outlives its owner by more than one rendering.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ MEMORY_LIMIT_BYTES = 1 << 30
 BACKSTOP_S = 5.0
 """A process that has not even ended itself is killed this much later."""
 _LENGTH_BYTES = 8
+_NOT_PLAIN = "messages and variables of a chat template must be plain values (strings, numbers, lists, mappings): {}"
 
 
 class TemplateWorker:
-    """A process that renders; started by the first rendering, or by ``start``. For one thread at a time.
+    """A process that renders; started by the first rendering, or by ``start``. Threads take turns.
 
     Args:
         time_limit_s: seconds that one rendering may take.
@@ -43,6 +45,8 @@ class TemplateWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._template: ChatTemplate | None = None
         self._end: weakref.finalize[..., TemplateWorker] | None = None
+        self._ready = False
+        self._turn = threading.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -51,6 +55,10 @@ class TemplateWorker:
 
     def start(self, template: ChatTemplate) -> None:
         """Start the process, or give it another template. Does not wait for it."""
+        with self._turn:
+            self._start(template)
+
+    def _start(self, template: ChatTemplate) -> None:
         if self._process is None:
             self._process = subprocess.Popen(
                 [
@@ -62,9 +70,9 @@ class TemplateWorker:
                 process_group=0,  # Ctrl-C in a terminal is the owner's business
             )
             self._end = weakref.finalize(self, _end, self._process)
-            self._template = None
+            self._template, self._ready = None, False
         if self._template is not template:
-            self._send(template)
+            self._send(pickle.dumps(template))
             self._template = template
 
     def render(
@@ -77,21 +85,27 @@ class TemplateWorker:
         """See ``ChatTemplate.render``.
 
         Raises:
-            ValueError: as ``ChatTemplate.render``; or the template took too much time or memory.
+            ValueError: as ``ChatTemplate.render``; or the template took too much time or memory, or a value cannot be
+                sent to another process.
         """
         try:
-            self.start(template)
-            self._send((messages, add_generation_prompt, dict(kwargs or {})))
-            reply = self._receive()
-        except (OSError, EOFError):
-            self.close()
-            raise ValueError(
-                "the chat template asks for too much: it was ended after "
-                f"{self._time_limit_s:g} s, or for want of memory; correct the template, or shorten the messages"
-            ) from None
-        except BaseException:
-            self.close()
-            raise
+            asked = pickle.dumps((messages, add_generation_prompt, dict(kwargs or {})))
+        except Exception as error:  # an object can raise anything when it is pickled
+            raise ValueError(_NOT_PLAIN.format(error)) from None
+        with self._turn:
+            try:
+                self._start(template)
+                self._send(asked)
+                reply = self._receive()
+            except (OSError, EOFError):
+                self.close()
+                raise ValueError(
+                    "the chat template asks for too much: it was ended after "
+                    f"{self._time_limit_s:g} s, or for want of memory; correct the template, or shorten the messages"
+                ) from None
+            except BaseException:
+                self.close()
+                raise
         if "error" in reply:
             raise ValueError(reply["error"])
         text: str = reply["text"]
@@ -103,16 +117,19 @@ class TemplateWorker:
         if end is not None:
             end()
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: bytes) -> None:
         process = self._process
         if process is None or process.stdin is None:
             raise EOFError
-        _write(process.stdin, pickle.dumps(message))
+        _write(process.stdin, message)
 
     def _receive(self) -> dict[str, Any]:
         process = self._process
         if process is None or process.stdout is None:
             raise EOFError
+        if not self._ready:
+            _read(process.stdout)  # how long a process takes to start says nothing about a template
+            self._ready = True
         backstop = threading.Timer(self._time_limit_s + BACKSTOP_S, process.kill)
         backstop.daemon = True
         backstop.start()
@@ -120,6 +137,36 @@ class TemplateWorker:
             return msgspec.msgpack.decode(_read(process.stdout), type=dict[str, Any])
         finally:
             backstop.cancel()
+
+
+class TemplateApart:
+    """A chat template that renders in a process of its own, which the first rendering starts. For any thread.
+
+    Args:
+        template: what is rendered.
+        worker: shared with other templates; None makes one.
+    """
+
+    def __init__(self, template: ChatTemplate, worker: TemplateWorker | None = None) -> None:
+        self._template = template
+        self._worker = worker or TemplateWorker()
+
+    def __reduce__(self) -> tuple[type[TemplateApart], tuple[ChatTemplate]]:
+        """A copy has a process of its own."""
+        return TemplateApart, (self._template,)
+
+    @property
+    def source(self) -> str:
+        """The Jinja text."""
+        return self._template.source
+
+    def with_source(self, source: str) -> TemplateApart:
+        """See ``ChatTemplate.with_source``."""
+        return TemplateApart(self._template.with_source(source), self._worker)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """See ``TemplateWorker.render``."""
+        return self._worker.render(self._template, messages, add_generation_prompt, kwargs)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -152,11 +199,17 @@ def main() -> None:
         size = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + memory_limit_bytes,) * 2)
     template: ChatTemplate | None = None
+    _write(sys.stdout.buffer, b"ready")
     while True:
         try:
-            message = pickle.loads(_read(sys.stdin.buffer))
+            received = _read(sys.stdin.buffer)
         except EOFError:
             return
+        try:
+            message = pickle.loads(received)
+        except (AttributeError, ImportError) as error:  # of a class that is not to be found here
+            _write(sys.stdout.buffer, msgspec.msgpack.encode({"error": _NOT_PLAIN.format(error)}))
+            continue
         if isinstance(message, ChatTemplate):
             template = message
             continue

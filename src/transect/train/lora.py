@@ -1,7 +1,7 @@
 r"""Adapters on a model, in files and out of them; only what they add is trained.
 
-``models/weights/adapted.py`` is a weight with an adapter. ``trained_adapter`` is what a checkpoint keeps; ``plain_state``
-merges: it gives the weights of the plain model that computes the same.
+``models/weights/adapted.py`` is a weight with an adapter. ``trained_adapter`` is what a checkpoint keeps.
+``plain_state`` merges: it gives the weights of the plain model that computes the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..models.weights.adapted import Adapted
 from ..models.weights.adapted_embedding import AdaptedEmbedding
 from ..models.weights.adapted_product import cpu_kernels
 from ..models.weights.dropout import Dropout, Moment
-from .lora_config import LoRAConfig
+from .config.adapters import LoRAConfig
 
 
 def selected(entries: Iterable[str], names: Iterable[str], config: ModelConfig, setting: str) -> dict[str, int]:
@@ -148,9 +148,7 @@ def attach(
         if name == "embed":
             if config.dora:
                 raise ValueError("DoRA is for matrices: leave embed_tokens out of lora.targets, or set dora to false")
-            made = AdaptedEmbedding(
-                model.embed, rank, config.alpha, seed=key, rank_stabilized=config.rank_stabilized
-            )
+            made = AdaptedEmbedding(model.embed, rank, config.alpha, seed=key, rank_stabilized=config.rank_stabilized)
             model.embed = made  # type: ignore[assignment]
         else:
             made = Adapted(
@@ -265,5 +263,3 @@ def unties(model: Decoder) -> bool:
     return model.config.tied_embeddings and (
         isinstance(model.embed, AdaptedEmbedding) or isinstance(model.head, Adapted)
     )
-
-

@@ -15,8 +15,8 @@ from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training import TrainingPlan, training
 from .config import TrainConfig
+from .config.adapters import MATRICES, TABLES
 from .lora import matrices, saved_weights, selected, settled
-from .lora_config import MATRICES, TABLES
 from .merged_layers import refusal as refusal_to_merge
 from .rollout import BLOCK_SIZE, MOST_RUNNING
 

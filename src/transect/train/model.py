@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..models.adapter import StoredAdapter
+from ..models.adapter import StoredAdapter, merged_weights
 from ..models.adapter_peft import read_adapter, write_adapter
 from ..models.decoder import Decoder
 from ..models.load import fill, stored_weights
-from ..models.resolve import ModelSource, resolve
+from ..models.resolve import ModelSource, resolve, with_adapter
+from ..models.stored import StoredWeights
 from ..models.weights.dropout import Moment
 from ..models.weights_hf import save_hf
 from ..ops.opset import OpSet, resolve_ops
@@ -21,8 +22,8 @@ from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
 from .config import TrainConfig
+from .config.adapters import LoRAConfig
 from .lora import adapter_folder, attach, plain_state, settled, trained_adapter
-from .lora_config import LoRAConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.bfloat16}
 
@@ -64,8 +65,8 @@ class Trainable:
         export_tokenizer(self.source, directory)
 
     def _write_adapter(self, adapter: StoredAdapter, directory: Path) -> None:
-        name = self.source.name
-        base = str(self.source.path) if Path(name).expanduser().exists() and self.source.adapter is None else name
+        source = self.source if self.source.adapter is None else self.source.adapter.base
+        base = str(source.path) if Path(source.name).expanduser().exists() else source.name
         write_adapter(directory, adapter, self.source.config, base=base)
         export_tokenizer(self.source, directory)
 
@@ -96,8 +97,27 @@ def from_scratch(config: TrainConfig) -> bool:
 
 
 def source_of(config: TrainConfig) -> ModelSource:
-    """Where the model of a run is. ValueError if it cannot be found."""
-    return resolve(config.model, load_format="dummy" if from_scratch(config) else "auto")
+    """Where the model of a run is, with the adapter that it starts from.
+
+    Raises:
+        ValueError: one of them cannot be found, or adapters would be trained beside an adapter.
+    """
+    source = resolve(config.model, load_format="dummy" if from_scratch(config) else "auto")
+    if config.task not in ("lora", "qlora"):
+        return source
+    if source.adapter is not None:
+        raise ValueError(
+            f"{config.model} is an adapter: to go on with it set model to {source.adapter.base.path} and lora.start to "
+            f"{source.adapter.path}; to train another one over it, merge it first (transect export --merge)"
+        )
+    return with_adapter(source, str(adapter_folder(config.lora.start))) if config.lora.start else source
+
+
+def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
+    """The weights of the base, with what an adapter brings whole in the place of its own."""
+    assert source.adapter is not None
+    base = stored_weights(source.adapter.base)
+    return merged_weights(base, replace(start, factors={}), source.config)
 
 
 def build(config: TrainConfig) -> Trainable:
@@ -108,21 +128,23 @@ def build(config: TrainConfig) -> Trainable:
     """
     device = device_of(config.device)
     source = source_of(config)
+    lora = settled(config.lora) if config.task in ("lora", "qlora") else None
+    start = None
+    if lora is not None and source.adapter is not None:
+        start = read_adapter(source.adapter.path, source.config)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
     model = model.to_empty(device=device)
     if from_scratch(config):
         model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))
     else:
-        fill(model, stored_weights(source))
+        fill(model, stored_weights(source) if start is None else _begun(source, start))
     model.requires_grad_(True)
-    lora = settled(config.lora) if config.task in ("lora", "qlora") else None
     moment = Moment()
     if config.task == "qlora":
         from .qlora import quantize_layers
 
-        quantize_layers(model, config.lora.group)
+        quantize_layers(model, config.lora)
     if lora is not None:
-        start = read_adapter(adapter_folder(lora.start), source.config) if lora.start else None
         attach(model, lora, seed=config.seed, start=start, moment=moment)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tokenizer = Tokenizer.from_source(source)

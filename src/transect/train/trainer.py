@@ -22,7 +22,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -47,7 +48,7 @@ from .memory import fit
 from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
-from .objectives.base import Objective
+from .objectives.base import Objective, StepFailed
 from .optim import build as build_optimizer
 from .schedule import factor
 
@@ -85,6 +86,8 @@ class EvalRecord:
     loss: float
     labels: int
     bits_per_byte: float | None
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the objective, such as a reward."""
 
 
 class Listener(Protocol):
@@ -131,8 +134,11 @@ class Trainer:
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.memory = fit(config, source_of(config).config, device_of(config.device))
-        self.trainable: Trainable = build(config)
+        begun = config
+        if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
+            begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
+        self.memory = fit(begun, source_of(begun).config, device_of(config.device))
+        self.trainable: Trainable = build(begun)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)
@@ -160,7 +166,7 @@ class Trainer:
             TrainingStopped: the loss or a gradient is not finite, or the loss has jumped.
         """
         begin = time.perf_counter()
-        before = Position(self.objective.position.epoch, self.objective.position.index)
+        before = copy(self.objective.position)
         batches = self.objective.batches(self.steps_done)
         labels = sum(batch.num_labels for batch in batches)
         on_device = [batch.to(self.device) for batch in batches]
@@ -206,8 +212,8 @@ class Trainer:
         found = self.objective.evaluate()
         if found is None:
             return None
-        loss, labels, size = found
-        return EvalRecord(self.steps_done, loss, labels, loss * labels / math.log(2) / size if size else None)
+        bits = found.loss * found.labels / math.log(2) / found.bytes if found.bytes else None
+        return EvalRecord(self.steps_done, found.loss, found.labels, bits, found.extra)
 
     def run(self, listeners: Sequence[Listener] = (), should_stop: Callable[[], bool] = lambda: False) -> Path:
         """Train to the end, or until ``should_stop`` is true after a step; a checkpoint is written either way.
@@ -217,13 +223,20 @@ class Trainer:
 
         Raises:
             TrainingStopped: see ``step``; nothing is written of the failed step.
+            StepFailed: a step could not begin; a checkpoint of the steps before it is written.
             ValueError: a checkpoint could not be written.
         """
         config = self.config
         with Writer(config.run_dir, config.keep) as writer:
             saved = self._taken_up_at
             while self.steps_done < config.steps and not should_stop():
-                record = self.step()
+                try:
+                    record = self.step()
+                except StepFailed as failure:
+                    if self.steps_done and saved != self.steps_done:
+                        writer.save(self.snapshot())
+                        writer.wait()
+                    raise StepFailed(f"step {self.steps_done + 1}: {failure}; {self._whole()}") from failure
                 for listener in listeners:
                     listener.step(record)
                 if config.eval_every and self.steps_done % config.eval_every == 0:
@@ -242,6 +255,7 @@ class Trainer:
         """The state of the run now, copied to the CPU."""
         write = self.trainable.snapshot()
         tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
+        tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
             "config": self.config.to_dict(),
             "position": asdict(self.objective.position),
@@ -266,12 +280,8 @@ class Trainer:
                     parameter.copy_(checkpoint.tensors[f"weight/{name}"])
             else:
                 fill(self.model, stored_weights(resolve(str(checkpoint.path))))
-        moments = {
-            name.removeprefix("optimizer/"): t
-            for name, t in checkpoint.tensors.items()
-            if name.startswith("optimizer/")
-        }
-        self.optimizer.load_state_tensors(moments, state["optimizer_steps"])
+        self.optimizer.load_state_tensors(_below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
+        self.objective.load_state(_below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
         self.steps_done = checkpoint.step
@@ -345,3 +355,8 @@ class Trainer:
         if record is not None:
             for listener in listeners:
                 listener.evaluation(record)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose name begins with ``prefix``, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

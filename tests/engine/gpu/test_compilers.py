@@ -43,7 +43,7 @@ with collected(found):
 
 @pytest.fixture
 def environment(tmp_path):
-    """Of processes with empty caches, in which Triton is not the interpreter."""
+    """For processes with empty caches, in which Triton is not the interpreter."""
     left = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return left | {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRANSECT_CACHE": str(tmp_path / "transect")}
 
@@ -149,7 +149,7 @@ def test_nothing_is_left_when_the_engine_has_been_killed(environment, last_words
 
 
 def test_workers_end_when_their_parent_has_been_killed(environment):
-    """As a machine out of memory does. They hold the pipe that the engine reads answers from."""
+    """Ends processes as a machine out of memory does. They hold the pipe that the engine reads answers from."""
     compilers = start(environment, EngineConfig(model="x"))
     compilers.begin(90, ())
     compilers.submit(("transect.ops.linear.few_rows.small_matmul", "no_such_kernel", "{}"))

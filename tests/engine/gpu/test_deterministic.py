@@ -46,7 +46,7 @@ def test_logits_have_the_same_bits_in_any_batch_and_chunk(wide):
     others = [random_tokens(seed, length) for seed, length in ((1, 65), (2, 1), (3, 333))]
 
     def logits(rows):
-        """Of the last token of each (prompt, first token, last token, blocks)."""
+        """The last token's values, for each (prompt, first token, last token, blocks)."""
         tokens = torch.tensor([token for prompt, first, last, _ in rows for token in prompt[first:last]], device="cuda")
         starts = torch.tensor([0, *(last - first for _, first, last, _ in rows)], device="cuda")
         starts = starts.cumsum(0, dtype=torch.int32)

@@ -19,7 +19,7 @@ BUILDER = Path(cuda_build.__file__).read_bytes()
 
 @cache
 def versions() -> bytes:
-    """Of the compiler, of the headers, and of what calls the compiler: with the source, all that a build depends on."""
+    """A key of all that a build depends on beside its source: compiler, headers, and what calls the compiler."""
     headers = b"".join(path.read_bytes() for path in sorted(cuda_build.SOURCES.rglob("*.cuh")))
     return subprocess.check_output([cuda_build.find_nvcc(), "--version"]) + headers + BUILDER
 

@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_said() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dependent_launch", [False, True])
 def test_a_step_from_its_ids_to_turned_heads_in_a_graph(dependent_launch: bool) -> None:
-    """As in a decoder: norm and rotation begin early where they are launched dependent, and miss nothing."""
+    """In a decoder, norm and rotation begin early where they are launched dependent, and miss nothing."""
     tokens, width, heads = 64, 1024, 8
     made = inputs(tokens, width, 128, torch.bfloat16)
     numbers = torch.arange(tokens + 1, dtype=torch.int32, device=DEVICE)

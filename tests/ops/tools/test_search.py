@@ -231,7 +231,7 @@ def test_findings_from_before_a_knob_was_there_are_of_use_still(cache: Path, mon
 def test_the_command_keeps_the_best_of_every_operator(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a GPU, but with the pretended kernel above and times to match."""
+    """The same as on a GPU, but with the pretended kernel above and times to match."""
     from functools import partial
 
     from transect.cli import main

@@ -26,7 +26,7 @@ def row_buckets(max_num_seqs: int, fine: bool = False) -> list[int]:
 
 
 def token_bucket(tokens: int) -> int:
-    """Tokens that a graph for a step with prefill chunks has: in steps of a quarter to an eighth, 64 at the least."""
+    """Tokens that a graph for a step with prefill chunks has: at least 64, then in steps of a quarter to an eighth."""
     if tokens <= 64:
         return 64
     step = 1 << ((tokens - 1).bit_length() - 3)

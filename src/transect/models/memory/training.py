@@ -57,7 +57,7 @@ class TrainingPlan:
     """
 
     task: Task = "finetune"
-    objective: Literal["next_token", "dpo", "grpo"] = "next_token"
+    objective: Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"] = "next_token"
     precision: Literal["float32", "bfloat16", "mixed"] = "float32"
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     checkpointing: Kept = "none"

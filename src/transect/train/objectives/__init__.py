@@ -25,6 +25,8 @@ def build(config: TrainConfig, trainable: Trainable) -> Objective:
         from .grpo import GRPO
 
         return GRPO(config, trainable)
+    if config.objective != "next_token":
+        raise ValueError(f'objective = "{config.objective}" is not built yet')
     from .next_token import NextToken
 
     return NextToken(config, trainable)

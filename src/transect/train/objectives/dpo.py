@@ -33,6 +33,7 @@ from ..layouts import Form, Messages, Preference
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
 from ..tokens import TokenStream
+from .base import Evaluation, Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class PairBatch(Batch):
         )  # fmt: skip
 
 
-class DPO:
+class DPO(Objective):
     """See ``Objective``. Making it computes the reference, so the model must still have its first weights then."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
@@ -103,7 +104,7 @@ class DPO:
         return {"margin": float(margins.mean()), "accuracy": float((margins > 0).float().mean())}
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float, int, int] | None:
+    def evaluate(self) -> Evaluation | None:
         if self._validation is None:
             return None
         kept, total, pairs = self._metrics, 0.0, 0
@@ -112,7 +113,7 @@ class DPO:
             total += float(self.loss(batch)) * batch.num_labels
             pairs += batch.num_labels
         self._metrics = kept
-        return total / pairs, pairs, 0
+        return Evaluation(total / pairs, pairs)
 
     def identity(self) -> dict[str, str]:
         return self._train.identity()

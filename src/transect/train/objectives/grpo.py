@@ -18,11 +18,9 @@ model itself, before temperature.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +30,11 @@ from ...engine.sampling_params import SamplingParams
 from ..batches import IGNORE, Batch, best_fit
 from ..config import TrainConfig
 from ..data import Position
-from ..files import find
 from ..logprobs import batch_logprobs
 from ..model import Trainable
+from ..rewards import Judge, read_prompts
 from ..rollout import Answer, roll_out
-
-Reward = Callable[[str, Mapping[str, Any]], float]
+from .base import Evaluation, Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class AnswerBatch(Batch):
         )  # fmt: skip
 
 
-class GRPO:
+class GRPO(Objective):
     """See ``Objective``."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
@@ -77,7 +74,7 @@ class GRPO:
                 f"a prompt has {max(map(len, self._prompts))} tokens; data.seq_len leaves room for {room} beside an "
                 "answer: raise it or lower grpo.max_tokens"
             )
-        self._reward = reward_function(config.grpo.reward)
+        self._judge_answer = Judge(config.grpo.reward, config.grpo.reward_weights)
         self._seen: list[tuple[Tensor, int]] = []
         self._summary: dict[str, float] = {}
 
@@ -120,7 +117,7 @@ class GRPO:
         furthest = max(float(distance) for distance, _ in self._seen)
         return {**self._summary, "ratio": 1 + furthest}
 
-    def evaluate(self) -> tuple[float, int, int] | None:
+    def evaluate(self) -> Evaluation | None:
         return None
 
     def identity(self) -> dict[str, str]:
@@ -142,10 +139,8 @@ class GRPO:
 
     def _judge(self, answer: Answer, chosen: list[int]) -> float:
         text = self._tokenizer.decode(answer.token_ids)
-        value = float(self._reward(text, self._records[chosen[answer.prompt]]))
-        if value != value or value in (float("inf"), -float("inf")):
-            raise ValueError(f"the reward of the answer {text!r} is {value}: the reward function must return a number")
-        return value
+        rewards = np.array([self._judge_answer(text, self._records[chosen[answer.prompt]])])
+        return float(self._judge_answer.total(rewards)[0])
 
     def _pack(self, answers: Sequence[Answer], advantages: np.ndarray, chosen: list[int]) -> AnswerBatch:
         tokens: list[int] = []
@@ -171,33 +166,3 @@ class GRPO:
             torch.tensor(old),
             torch.tensor(advantage),
         )
-
-
-def read_prompts(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows with a ``prompt``: a string or messages. ValueError names the place of a bad row."""
-    records = []
-    for file in find(list(paths)):
-        if file.kind in ("text", "tokens"):
-            raise ValueError(f'{file.path} holds no prompts: objective = "grpo" needs rows with a "prompt"')
-        for where, row in file.rows():
-            if isinstance(row, ValueError):
-                raise ValueError(f"{where}: {row}")
-            if not row.get("prompt"):
-                raise ValueError(f'{where} needs a "prompt"; its keys are {", ".join(map(str, row))}')
-            records.append(dict(row))
-    if not records:
-        raise ValueError("no prompts: name a file with them in data.train")
-    return records
-
-
-def reward_function(name: str) -> Reward:
-    """``exact``, or the function that ``module:function`` names. ValueError if there is none."""
-    if name == "exact":
-        return lambda answer, record: float(answer.strip() == str(record.get("answer", "")).strip())
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'grpo.reward must be "exact" or "module:function"; {name!r} is not there ({error})') from None
-    reward: Reward = found
-    return reward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from ..config import TrainConfig
 from ..data import Loader, Position, load_stream
 from ..loss import batch_loss, evaluate, token_loss
 from ..model import Trainable
+from .base import Evaluation, Objective
 
 
-class NextToken:
+class NextToken(Objective):
     """See ``Objective``."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
@@ -35,7 +36,7 @@ class NextToken:
             held_out = load_stream(config.data.validation, *tools, **reading)
             self.validation = Loader(held_out, config.data, config.seed)
 
-    @property
+    @property  # type: ignore[override]
     def position(self) -> Position:
         return self.loader.position
 
@@ -52,16 +53,13 @@ class NextToken:
     def loss(self, batch: Batch) -> Tensor:
         return batch_loss(self._trainable.model, batch, self._loss)
 
-    def metrics(self) -> Mapping[str, float]:
-        return {}
-
-    def evaluate(self) -> tuple[float, int, int] | None:
+    def evaluate(self) -> Evaluation | None:
         if self.validation is None:
             return None
         loss, labels = evaluate(self._trainable.model, self.validation.one_epoch(), self._loss)
         if self._validation_bytes is None:
             self._validation_bytes = self._count_bytes(self.validation)
-        return loss, labels, self._validation_bytes
+        return Evaluation(loss, labels, self._validation_bytes)
 
     def _count_bytes(self, loader: Loader) -> int:
         """Bytes of text that the labels of an epoch spell, the same in every one; special tokens spell none. 0 without

@@ -109,7 +109,7 @@ def on_hopper() -> torch.device:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", CHOSEN)
 def test_every_shipped_cut(size: str) -> None:
-    """As exact as torch, for any number of rows of its bucket, alone and with norms; the same bits every time."""
+    """It is as exact as torch, for any number of rows of its bucket, alone and with norms; the same bits every time."""
     device = on_hopper()
     m, n, k = (int(part) for part in size.split()[0].split("x"))
     tiling, call = CHOSEN[size], GluonRows()

@@ -86,7 +86,7 @@ def test_norms_beside_the_products_are_norms_apart(swap: bool, split: int) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "entry"), CHOSEN, ids=[size for size, _ in CHOSEN])
 def test_every_shipped_cut(size: str, entry: dict[str, object]) -> None:
-    """As exact as torch, for any number of rows of its bucket, and the same bits every time."""
+    """It is as exact as torch, for any number of rows of its bucket, and the same bits every time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs an NVIDIA GPU of Hopper or later")
     m, n, k = (int(part) for part in size.split()[0].split("x"))

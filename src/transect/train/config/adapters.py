@@ -1,4 +1,4 @@
-"""The settings of adapters, under our names and PEFT's."""
+"""Adapters, and the base under them; under our names and PEFT's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from .parse import positive
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 TABLES = ("embed", "head")
@@ -59,9 +61,7 @@ class LoRAConfig:
     group: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("rank", "group"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        positive(self, "rank", "group")
         if not self.alpha > 0:
             raise ValueError(f"lora.alpha must be greater than 0, not {self.alpha}")
         if not 0 <= self.dropout < 1:

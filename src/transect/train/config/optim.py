@@ -1,0 +1,64 @@
+"""How a run changes weights, and how fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """How gradients change weights.
+
+    Attributes:
+        name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``muon`` (matrices of the layers by Muon, the
+            rest by AdamW).
+        weight_decay: decoupled, on matrices only; norms and biases have none.
+        clip: largest global norm of the gradient; 0 for none.
+        muon_learning_rate: for the matrices under ``muon``; ``learning_rate`` is AdamW's.
+    """
+
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    learning_rate: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    muon_learning_rate: float = 0.02
+    muon_momentum: float = 0.95
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "muon_learning_rate"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"optimizer.{name} must be a number greater than 0, not {value}")
+        for name in ("beta1", "beta2", "muon_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} must be at least 0 and less than 1, not {getattr(self, name)}")
+        for name in ("weight_decay", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"optimizer.{name} must be 0 or greater, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the steps, as a factor of ``learning_rate``.
+
+    Attributes:
+        kind: after ``warmup`` steps from 0 to 1: ``constant``; ``cosine`` or ``linear`` down to ``final``; ``wsd``
+            stays at 1 and falls linearly to ``final`` over the last ``decay`` steps (warm-up, stable, decay).
+    """
+
+    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup: int = 0
+    decay: int = 0
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.decay < 0:
+            raise ValueError("schedule.warmup and schedule.decay are numbers of steps, 0 or more")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"schedule.final is a share of the learning rate, from 0 to 1, not {self.final}")

@@ -1,0 +1,76 @@
+"""Nested plain values to frozen dataclasses: types are checked, and what is wrong is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
+
+
+def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
+    """``kind`` from values by name; ``where`` stands before a name in messages. ``kind.OTHER_NAMES`` are further names
+    of its fields.
+
+    Raises:
+        ValueError: an unknown or missing name, or a value of another type.
+    """
+    hints = typing.get_type_hints(kind)
+    names = [item.name for item in dataclasses.fields(kind)]
+    arguments = {}
+    other_names: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
+    for given, value in values.items():
+        key = other_names.get(given, given)
+        if key in arguments:
+            raise ValueError(f"the setting {where}{key} is given twice, under two names")
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
+            raise ValueError(f"the setting {where}{key} is not known; {hint}")
+        arguments[key] = _value(hints[key], value, where + key)
+    missing = [
+        item.name
+        for item in dataclasses.fields(kind)
+        if item.default is dataclasses.MISSING
+        and item.default_factory is dataclasses.MISSING
+        and item.name not in arguments
+    ]
+    if missing:
+        raise ValueError(f"the setting {where}{missing[0]} is missing")
+    return kind(**arguments)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be a table, not {value!r}")
+        return build(hint, value, f"{where}.")
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{where} must be one of {', '.join(map(str, get_args(hint)))}, not {value!r}")
+        return value
+    if get_origin(hint) is tuple:
+        item_kind = get_args(hint)[0]
+        if isinstance(value, str) and item_kind is str:
+            value = [value]
+        kinds: Any = str if item_kind is str else (int, float)
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, kinds) for item in value):
+            raise ValueError(f"{where} must be a list of {'strings' if item_kind is str else 'numbers'}, not {value!r}")
+        return tuple(map(item_kind, value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = get_args(hint) or (hint,)
+    if not any(type(value) is kind for kind in wanted):
+        names = " or ".join(
+            "a whole number" if kind is int else kind.__name__ for kind in wanted if kind is not type(None)
+        )
+        raise ValueError(f"{where} must be {names}, not {value!r}")
+    return value
+
+
+def positive(config: Any, *names: str) -> None:
+    """ValueError if one of these settings is less than 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")

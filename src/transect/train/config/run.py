@@ -1,0 +1,139 @@
+"""A whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...models.memory.terms import parse_bytes
+from .adapters import LoRAConfig
+from .data import DataConfig
+from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
+from .optim import OptimizerConfig, ScheduleConfig
+from .parse import build, positive
+
+Task = Literal["pretrain", "finetune", "lora", "qlora"]
+Precision = Literal["float32", "bfloat16", "mixed"]
+Checkpointing = Literal["auto", "none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A whole run.
+
+    Attributes:
+        model: what ``models.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
+        load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
+        task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
+        objective: what is minimised: ``next_token``; ``dpo`` or ``orpo`` (preference pairs); ``kto`` (answers that are
+            good or bad); ``grpo`` (rewards of its own answers); ``distill`` (a larger model's distribution). Each has
+            a table of its name.
+        run_dir: where logs and checkpoints go.
+        steps: optimizer steps in all.
+        accumulate: micro-batches to a step.
+        precision: ``float32``; ``bfloat16`` for weights and optimizer alike; ``mixed``: bfloat16 weights to compute
+            with and float32 master copies in the optimizer.
+        checkpointing: which activations the backward pass keeps: ``none`` recomputes nothing,
+            ``selective`` recomputes the MLP's inner activations, ``full`` whole layers; ``auto`` takes the first of
+            these that fits.
+        memory: how much of the device's memory the run may use, such as ``24GB``; empty: what is free.
+        merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
+            model is of that kind; false: operator by operator.
+        on_spike: what happens when the loss jumps and the model, not the batch, is the cause: ``warn`` and go on,
+            ``skip`` the update, or ``stop`` the run. An unusual batch alone is only told of, or skipped where that is
+            asked for.
+        seed: decides initial weights, the order of the data, and adapters.
+        save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
+        eval_every: steps between measurements of the validation loss (0: at the end only).
+        device: ``auto``, ``cpu`` or ``cuda``.
+        threads: CPU threads; None: all cores of this process.
+    """
+
+    model: str
+    load_format: Literal["auto", "dummy"] = "auto"
+    task: Task = "finetune"
+    objective: Objective = "next_token"
+    run_dir: str = "runs/default"
+    steps: int = 100
+    accumulate: int = 1
+    precision: Precision = "float32"
+    checkpointing: Checkpointing = "auto"
+    memory: str = ""
+    merged: bool = True
+    on_spike: Literal["warn", "skip", "stop"] = "warn"
+    seed: int = 0
+    save_every: int = 500
+    keep: int = 2
+    eval_every: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    kto: KTOConfig = field(default_factory=KTOConfig)
+    orpo: ORPOConfig = field(default_factory=ORPOConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+    def __post_init__(self) -> None:
+        positive(self, "steps", "accumulate", "keep")
+        if self.memory:
+            parse_bytes(self.memory)
+        for name in ("save_every", "eval_every", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> TrainConfig:
+        """Read a file.
+
+        Raises:
+            ValueError: not readable, not TOML, an unknown key, or a value of the wrong type or out of its range.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not TOML: {error}") from None
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """From nested mappings, such as ``to_dict`` gives; errors as in ``from_toml``."""
+        config: TrainConfig = build(cls, values, "")
+        return config
+
+    def changed(self, settings: Sequence[str]) -> TrainConfig:
+        """With ``key=value`` settings in place of its own, such as ``optimizer.clip=0.5``; values are TOML.
+
+        Raises:
+            ValueError: not such a setting, or as in ``from_toml``.
+        """
+        values = self.to_dict()
+        for setting in settings:
+            key, equals, text = setting.partition("=")
+            if not equals:
+                raise ValueError(f"--set takes key=value, such as optimizer.clip=0.5, not {setting!r}")
+            try:
+                value = tomllib.loads(f"value = {text}")["value"]
+            except tomllib.TOMLDecodeError:
+                value = text  # a bare word is a string
+            *tables, name = key.strip().split(".")
+            place = values
+            for table in tables:
+                place = place.setdefault(table, {})
+                if not isinstance(place, dict):
+                    raise ValueError(f"the setting {key} is not known: {table} is no table")
+            place[name] = value
+        return self.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values."""
+        return dataclasses.asdict(self)
