@@ -12,15 +12,17 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .engine.async_engine import AsyncEngine
+    from .engine.beam_search import BeamSearchParams
     from .engine.llm import LLM
     from .engine.sampling_params import SamplingParams
     from .text.grammar.params import StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "transect.engine.llm",
     "AsyncEngine": "transect.engine.async_engine",
+    "BeamSearchParams": "transect.engine.beam_search",
     "SamplingParams": "transect.engine.sampling_params",
     "StructuredOutputsParams": "transect.text.grammar.params",
 }

@@ -267,7 +267,7 @@ class Run:
             return True
         check(can_fit(arrival, self.workload.config), f"{name} can never fit and was taken")
         self.arrival_of[name] = arrival
-        for seq in self.scheduler._requests[name].choices:
+        for seq in self.scheduler.requests[name].choices:
             self.records[name, seq.index] = _Record()
             self._sequence_ids[seq.seq_id] = (arrival, seq.index)
             self._choices[seq.seq_id] = seq
@@ -305,7 +305,7 @@ class Run:
         self.steps += 1
 
     def _sequences(self) -> list[Sequence]:
-        return [seq for state in self.scheduler._requests.values() for seq in state.choices]
+        return [seq for state in self.scheduler.requests.values() for seq in state.choices]
 
     def _take(self, output: EngineOutput) -> None:
         name, index = output.request_id, output.index

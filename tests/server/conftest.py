@@ -67,6 +67,7 @@ class FakeEngine:
     reply: str = "Hello, wörld. END of it"
     max_model_len: int = 200
     vocab_size: int = 257
+    eos_token_ids: tuple[int, ...] = (256,)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     chat_template: ChatTemplate | None = field(default_factory=lambda: ChatTemplate(TEMPLATE))
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

@@ -1,6 +1,5 @@
 """The training loop: the same losses as transformers with torch's AdamW, and runs that go on to the last bit."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -69,7 +68,10 @@ def test_recomputing_activations_changes_no_bit(tmp_path, plan: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
-@pytest.mark.parametrize(("task", "precision"), [("finetune", "float32"), ("finetune", "mixed"), ("lora", "float32")])
+@pytest.mark.parametrize(
+    ("task", "precision"),
+    [("finetune", "float32"), ("finetune", "mixed"), ("finetune", "bfloat16"), ("lora", "float32")],
+)
 def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, name: str, task: str, precision: str) -> None:
     changes = {"steps": 8, "task": task, "precision": precision, "optimizer": {"name": name}, "lora": {"rank": 4}}
     through = Trainer(tiny_run(tmp_path, **changes))
@@ -109,6 +111,22 @@ def test_a_checkpoint_is_a_model_for_transformers_and_for_the_engine(tmp_path, t
     with torch.no_grad():
         first = int(theirs(tokens[None]).logits[0, -1].argmax())
     assert answer.outputs[0].token_ids[0] == first
+
+
+def test_adapters_in_bfloat16_are_float32_for_the_optimizer(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path, task="lora", precision="bfloat16", accumulate=2))
+    assert {p.dtype for p in trainer.trainable.parameters.values()} == {torch.bfloat16}
+    assert all(state["master"].dtype == torch.float32 for state in trainer.optimizer.state.values())
+    trainer.step()
+    for name, parameter in trainer.trainable.parameters.items():
+        assert torch.equal(trainer.optimizer.state[name]["master"].bfloat16(), parameter)
+    assert not trainer.told
+
+
+def test_rounding_to_the_nearest_is_warned_of(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path, precision="bfloat16", optimizer={"rounding": "nearest"}))
+    assert 'precision = "mixed"' in trainer.told[0]
+    assert not Trainer(tiny_run(tmp_path, precision="bfloat16")).told
 
 
 def test_chats_train_on_the_assistant_alone(tmp_path) -> None:
@@ -245,10 +263,9 @@ def test_settings_that_are_set_by_hand(tmp_path) -> None:
 
 
 def test_the_state_file_is_plain_json(tmp_path) -> None:
-    config = tiny_run(tmp_path, steps=1)
-    last = Trainer(config).run()
-    state = json.loads((last / "train_state.json").read_text())
-    assert TrainConfig.from_dict(state["state"]["config"]) == dataclasses.replace(config)
+    trainer = Trainer(tiny_run(tmp_path, steps=1))
+    state = json.loads((trainer.run() / "train_state.json").read_text())
+    assert TrainConfig.from_dict(state["state"]["config"]) == trainer.config
 
 
 def test_the_micro_batch_whose_loss_is_not_finite_is_the_one_that_is_named(tmp_path) -> None:

@@ -7,7 +7,7 @@
   curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is. ``export.py``: a run's
   adapter or model for other programs.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
-* ``explain.py``: what happens inside, such as in a backward pass.
+* ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
   ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
@@ -88,6 +88,7 @@ def _application() -> Any:
         pull,
         serve,
         settings,
+        top,
         trace,
         train,
         tune,
@@ -131,6 +132,7 @@ def _application() -> Any:
         inspect,
         tune,
         trace,
+        top,
     )
     for module in commands:
         application.command(module.__name__.rsplit(".", 1)[-1], cls=settings.Command)(module.command)

@@ -63,6 +63,10 @@ AsyncScheduling = Annotated[
 FusedOperators = Annotated[bool, typer.Option(help="On a GPU: several operators in one kernel.")]
 DependentLaunch = Annotated[bool, typer.Option(help="On a GPU: kernels start while the one before ends.")]
 DeviceSampling = Annotated[bool, typer.Option(help="On a GPU: tokens are drawn there.")]
+DecisionLog = Annotated[
+    str | None,
+    typer.Option("--decision-log", help="Write what the scheduler decides to this file; see `transect explain`."),
+]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
 
 

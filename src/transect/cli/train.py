@@ -56,7 +56,7 @@ def command(
             for later in checkpoint.set_aside_after(found):
                 print(f"transect: {later.name} is of a step after this one and was set aside", file=sys.stderr)
         trainer = Trainer(settings, found, allow_changed=[part for part in allow_changed.split(",") if part])
-        for line in (trainer.memory.why, *trainer.objective.described()):
+        for line in (trainer.memory.why, *trainer.told, *trainer.objective.described()):
             print(f"transect: {line}", file=sys.stderr)
         return _run(trainer)
 

@@ -31,6 +31,7 @@ from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
 from . import wire
 from .config import EngineConfig
+from .decisions import DecisionRing
 from .inputs import (
     check_params,
     check_token_ids,
@@ -73,6 +74,8 @@ class AsyncEngine:
         self.tokenizer = text.tokenizer
         self.chat_template = text.chat_template
         self.sampling_defaults = text.defaults
+        self.decisions = DecisionRing()
+        """What the engine's scheduler decided of late."""
         self._processor = OutputProcessor(text.tokenizer)
         self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
@@ -168,6 +171,11 @@ class AsyncEngine:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.info.vocab_size
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        return self.info.eos_token_ids
 
     @property
     def pid(self) -> int:
@@ -351,6 +359,8 @@ class AsyncEngine:
             self._heard = time.monotonic()
             match message:
                 case wire.Outputs():
+                    if message.decisions:
+                        self.decisions.put(message.decisions)
                     for output in message.outputs:
                         self._take(output)
                 case wire.Refused():

@@ -10,6 +10,8 @@ import torch
 from ..models.cost import Storage, kv_bytes_per_token
 from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
+from ..models.storage import storage_for
+from ..models.weights.measure import storage_of_model
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
 from ..text.grammar.vocabulary import Vocabulary
@@ -19,6 +21,7 @@ from .batch import Executor
 from .clock import WallClock
 from .config import EngineConfig
 from .core import EngineCore
+from .decision_setup import decision_log
 from .gpu.build import build_gpu, device_for
 from .gpu.compilers import Compilers
 from .kv_size import KVSize, free_memory, kv_size
@@ -79,9 +82,10 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
     if device.type == "cuda":
         parts = build_gpu(config, source, device, compilers, began)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
+        storage = storage_for(kv_dtype(config.dtype).itemsize, config.quantization)
         fill_tokens = parts.fill_tokens
     else:
-        executor, size, why = _build_cpu(config, source)
+        executor, size, why, storage = _build_cpu(config, source)
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     scheduler = Scheduler(
@@ -102,14 +106,15 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
         WallClock(),
     )
     ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-    core = EngineCore(scheduler, executor, lag=int(ahead))
+    log_of = decision_log(config, scheduler, int(ahead), source.config, storage, device)
+    core = EngineCore(scheduler, executor, lag=int(ahead), decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report)
 
 
-def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSize, str]:
-    """The model and its cache in the memory of the host, and which kernels run."""
+def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSize, str, Storage]:
+    """The model and its cache in the memory of the host, which kernels run, and in which formats."""
     threads = config.cpu_threads()
     torch.set_num_threads(threads)
     choice = {
@@ -133,4 +138,6 @@ def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSiz
         free_bytes=free_memory(),
     )
     caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
-    return Runner(model, *caches, fill_masks=MaskFiller()), size, why
+    computed = 32 if library is not None or cache_type.itemsize == 4 else 16
+    storage = storage_of_model(model, activation=computed, kv=8 * cache_type.itemsize)
+    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage

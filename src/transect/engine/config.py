@@ -73,6 +73,8 @@ class EngineConfig:
             threads in this process too, or 1 where the C++ kernels run, which have their own.
         native: the C++ kernels: True insists, False forbids, None uses them if they can run.
         seed: for requests without a seed of their own; None: a random one.
+        decisions: keep a log of what the scheduler decides, in memory (``decisions.py``).
+        decision_log: a file that gets this log too, from the start to the end.
         hung_after_s: silence of the engine process, in seconds, that counts as a hung step.
 
     Raises:
@@ -113,6 +115,8 @@ class EngineConfig:
     threads: int | None = None
     native: bool | None = None
     seed: int | None = None
+    decisions: bool = True
+    decision_log: str | None = None
     hung_after_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -146,6 +150,8 @@ class EngineConfig:
             raise ValueError(f"policy must be continuous or static, not {self.policy!r}")
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
+        if self.decision_log is not None and not self.decisions:
+            raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
 

@@ -12,9 +12,11 @@ from ..text.hf_tokenizer import HFTokenizer
 from ..text.inert import chat_tokens
 from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
-from ..text.outputs import RequestOutput
+from ..text.outputs import PositionLogprobs, RequestOutput
 from ..text.template_worker import TemplateApart
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
 from .config import EngineConfig
+from .decisions import DecisionRing
 from .gpu.compilers import compiling
 from .inputs import (
     check_params,
@@ -118,12 +120,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter is at fault; nothing was started.
         """
-        if not isinstance(prompts, (str, Mapping, Sequence)):
-            raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
-        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        text_flags = {"add_special_tokens": add_special_tokens, "parse_special": parse_special}
-        every: Any = [prompts] if single else prompts
-        inputs = [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
+        inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
     def chat(
@@ -164,6 +161,42 @@ class LLM:
             }
             inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers as a whole (``engine/beam_search.py``). The beams of all prompts run together.
+
+        Returns:
+            For each prompt ``beam_width`` answers, best first (fewer where a context or vocabulary has no more).
+
+        Raises:
+            ValueError: a prompt or parameter is at fault.
+            RuntimeError: the model's numbers are not finite.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError("beam_search takes BeamSearchParams(beam_width=4, max_tokens=64, ...)")
+        inputs = self._inputs(prompts)
+        room = [self.max_model_len - len(ids) for _, ids in inputs]
+        searches = [BeamSearch(params, max(each, 1), self._eos, self.tokenizer) for each in room]
+        step = params.step_params().with_(stop=None, stop_token_ids=None)
+        with _Progress(params.max_tokens, use_tqdm) as progress:
+            while any(search.beams for search in searches):
+                going = [(search, ids) for search, (_, ids) in zip(searches, inputs, strict=True) if search.beams]
+                longer = [(None, [*ids, *beam]) for search, ids in going for beam in search.beams]
+                results = iter(self._run(longer, [step] * len(longer), False, 0))
+                for search, _ in going:
+                    search.advance([_only_position(next(results)) for _ in search.beams])
+                progress.advance()
+        return [with_prompt(each, ids, self.tokenizer) for each, (_, ids) in zip(searches, inputs, strict=True)]
+
+    def _inputs(self, prompts: Prompt | Sequence[Prompt], **text_flags: bool) -> list[tuple[str | None, list[int]]]:
+        """(text or None, token ids) of one prompt, or of several."""
+        if not isinstance(prompts, (str, Mapping, Sequence)):
+            raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        every: Any = [prompts] if single else prompts
+        return [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -269,6 +302,24 @@ class LLM:
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self._core.stats()
+
+    @property
+    def decisions(self) -> DecisionRing | None:
+        """What the scheduler decided of late; None with ``decisions=False``."""
+        return None if self._core.decisions is None else self._core.decisions.ring
+
+    def close(self) -> None:
+        """End the file of ``decision_log``, if there is one; the engine goes on without it."""
+        if self._core.decisions is not None:
+            self._core.decisions.close()
+
+
+def _only_position(result: RequestOutput) -> PositionLogprobs:
+    """Log-probabilities of the one token that a beam was extended by."""
+    (output,) = result.outputs
+    if not output.logprobs:
+        raise RuntimeError(f"a beam could not go on: {output.error}")
+    return output.logprobs[0]
 
 
 @dataclasses.dataclass

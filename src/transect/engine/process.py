@@ -91,6 +91,10 @@ def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
     )
 
 
+MOST_DECISIONS = 64
+"""Records of the decision log that wait for the next output, before they are sent without one."""
+
+
 class _Loop:
     """Messages in, steps, messages out. Between two steps every waiting message is taken; without work it sleeps."""
 
@@ -103,6 +107,11 @@ class _Loop:
         self._stopping = False
         self._last_sent = 0.0
         self._submits = 0
+        self._decided: list[bytes] = []
+        """Records of the decision log that the other process has not got yet."""
+        if self._core.decisions is not None:
+            self._decided.append(self._core.decisions.header)
+            self._core.decisions.sink = self._decided.append
 
     def run(self) -> None:
         while not self._stopping:
@@ -113,11 +122,14 @@ class _Loop:
                 self._refuse(request_id, error)
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
-                if outputs:
-                    self._send(wire.Outputs(outputs))
+                if outputs or len(self._decided) > MOST_DECISIONS:
+                    self._send(wire.Outputs(outputs, b"".join(self._decided)))
+                    self._decided.clear()
             if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
                 self._send(wire.Alive())
         self._compiler.close()
+        if self._core.decisions is not None:
+            self._core.decisions.close()
 
     def _take_messages(self) -> None:
         before = self._submits

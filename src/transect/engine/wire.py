@@ -83,6 +83,8 @@ class Outputs(msgspec.Struct, tag="outputs"):
     """What one step made known."""
 
     outputs: list[EngineOutput]
+    decisions: bytes = b""
+    """Records of the decision log since the last message of this kind."""
 
 
 class Stats(msgspec.Struct, tag="stats"):

@@ -36,11 +36,12 @@ VERSION = "0.15.0"
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
-    """The module of transformers of each weight, by the weight's canonical name without ``.weight``."""
+    """The module of transformers of each weight, by the weight's canonical name without ``.weight``. Experts have none
+    of their own."""
     found = {
         name.removesuffix(".weight"): place.tensor.removesuffix(".weight")
         for name, place in places(config).items()
-        if name.endswith(".weight")
+        if name.endswith(".weight") and not place.experts
     }
     if config.tied_embeddings:
         found["head"] = "lm_head"
@@ -88,7 +89,8 @@ def _of_module(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
     """The weights in each tensor of transformers: three for GPT-2's q, k and v."""
     found: dict[str, list[tuple[str, Place]]] = {}
     for name, place in places(config).items():
-        found.setdefault(place.tensor, []).append((name, place))
+        if not place.experts:
+            found.setdefault(place.tensor, []).append((name, place))
     if config.tied_embeddings:
         shape = weight_shapes(config)["embed.weight"]
         found["lm_head.weight"] = [("head.weight", Place("lm_head.weight", shape))]

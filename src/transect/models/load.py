@@ -258,7 +258,7 @@ def _load_torch(
 def _rounded_layers(weights: StoredWeights) -> StoredWeights:
     """With the layers' matrices as they are when they are served in 4 bits."""
     for name, stored in weights:
-        if name.startswith("layers.") and len(stored.shape) == 2:
+        if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
 
             def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
                 return rounded(dense_values(stored.read()))[rows, columns]

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from .. import __version__
 from . import errors
+from .bills import bills
 from .body import JsonRoute
 from .chat import Chat, chat_opens_a_turn
 from .completions import Completion
@@ -86,6 +87,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(api)
     app.include_router(plain)
     app.include_router(operations)
+    app.include_router(bills)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
@@ -95,7 +97,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
             allow_methods=options.allowed_methods,
             allow_headers=options.allowed_headers,
             allow_credentials=options.allow_credentials,
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", "Server-Timing"),
         )
     return app
 

@@ -27,6 +27,7 @@ from .replies import PromptDetails, Usage
 from .serving import Serving
 
 if TYPE_CHECKING:
+    from ..engine.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
 
@@ -76,6 +77,8 @@ class Generation:
         self._began = time.monotonic()
         self._first_token_s: float | None = None
         self._reasons: list[str] = []
+        self._times: RequestTimes | None = None
+        """Those of the choice that ended last."""
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
@@ -152,6 +155,7 @@ class Generation:
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             finish_reasons=self._reasons,
             first_token_seconds=self._first_token_s,
+            **request_log.engine_seconds(self._times),
         )
 
     async def _next(self) -> Event | None:
@@ -218,6 +222,8 @@ class Generation:
     def _event(self, index: int, update: Update, timer: RequestTimer) -> Event:
         timer.tokens(update.index, len(update.token_ids), time.monotonic())
         timer.engine_times(update.times)
+        if update.times is not None and update.times.finished is not None:
+            self._times = update.times
         self.completion_tokens += len(update.token_ids)
         self._cached_tokens[index] = max(self._cached_tokens[index], update.num_cached_tokens)
         if update.token_ids and self._first_token_s is None:

@@ -215,6 +215,8 @@ class SamplingBody(Body):
     stop_token_ids: Listed[TokenId] | None = None
     allowed_token_ids: Listed[TokenId] | None = None
     bad_words: Listed[str] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Whole | None = None

@@ -30,6 +30,7 @@ def load_stream(
     template: ChatTemplate | None = None,
     *,
     skip: bool = False,
+    apart: bool = False,
     tell: Callable[[str], None] = log.info,
 ) -> TokenStream:
     """Every document of the files; text and rows are tokenized in memory, token files are mapped.
@@ -38,6 +39,7 @@ def load_stream(
         tokenizer: needed for anything but token files.
         template: needed for chats.
         skip: leave out rows that cannot be used.
+        apart: make each answer of a chat a document.
         tell: is told of each file what was found in it.
 
     Raises:
@@ -52,7 +54,7 @@ def load_stream(
             continue
         if tokenizer is None:
             raise ValueError(f"the model brings no tokenizer to read {file.path} with: give a {SUFFIX} directory")
-        reader = Reader(tokenizer, template, skip=skip)
+        reader = Reader(tokenizer, template, skip=skip, apart=apart)
         streams.append(collect(reader.file(file), vocab_size, file.path))
         for tally in reader.tallies:
             tell(str(tally))

@@ -64,9 +64,10 @@ def _means(entry: str, name: str) -> bool:
 
 
 def matrices(config: ModelConfig) -> list[str]:
-    """What can have an adapter: the matrices of the layers, embedding and head."""
-    inner = [f"layers.{layer}.{name}" for layer in range(config.n_layers) for name in linear_shapes(config)]
-    return [*inner, "embed", "head"]
+    """What can have an adapter: the matrices of the layers but for those of experts, embedding and head."""
+    inner = [f"layers.{layer}.{name}" for layer in range(config.n_layers) for name in linear_shapes(config, layer)]
+    modules = module_names(config)
+    return [*(name for name in inner if name in modules), "embed", "head"]
 
 
 def saved_weights(lora: LoRAConfig, config: ModelConfig) -> list[str]:

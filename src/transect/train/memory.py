@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +15,12 @@ from ..models.memory.fit import first_that_fits, refusal
 from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training import TrainingPlan, training
+from ..models.shapes import weight_shapes
 from .config import TrainConfig
 from .config.adapters import MATRICES, TABLES
 from .lora import matrices, saved_weights, selected, settled
 from .merged_layers import refusal as refusal_to_merge
+from .model import teacher_of
 from .rollout import BLOCK_SIZE, MOST_RUNNING
 
 log = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         saved=tuple(saved_weights(config.lora, model)) if adapted else (),
         group=config.lora.group,
         rollouts=rollouts,
+        reference=config.objective == "grpo" and config.grpo.beta > 0,
+        teacher=_numbers(teacher_of(config).config) if config.objective == "distill" else 0,
         backend="cpu" if device.type == "cpu" else "gpu",
         merged=(
             config.merged
@@ -66,6 +71,10 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
             and not (adapted and config.lora.refuses_merging())
         ),
     )
+
+
+def _numbers(model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in weight_shapes(model).values())
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,12 @@ from ..ops.opset import OpSet, resolve_ops
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
+from .chat import run_template
 from .config import TrainConfig
 from .config.adapters import LoRAConfig
 from .lora import adapter_folder, attach, plain_state, settled, trained_adapter
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.bfloat16}
 
@@ -120,8 +124,18 @@ def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
     return merged_weights(base, replace(start, factors={}), source.config)
 
 
-def build(config: TrainConfig) -> Trainable:
+def teacher_of(config: TrainConfig) -> ModelSource:
+    """Where the teacher of a distillation is. ValueError if none is named, or it cannot be found."""
+    if not config.distill.teacher:
+        raise ValueError('objective = "distill" needs a larger model: name it in distill.teacher')
+    return resolve(config.distill.teacher)
+
+
+def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Trainable:
     """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
+
+    Args:
+        tell: is told what a person should know about it.
 
     Raises:
         ValueError: the model cannot be found or loaded, or does not suit the task.
@@ -152,7 +166,7 @@ def build(config: TrainConfig) -> Trainable:
         model,
         source,
         tokenizer if isinstance(tokenizer, Tokenizer) else None,
-        ChatTemplate.from_source(source),
+        run_template(source, tokenizer, config.data, tell),
         parameters,
         lora,
         moment,

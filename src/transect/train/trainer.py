@@ -17,6 +17,7 @@ seed and the step.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 import time
@@ -115,6 +116,13 @@ class _Reading:
         return found
 
 
+def _dated(config: TrainConfig, checkpoint: Checkpoint | None) -> TrainConfig:
+    """With the day that chat templates take for today: a run's own, wherever it goes on."""
+    kept = {} if checkpoint is None else checkpoint.state["config"]["data"]
+    day = config.data.date or kept.get("date") or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, date=day))
+
+
 class Trainer:
     """A run that can take steps, measure itself, and be stopped and taken up again at any step.
 
@@ -131,20 +139,30 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, checkpoint: Checkpoint | None = None, *, allow_changed: Collection[str] = ()
     ) -> None:
-        self.config = config
+        config = self.config = _dated(config, checkpoint)
+        self.told: list[str] = []
+        """What a person should know of the run before it starts."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         begun = config
         if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
             begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
         self.memory = fit(begun, source_of(begun).config, device_of(config.device))
-        self.trainable: Trainable = build(begun)
+        self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
-            config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
+            config.optimizer,
+            self.trainable.parameters,
+            master_weights=config.precision == "mixed" or self.trainable.adapted,
+            seed=config.seed,
         )
+        if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
+            self.told.append(
+                'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
+                'learning rates are most: "stochastic" keeps them on average, precision = "mixed" exactly'
+            )
         self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
         self.identity = self.objective.identity()
         """Digests of what the run is of; every checkpoint keeps them."""
@@ -178,6 +196,8 @@ class Trainer:
                     loss = self.objective.loss(batch) * (batch.num_labels / labels)
                     loss.backward()  # type: ignore[no-untyped-call]
                     losses[index] = loss.detach()
+                    if len(on_device) > 1:
+                        self.optimizer.gather()
         norm = self.optimizer.gradient_norm().to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip

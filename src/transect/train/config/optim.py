@@ -14,12 +14,15 @@ class OptimizerConfig:
     Attributes:
         name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``muon`` (matrices of the layers by Muon, the
             rest by AdamW).
+        rounding: of weights and moments in bfloat16: ``stochastic`` keeps small steps on average; ``nearest`` loses
+            those of less than a 512th of a weight.
         weight_decay: decoupled, on matrices only; norms and biases have none.
         clip: largest global norm of the gradient; 0 for none.
         muon_learning_rate: for the matrices under ``muon``; ``learning_rate`` is AdamW's.
     """
 
     name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
     learning_rate: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95

@@ -15,6 +15,7 @@ from .data import DataConfig
 from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
 from .parse import build, positive
+from .router import RouterConfig
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
 Precision = Literal["float32", "bfloat16", "mixed"]
@@ -75,6 +76,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     kto: KTOConfig = field(default_factory=KTOConfig)
     orpo: ORPOConfig = field(default_factory=ORPOConfig)
