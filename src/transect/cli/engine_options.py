@@ -68,6 +68,18 @@ DecisionLog = Annotated[
     typer.Option("--decision-log", help="Write what the scheduler decides to this file; see `transect explain`."),
 ]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Devices between which every matrix is cut.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option("--pipeline-parallel-size", "-pp", min=1, help="Groups of devices, each with some of the layers.")
+]
+DataParallel = Annotated[
+    int, typer.Option("--data-parallel-size", "-dp", min=1, help="Whole engines behind one server.")
+]
+CheckPlans = Annotated[
+    bool, typer.Option("--check-plans", help="To find errors: the ranks compare what they planned in every step.")
+]
 
 
 def engine_config(model: str, **settings: Any) -> EngineConfig:

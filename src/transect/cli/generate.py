@@ -14,7 +14,9 @@ from .engine_options import (
     MaxModelLen,
     ModelArgument,
     Native,
+    PipelineParallel,
     Quantization,
+    TensorParallel,
     Threads,
     engine_config,
 )
@@ -40,6 +42,8 @@ def command(
     quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
+    tensor_parallel_size: TensorParallel = 1,
+    pipeline_parallel_size: PipelineParallel = 1,
     native: Native = None,
     config: ConfigFile = None,
 ) -> None:
@@ -63,6 +67,8 @@ def command(
         quantization=quantization,
         max_model_len=max_model_len,
         threads=threads,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         native=native,
         max_num_seqs=1,
     )

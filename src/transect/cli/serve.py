@@ -13,7 +13,9 @@ from .engine_options import (
     Adapter,
     AsyncScheduling,
     ChatTemplateText,
+    CheckPlans,
     CudaGraphs,
+    DataParallel,
     DecisionLog,
     DependentLaunch,
     Deterministic,
@@ -32,9 +34,11 @@ from .engine_options import (
     ModelArgument,
     Native,
     OverrideGenerationConfig,
+    PipelineParallel,
     PrefixCaching,
     Quantization,
     Revision,
+    TensorParallel,
     Threads,
     TokenizerName,
     TokenizerRevision,
@@ -128,11 +132,22 @@ def command(
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_mixed_tokens: MaxMixedTokens = None,
     fill_steps: FillSteps = None,
+    itl_target: Annotated[
+        str | None,
+        typer.Option(
+            help="Milliseconds that a step may take while others stream; auto: twice what their tokens take; off. "
+            "[default: auto, unless --max-mixed-tokens or --fill-steps is given]"
+        ),
+    ] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     prefix_caching: PrefixCaching = True,
     decision_log: DecisionLog = None,
     threads: Threads = None,
     native: Native = None,
+    tensor_parallel_size: TensorParallel = 1,
+    pipeline_parallel_size: PipelineParallel = 1,
+    data_parallel_size: DataParallel = 1,
+    check_plans: CheckPlans = False,
     config: ConfigFile = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
@@ -190,6 +205,7 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_mixed_tokens=max_mixed_tokens,
         fill_steps=fill_steps,
+        itl_target=itl_target,
         kv_cache_tokens=kv_cache_tokens,
         enable_prefix_caching=prefix_caching,
         decision_log=decision_log,
@@ -197,6 +213,10 @@ def command(
         hung_after_s=hung_after,
         threads=threads,
         native=native,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        check_plans=check_plans,
     )
 
     print(f"transect: loading {model}", file=sys.stderr, flush=True)

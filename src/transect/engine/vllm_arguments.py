@@ -37,8 +37,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "compilation_config": (None, {}),
     "convert": (None, "auto", "none"),
     "cpu_offload_gb": (None, 0),
-    "data_parallel_size": (None, 1),
-    "distributed_executor_backend": (None, "uni", "mp"),
+    "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
     "download_dir": (None,),
     "enable_chunked_prefill": (None, True),
     "hf_config_path": (None,),
@@ -49,16 +48,17 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": (None, {}),
     "logits_processors": (None, []),
     "mm_processor_kwargs": (None, {}),
-    "pipeline_parallel_size": (None, 1),
     "pooler_config": (None,),
     "runner": (None, "auto", "generate"),
     "skip_tokenizer_init": (None, False),
     "speculative_config": (None,),
     "task": (None, "auto", "generate"),
-    "tensor_parallel_size": (None, 1),
     "tokenizer_mode": (None, "auto", "hf"),
 }
 """Name to the values that ask for nothing."""
+
+PARALLEL = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+"""None is 1."""
 
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
 """The same under another name; None leaves it to the engine."""
@@ -74,6 +74,8 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
+        if name in PARALLEL and value is None:
+            continue
         if name in known:
             settings[name] = value
         elif name in NOTHING:

@@ -248,14 +248,14 @@ def _load_torch(
     weights = stored_weights(source, seed)
     if quantization is not None and source.adapter is not None:  # added to the values that the codes stand for
         adapter = read_adapter(source.adapter.path, source.config)
-        rounded_base = _rounded_layers(stored_weights(source.adapter.base))
+        rounded_base = rounded_layers(stored_weights(source.adapter.base))
         weights = merged_weights(rounded_base, adapter, source.config)
     elif quantization is not None:
-        weights = _rounded_layers(weights)
+        weights = rounded_layers(weights)
     return fill(model, weights).requires_grad_(False)
 
 
-def _rounded_layers(weights: StoredWeights) -> StoredWeights:
+def rounded_layers(weights: StoredWeights) -> StoredWeights:
     """With the layers' matrices as they are when they are served in 4 bits."""
     for name, stored in weights:
         if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
