@@ -147,7 +147,13 @@ class Trainer:
         begun = config
         if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
             begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
-        self.memory = fit(begun, source_of(begun).config, device_of(config.device))
+        source = source_of(begun)
+        if config.data.seq_len > source.config.max_position:
+            raise ValueError(
+                f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {source.config.max_position} "
+                f"positions: set data.seq_len to at most {source.config.max_position}"
+            )
+        self.memory = fit(begun, source.config, device_of(config.device))
         self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
