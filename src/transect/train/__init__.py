@@ -15,8 +15,10 @@
   are; ``answers.py``: what several optimizer steps need of them; ``reference.py``: the model as a run began.
 * ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model
   is, measured through the engine.
-* ``loss.py``: the fused loss. ``optim/``: AdamW, 8-bit AdamW, Muon. ``schedule.py``: the learning rate.
+* ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy. ``optim/``: AdamW, 8-bit AdamW, Muon.
+  ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
+* ``export.py``: adapters and merged models for other programs.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
 """

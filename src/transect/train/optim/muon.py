@@ -5,8 +5,8 @@ For a matrix of a layer with gradient G:
     M <- mu M + G        U = G + mu M (Nesterov)        W <- (1 - lr decay) W - lr sqrt(max(1, rows / columns)) O(U)
 
 O(U) replaces U's singular values by about 1: with X = U / |U|, five rounds of X <- a X + (b A + c A^2) X with A = X X^T
-drive every singular value towards 1 (between 0.7 and 1.2, which is near enough). Embeddings, the head, norms and biases
-are left to AdamW, with its own learning rate.
+drive every singular value towards 1 (between 0.7 and 1.2, which is near enough). Embeddings, the head, norms, biases,
+routers and experts are left to AdamW, with its own learning rate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Muon(Optimizer):
     @staticmethod
     def takes(name: str, parameter: Tensor) -> bool:
         """Whether a parameter is updated by Muon."""
-        return parameter.ndim == 2 and "layers." in name
+        return parameter.ndim == 2 and "layers." in name and "router" not in name and "experts_" not in name
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         dtype = torch.float32 if self.master_weights else parameter.dtype
