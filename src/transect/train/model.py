@@ -100,6 +100,8 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
     """
     device = device_of(config.device)
     source = source_of(config)
+    if source.config.logit_softcap is not None:
+        raise ValueError("models whose logits are soft-capped (Gemma 2) are served and not trained: take another one")
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
     model = model.to_empty(device=device)
     if from_scratch(config):
