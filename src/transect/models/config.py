@@ -8,7 +8,7 @@ and import this one: ``config_hf.py`` (a Hugging Face ``config.json``) and ``con
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..formats.fields import LARGEST_INTEGER, shown
@@ -229,6 +229,35 @@ class ModelConfig:
             return None
         local = self.local_rope is not None and self.layer_window(layer) is not None
         return self.local_rope if local else self.rope
+
+    def local(self, ranks: int) -> ModelConfig:
+        """The sizes that each of ``ranks`` has when matrices are cut between them: a share of the query heads, of the
+        key heads (one where there are fewer than ranks) and of the feed-forward layer. Everything else is as it was.
+
+        Raises:
+            ValueError: it cannot be cut so; the message names the numbers of ranks that can be.
+        """
+        if ranks == 1:
+            return self
+        if self.moe is not None:
+            raise ValueError("a model with experts is not cut between ranks yet: leave tensor_parallel_size out")
+        if not self._divides(ranks):
+            possible = [n for n in range(1, self.n_heads + 1) if self._divides(n)]
+            raise ValueError(
+                f"the model cannot be cut for {ranks} ranks: it has {self.n_heads} query heads, {self.n_kv_heads} key "
+                f"heads and {self.ffn_dim} feed-forward units; tensor_parallel_size can be "
+                f"{', '.join(map(str, possible))}"
+            )
+        return replace(
+            self,
+            n_heads=self.n_heads // ranks,
+            n_kv_heads=max(1, self.n_kv_heads // ranks),
+            ffn_dim=self.ffn_dim // ranks,
+        )
+
+    def _divides(self, ranks: int) -> bool:
+        heads = self.n_kv_heads % ranks == 0 or ranks % self.n_kv_heads == 0
+        return heads and self.n_heads % ranks == 0 and self.ffn_dim % ranks == 0
 
     def layer_moe(self, layer: int) -> MoEConfig | None:
         """The experts of a layer, or None where it has one MLP."""

@@ -32,6 +32,7 @@ from ..ops.position import embed_tokens
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
+from .embedding import Embedding
 from .moe import MoE
 from .norm import RMSNorm
 from .weights.weight import Product, StreamProduct, Weight
@@ -108,8 +109,12 @@ class FusedStack:
         if not isinstance(context, PagedContext):
             x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
             return self._norm(self._run_layers(x_TD, positions_T, context))
-        begin = self._ops.embed_tokens if self._fusions.embed else embed_tokens.reference
-        x_TD, rotations_Td = begin(tokens, positions_T, self._embed.weight, self._rotations, places_T)
+        if isinstance(self._embed, Embedding):
+            begin = self._ops.embed_tokens if self._fusions.embed else embed_tokens.reference
+            x_TD, rotations_Td = begin(tokens, positions_T, self._embed.weight, self._rotations, places_T)
+        else:  # a rank has a part of the table
+            x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
+            rotations_Td = self._rotations.index_select(0, positions_T)
         return self._add_norm(*self._run(x_TD, rotations_Td, context), self._norm)[1]
 
     def _run(self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext) -> tuple[Tensor, Tensor | None]:

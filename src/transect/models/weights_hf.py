@@ -80,7 +80,7 @@ _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where transformers keeps a weight.
 
     The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
@@ -110,7 +110,7 @@ class _Place:
         return slice(self.first, end, self.step)
 
 
-def places(config: ModelConfig) -> dict[str, _Place]:
+def places(config: ModelConfig) -> dict[str, Place]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
     architecture = config.architecture
     gpt2 = architecture == "gpt2"
@@ -126,7 +126,7 @@ def places(config: ModelConfig) -> dict[str, _Place]:
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            out[name] = _Place(f"{outer[module]}.{kind}", shape)
+            out[name] = Place(f"{outer[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
         moe = config.layer_moe(int(layer))
@@ -137,14 +137,14 @@ def places(config: ModelConfig) -> dict[str, _Place]:
         if moe is not None and expert is not None:
             experts = moe.experts if "{}" in expert else 0
             own = (shape[0] // experts, *shape[1:]) if experts else shape
-            out[name] = _Place(f"{stack}.{layer}.{expert}", own, experts=experts)
+            out[name] = Place(f"{stack}.{layer}.{expert}", own, experts=experts)
             continue
         transposed = gpt2 and len(shape) == 2
         tensor = f"{stack}.{layer}.{names[inner]}.{kind}"
         first, whole = _within_joined(config, inner, shape[0], joined)
         stored = (whole, *shape[1:])
         size = None if whole == shape[0] else shape[0]
-        out[name] = _Place(tensor, stored[::-1] if transposed else stored, transposed, first, size)
+        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size)
     return out
 
 
@@ -159,14 +159,14 @@ def _within_joined(config: ModelConfig, inner: str, rows: int, joined: tuple[str
     return 0, rows
 
 
-def _gpt_oss_place(prefix: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> _Place:
+def _gpt_oss_place(prefix: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> Place:
     """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one."""
     up = inner.endswith("_up")
     down = inner.endswith("_down")
     width, inputs = (config.dim, moe.expert_dim) if down else (2 * moe.expert_dim, config.dim)
     tensor = f"{prefix}.{'down_proj' if down else 'gate_up_proj'}{'_bias' if kind == 'bias' else ''}"
     shape = (moe.experts, width) if kind == "bias" else (moe.experts, inputs, width)
-    return _Place(tensor, shape, transposed=kind != "bias", first=int(up), stacked=True, step=1 if down else 2)
+    return Place(tensor, shape, transposed=kind != "bias", first=int(up), stacked=True, step=1 if down else 2)
 
 
 # ---- in
@@ -200,9 +200,7 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     return _weights(found, plan, stack, config)
 
 
-def _weights(
-    found: dict[str, _Stored], plan: dict[str, _Place], stack: ExitStack, config: ModelConfig
-) -> StoredWeights:
+def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack, config: ModelConfig) -> StoredWeights:
     with stack:
         for name, shape in weight_shapes(config).items():
             place = plan[name]
@@ -216,7 +214,7 @@ def _weights(
                 yield name, Stored(shape, partial(_read, found[place.tensor], place, shape))
 
 
-def _read_stack(where: _Stored, place: _Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the experts in one tensor of gpt-oss, expert by expert."""
     wanted, each = within(shape[0], rows), shape[0] // place.stored[0]
     parts = []
@@ -233,7 +231,7 @@ def _read_stack(where: _Stored, place: _Place, shape: tuple[int, ...], rows: sli
     return torch.cat(parts)
 
 
-def _read_experts(stack: list[_Stored], place: _Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
     wanted, each = within(len(stack) * shape[0], rows), shape[0]
     parts = []
@@ -243,7 +241,7 @@ def _read_experts(stack: list[_Stored], place: _Place, shape: tuple[int, ...], r
     return torch.cat(parts)
 
 
-def _read(where: _Stored, place: _Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     parts = [within(size, part) for size, part in zip(shape, (rows, columns), strict=False)]
     if place.size is not None:
         parts[0] = slice(place.first + parts[0].start, place.first + parts[0].stop)
@@ -319,7 +317,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _check(directory: Path, found: dict[str, _Stored], place: _Place, tensor: str) -> None:
+def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str) -> None:
     stored = found.get(tensor)
     shape = list(place.stored)
     if stored is None:
@@ -337,7 +335,7 @@ def _check(directory: Path, found: dict[str, _Stored], place: _Place, tensor: st
 
 
 def _refuse_superfluous(
-    directory: Path, found: dict[str, _Stored], plan: dict[str, _Place], config: ModelConfig
+    directory: Path, found: dict[str, _Stored], plan: dict[str, Place], config: ModelConfig
 ) -> None:
     used = {tensor for place in plan.values() for tensor in place.tensors}
     if config.tied_embeddings:

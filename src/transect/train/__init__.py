@@ -19,5 +19,6 @@
   ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
+* ``export.py``: adapters and merged models for other programs.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
 """

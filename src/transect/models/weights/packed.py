@@ -144,6 +144,11 @@ class PackedEmbedding(torch.nn.Module):
         """Rows, and numbers of one."""
         return self.table.shape
 
+    @property
+    def bits(self) -> float:
+        """Bits of a number."""
+        return self.table.format.bits
+
     def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
         """Take the values of a file, of this shape."""
         self.table.load(values, staging)
