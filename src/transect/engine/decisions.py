@@ -62,6 +62,7 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     arrival: float
     grammar: bool
     prompt_logprobs: bool
+    """Or something else for which every token of the prompt must be computed."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -108,10 +109,12 @@ class Done(msgspec.Struct, tag="c", array_like=True):
     record of this kind."""
     errors: list[tuple[int, bool]] = []
     """(sequence number, whether its KV is sound) of each failure."""
+    learned: float = 0.0
+    """What the scheduler was told that the step took, in seconds; 0: nothing, its steps are not sized by time."""
 
 
 class Filled(msgspec.Struct, tag="f", array_like=True):
-    """``Scheduler.fill_tokens`` was changed."""
+    """``StepBudget.fill_tokens`` was changed."""
 
     tokens: int | None
 
@@ -187,7 +190,7 @@ class DecisionLog:
         self.sink = sink or self.ring.put
         self._rows: list[int] = []
         self._errors: list[tuple[int, bool]] = []
-        self._fill = scheduler.fill_tokens
+        self._fill = scheduler.budget.fill_tokens
         self._file = None
         self._flushed = 0.0
         if file is not None:
@@ -216,7 +219,7 @@ class DecisionLog:
                 request.priority,
                 state.arrival,
                 request.constraint is not None,
-                params.prompt_logprobs is not None,
+                request.whole_prompt,
             )
         )
 
@@ -230,8 +233,8 @@ class DecisionLog:
 
     def check_fill(self) -> None:
         """Before a step is planned: note whether ``fill_tokens`` is another than before."""
-        if self.scheduler.fill_tokens != self._fill:
-            self._fill = self.scheduler.fill_tokens
+        if self.scheduler.budget.fill_tokens != self._fill:
+            self._fill = self.scheduler.budget.fill_tokens
             self._put(Filled(self._fill))
 
     def planned(self, batch: ScheduledBatch | None, began: float) -> None:
@@ -258,10 +261,10 @@ class DecisionLog:
             )
         )
 
-    def done(self, batch: ScheduledBatch, result: StepResult, waited: float, at: float) -> None:
-        """A step's result was taken in."""
+    def done(self, batch: ScheduledBatch, result: StepResult, waited: float, at: float, learned: float) -> None:
+        """A step's result was taken in; ``learned`` as in ``Done``."""
         errors = [(seq_id, seq_id in result.sound) for seq_id in result.errors] if result.errors else []
-        self._put(Done(batch.step, waited, at, self.now(), self._ended(), errors))
+        self._put(Done(batch.step, waited, at, self.now(), self._ended(), errors, learned))
 
     def close(self) -> None:
         """Write down what has not ended yet, and close the file."""

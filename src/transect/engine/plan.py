@@ -9,10 +9,12 @@ from .request import Sequence
 class Plan:
     """A step in the making."""
 
-    __slots__ = ("copies", "forks", "rows", "sequences", "step")
+    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "step")
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, chunk: int) -> None:
         self.step = step
+        self.chunk = chunk
+        """Tokens that one prompt may take of it."""
         self.rows: list[ScheduledRow] = []
         self.sequences: list[Sequence] = []
         """The sequence of each row."""

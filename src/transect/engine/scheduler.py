@@ -1,13 +1,12 @@
 """Continuous batching: who runs in the next step, and what the step's tokens change.
 
 Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode: they wait for all of the
-step (``max_mixed_tokens``), and a few prompt tokens ride along with them for little (``fill_tokens``). Sequences that
-hold KV blocks are served in the order of their ranks (priority, then arrival; with ``longest_first`` those with the
-most tokens to draw come first). Each gets one token of the budget for sure; what is left over goes, again by rank, to
-those with more to compute, the prompts, which are so cut into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes
-never wait behind prompts, and prompts always move. Then the queue's head is admitted as long as there are places,
-budget and KV blocks for all its tokens. Nobody overtakes the head, so everybody's turn comes (with ``longest_first``:
-once nothing longer comes).
+step (``step_budget``). Sequences that hold KV blocks are served in the order of their ranks (priority, then arrival;
+with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for sure; what
+is left over goes, again by rank, to those with more to compute, the prompts, which are so cut into chunks
+(Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
+head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
+everybody's turn comes (with ``longest_first``: once nothing longer comes).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives its blocks
 back, keeps its output tokens, and computes prompt and output anew when its turn comes again. Draws depend on positions,
@@ -34,13 +33,14 @@ from operator import attrgetter
 from . import limits
 from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
 from .failures import failures
-from .filling import nothing_ends_later
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .plan import Plan
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
 from .sequence_blocks import SequenceBlocks
+from .step_budget import StepBudget
+from .step_time import StepTimes
 from .waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")
@@ -62,8 +62,9 @@ class Scheduler:
         self.waiting = WaitingQueue(config.max_queue)
         self.running: list[Sequence] = []
         """Sequences with blocks, best rank first."""
-        self.fill_tokens = config.fill_tokens
-        """May be changed between steps."""
+        self.times = StepTimes()
+        """How long steps take here; whoever runs them lets it learn."""
+        self.budget = StepBudget(config, self.times)
         self.held_back = ""
         """Why the queue's head was not admitted to the last step, see ``decisions.py``; empty: nobody waits."""
         self.ended: list[Sequence] | None = None
@@ -71,8 +72,6 @@ class Scheduler:
         self._cut = False
         """Whether a prompt was left unfinished by the last step."""
         self._static = config.policy == "static"
-        self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
-        self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
         self._watermark = int(config.watermark * config.num_blocks)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self.requests: dict[str, RequestState] = {}
@@ -141,13 +140,14 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
         must come back through ``commit``, in order."""
-        plan = Plan(self._step + 1)
         block_size = self.config.block_size
         running = self.running
+        decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
+        budget = self.budget.beside_decodes(running, self.waiting, self._cut) if decoding else self.budget.alone()
+        spare = budget.tokens - len(running)
+        plan = Plan(self._step + 1, budget.chunk)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
         again = True  # as long as all rows are of the kind that most are
-        decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
-        spare = (self._budget_beside_decodes() if decoding else self.config.max_num_batched_tokens) - len(running)
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
             length = seq.length
@@ -170,7 +170,7 @@ class Scheduler:
                 continue
             again = False
             if take > 1:
-                take = min(take, 1 + spare, self._chunk)
+                take = min(take, 1 + spare, plan.chunk)
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -200,19 +200,6 @@ class Scheduler:
         self._in_flight.append((batch, sequences))
         return batch
 
-    def _budget_beside_decodes(self) -> int:
-        """Tokens of a step in which sequences decode."""
-        tokens, waiting = self.fill_tokens, len(self.waiting)
-        if (
-            tokens is not None
-            and tokens < self._mixed
-            and (waiting or self._cut)
-            and waiting + len(self.running) <= self.config.max_num_seqs
-            and nothing_ends_later(tokens, self.running, self.waiting.in_order())
-        ):
-            return tokens
-        return self._mixed
-
     def _plan_row(self, seq: Sequence, end: int, plan: Plan) -> None:
         """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""
         state = seq.request
@@ -220,7 +207,7 @@ class Scheduler:
         start = seq.scheduled
         seq.scheduled = end
         seq.last_step = plan.step
-        prompt_logprobs = None if state.prompt_done else spec.params.prompt_logprobs
+        asked = (None, None) if state.prompt_done else (spec.params.prompt_logprobs, spec.pooling)
         block_ids = seq.block_ids
         draws: tuple[Draw, ...] = ()
         if end == seq.length:
@@ -235,7 +222,7 @@ class Scheduler:
                 seq.output_token_ids,
                 block_ids,
                 draws,
-                prompt_logprobs,
+                *asked,
             )
         )
         plan.sequences.append(seq)
@@ -326,8 +313,8 @@ class Scheduler:
         if self._places + self._places_of(seq) > self.config.max_num_seqs:
             self.held_back = "places"
             return None
-        wants_logprobs = not state.prompt_done and state.spec.params.prompt_logprobs is not None
-        cached = [] if wants_logprobs else blocks.find_prefix(seq)
+        computes_all = not state.prompt_done and state.spec.whole_prompt
+        cached = [] if computes_all else blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
         if needed + (self._watermark if self.running else 0) > self.cache.num_free:
             self.held_back = "kv"
@@ -341,10 +328,10 @@ class Scheduler:
             state.first_scheduled = self.clock.now()
             state.num_cached_tokens = seq.scheduled
             self._prompt_tokens += seq.prompt_len
-            if self.config.enable_prefix_caching and not wants_logprobs:
+            if self.config.enable_prefix_caching and not computes_all:
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
-        take = min(seq.length - seq.scheduled, spare, self._chunk)
+        take = min(seq.length - seq.scheduled, spare, plan.chunk)
         if take > 0:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
@@ -387,9 +374,8 @@ class Scheduler:
             for choice, error in failed:
                 outputs.append(self._end(choice, "error", error))
             state = seq.request
-            if row.prompt_logprobs is not None and state.prompt_logprobs is not None and row.next_prompt_token_ids:
-                entries = result.prompt_logprobs.get(row.seq_id, ())
-                state.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
+            if row.prompt_logprobs is not None or row.pooling is not None:
+                state.take_prompt(row, result)
             for draw in row.draws:
                 choice = seq if draw.seq_id == seq.seq_id else state.choices[draw.choice]
                 if choice.finish_reason is None:
@@ -412,7 +398,7 @@ class Scheduler:
         if choice.first_token_time is None:
             choice.first_token_time = now
             output.times = state.times(choice, None)
-            output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+            state.give_prompt(output)
             choice.plain = state.spec.params.logprobs is None and constraint is None
             choice.num_cached = state.num_cached_tokens
         if token in state.stop_ids and length > choice.draws[0].min_position:
@@ -486,5 +472,8 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._step,
+            timed_steps=self.times.steps,
+            step_seconds=self.times.measured,
+            predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
         )

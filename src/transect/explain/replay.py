@@ -18,6 +18,7 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import Scheduler
 from ..engine.scheduler_config import SchedulerConfig
+from ..engine.step_time import StepLoad
 from .log import Life, RunLog, StepRow, last_rows_on, rows_of
 
 STOP = 2**31 - 1
@@ -130,7 +131,7 @@ class _Replay:
                 case Aborted():
                     self.scheduler.abort(event.request_id, event.choice)
                 case Filled():
-                    self.scheduler.fill_tokens = event.tokens
+                    self.scheduler.budget.fill_tokens = event.tokens
                 case CacheReset():
                     self.scheduler.reset_prefix_cache()
                 case Planned():
@@ -177,6 +178,8 @@ class _Replay:
 
     def _commit(self, event: Done) -> None:
         batch = self.batches.pop(event.step)
+        if event.learned:
+            self.scheduler.times.learn(StepLoad.of(batch), event.learned)
         result = StepResult({})
         for seq_id, sound in event.errors:
             result.errors[seq_id] = "recorded error"

@@ -9,13 +9,16 @@
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
   what the backward pass keeps. ``merged_layers.py``: a layer as one node with a hand-written backward pass, on a
   GPU; ``merged_products.py``: its products, with adapters inside.
-* ``objectives/``: what a run minimises: next tokens, preferences, rewards. ``rollout.py``: answers drawn by the engine;
+* ``objectives/``: what a run minimises: next tokens, preferences, rewards, a teacher's distribution
+  (``divergence.py``). ``rollout.py``: answers drawn by the engine;
   ``logprobs.py``: how likely they were; ``drawn.py``: in the distribution that drew them; ``rewards.py``: how good they
   are; ``answers.py``: what several optimizer steps need of them; ``reference.py``: the model as a run began.
 * ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model
   is, measured through the engine.
-* ``loss.py``: the fused loss. ``optim/``: AdamW, 8-bit AdamW, Muon. ``schedule.py``: the learning rate.
+* ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy. ``optim/``: AdamW, 8-bit AdamW, Muon.
+  ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
+* ``export.py``: adapters and merged models for other programs.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
 """

@@ -9,7 +9,7 @@ from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .documents import Forms, answers_apart, chat_tokens, completion_tokens, text_tokens
 from .files import DataFile, find
-from .layouts import Chat, Completion, Form, Preference, Text
+from .layouts import Chat, Completion, Form, Preference, Rated, Text
 
 
 @dataclass(slots=True)
@@ -62,8 +62,9 @@ def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> 
         return len(completion_tokens(form, tokenizer)[0])
     if template is None:
         raise ValueError("this is a chat and the model brings no chat template")
-    if isinstance(form, Preference):
-        sides = ([*form.prompt, *form.chosen], [*form.prompt, *form.rejected])
+    if isinstance(form, Preference | Rated):
+        answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
+        sides = [[*form.prompt, *answer] for answer in answers]
         return sum(
             len(ids)
             for side in sides

@@ -16,7 +16,7 @@ from ..text.chat_template import ChatTemplate
 from ..text.inert import ChatRendering
 from ..text.tokenizer import Tokenizer
 from .files import DataFile, Row
-from .layouts import Completion, Form, Layout, Preference, Text, detect
+from .layouts import Completion, Form, Layout, Preference, Rated, Text, detect
 
 Document = tuple[list[int], list[bool] | None]
 """Token ids, and which of them are trained on; None: all."""
@@ -122,6 +122,10 @@ class Reader:
             return [completion_tokens(form, self._tokenizer)]
         if isinstance(form, Preference):
             raise ValueError('rows with "chosen" and "rejected" are preferences: set objective = "dpo"')
+        if isinstance(form, Rated):
+            raise ValueError(
+                'rows with a "label" of true or false are judged answers: set objective = "kto", or remove the label'
+            )
         if self._template is None:
             raise ValueError("this is a chat and the model brings no chat template: set data.chat_template")
         chat = form.messages, self._tokenizer, self._template

@@ -11,7 +11,8 @@ One step, in the order it happens (``Trainer.step``):
    the kernel changes nothing if loss or norm are not finite.
 
 Everything that decides the next step is in ``Trainer.snapshot``: weights, optimizer state, the position in the data,
-the step, the last losses. There is no dropout and so no random state; the order of the data is a function of the seed.
+the step, the last losses. There is no random state: the order of the data and the masks of dropout are functions of the
+seed and the step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..models.adapter_peft import read_adapter
 from ..models.load import fill, stored_weights
+from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
@@ -41,6 +44,7 @@ from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .identity import base_identity, compare
+from .lora import take_adapter
 from .memory import fit
 from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
@@ -140,14 +144,31 @@ class Trainer:
         """What a person should know of the run before it starts."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.memory = fit(config, source_of(config).config, device_of(config.device))
-        self.trainable: Trainable = build(config, self.told.append)
+        begun = config
+        if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
+            begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
+        source = source_of(begun)
+        if config.data.seq_len > source.config.max_position:
+            raise ValueError(
+                f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {source.config.max_position} "
+                f"positions: set data.seq_len to at most {source.config.max_position}"
+            )
+        self.memory = fit(begun, source.config, device_of(config.device))
+        self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
-            config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
+            config.optimizer,
+            self.trainable.parameters,
+            master_weights=config.precision == "mixed" or self.trainable.adapted,
+            seed=config.seed,
         )
+        if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
+            self.told.append(
+                'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
+                'learning rates are most: "stochastic" keeps them on average, precision = "mixed" exactly'
+            )
         self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
         self.identity = self.objective.identity()
         """Digests of what the run is of; every checkpoint keeps them."""
@@ -176,10 +197,13 @@ class Trainer:
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
             for index, batch in enumerate(on_device):
+                self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
                 if batch.num_labels:
                     loss = self.objective.loss(batch) * (batch.num_labels / labels)
                     loss.backward()  # type: ignore[no-untyped-call]
                     losses[index] = loss.detach()
+                    if len(on_device) > 1:
+                        self.optimizer.gather()
         norm = self.optimizer.gradient_norm().to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
@@ -255,10 +279,8 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
-        weights = self.trainable.snapshot()
+        write = self.trainable.snapshot()
         tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
-        if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told
-            tensors |= {f"weight/{k}": p.detach().to("cpu", copy=True) for k, p in self.trainable.parameters.items()}
         tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
             "config": self.config.to_dict(),
@@ -267,7 +289,7 @@ class Trainer:
             "optimizer_steps": self.optimizer.steps,
             "losses": list(self.watch.losses),
         }
-        return Snapshot(self.steps_done, lambda folder: self.trainable.write(weights, folder), tensors, state)
+        return Snapshot(self.steps_done, write, tensors, state)
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
@@ -275,7 +297,9 @@ class Trainer:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
         with torch.no_grad():
-            if self.trainable.adapted:
+            if self.trainable.adapted and is_adapter(checkpoint.path):
+                take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
+            elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights
                 for name, parameter in self.trainable.parameters.items():
                     if f"weight/{name}" not in checkpoint.tensors:
                         raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")

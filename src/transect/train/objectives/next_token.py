@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from ..balance import Balance
 from ..batches import IGNORE, Batch
 from ..config import TrainConfig
 from ..data import Loader, Position, load_stream
@@ -20,9 +21,10 @@ class NextToken(Objective):
     """See ``Objective``."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
-        self._trainable = trainable
+        self._config, self._trainable = config, trainable
         self._accumulate = config.accumulate
         self._loss = token_loss(trainable.device)
+        self._balance = Balance(trainable.model, config.router)
         vocab_size = trainable.source.config.vocab_size
         tools = vocab_size, trainable.tokenizer, trainable.template
         ahead = trainable.device.type != "cpu"
@@ -55,7 +57,12 @@ class NextToken(Objective):
         return [next(self.loader) for _ in range(self._accumulate)]
 
     def loss(self, batch: Batch) -> Tensor:
-        return batch_loss(self._trainable.model, batch, self._loss)
+        with self._balance.watching():
+            loss = batch_loss(self._trainable.model, batch, self._loss)
+        return loss + self._balance.loss()
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._balance.last
 
     def evaluate(self) -> Evaluation | None:
         if self.validation is None:
