@@ -19,5 +19,7 @@
   ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
+* ``best.py``: the best checkpoint, and early stopping. ``samples.py``: answers while training.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
+  ``trackers.py``: Weights & Biases, MLflow.
 """
