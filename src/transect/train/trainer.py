@@ -11,7 +11,8 @@ One step, in the order it happens (``Trainer.step``):
    the kernel changes nothing if loss or norm are not finite.
 
 Everything that decides the next step is in ``Trainer.snapshot``: weights, optimizer state, the position in the data,
-the step, the last losses. There is no dropout and so no random state; the order of the data is a function of the seed.
+the step, the last losses. There is no random state: the order of the data and the masks of dropout are functions of the
+seed and the step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..models.adapter_peft import read_adapter
 from ..models.load import fill, stored_weights
+from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
@@ -42,6 +45,7 @@ from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .identity import base_identity, compare
+from .lora import take_adapter
 from .memory import fit
 from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
@@ -144,14 +148,17 @@ class Trainer:
         """What a person should know of the run before it starts."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        source = source_of(config)
+        begun = config
+        if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
+            begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
+        source = source_of(begun)
         if config.data.seq_len > source.config.max_position:
             raise ValueError(
                 f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {source.config.max_position} "
                 f"positions: set data.seq_len to at most {source.config.max_position}"
             )
-        self.memory = fit(config, source.config, device_of(config.device))
-        self.trainable: Trainable = build(config, self.told.append)
+        self.memory = fit(begun, source.config, device_of(config.device))
+        self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)
@@ -200,6 +207,7 @@ class Trainer:
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
             for index, batch in enumerate(on_device):
+                self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
                 if batch.num_labels:
                     loss = self.objective.loss(batch) * (batch.num_labels / labels)
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -290,10 +298,8 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
-        weights = self.trainable.snapshot()
+        write = self.trainable.snapshot()
         tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
-        if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told
-            tensors |= {f"weight/{k}": p.detach().to("cpu", copy=True) for k, p in self.trainable.parameters.items()}
         tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
             "config": self.config.to_dict(),
@@ -303,10 +309,6 @@ class Trainer:
             "losses": list(self.watch.losses),
             "best": self.best.state(),
         }
-
-        def write(folder: Path) -> None:
-            self.trainable.write(weights, folder)
-
         return Snapshot(self.steps_done, write, tensors, state, self.best.step)
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
@@ -315,7 +317,9 @@ class Trainer:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
         with torch.no_grad():
-            if self.trainable.adapted:
+            if self.trainable.adapted and is_adapter(checkpoint.path):
+                take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
+            elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights
                 for name, parameter in self.trainable.parameters.items():
                     if f"weight/{name}" not in checkpoint.tensors:
                         raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
