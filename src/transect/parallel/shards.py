@@ -91,8 +91,15 @@ class Shard:
         if self.stages == 1:
             return whole
         layers = self.layers
-        full = tuple(i - layers.start for i in self.model.full_attention_layers if layers.start <= i < layers.stop)
-        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full)
+        moe = whole.moe
+        if moe is not None:
+            moe = replace(moe, dense_layers=self._own(moe.dense_layers))
+        full = self._own(whole.full_attention_layers)
+        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full, moe=moe)
+
+    def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some layers that this stage has, by its own count."""
+        return tuple(i - self.layers.start for i in layers if self.layers.start <= i < self.layers.stop)
 
     @property
     def vocabulary(self) -> slice:
