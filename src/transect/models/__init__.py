@@ -3,7 +3,7 @@
 What a model is, and what it costs (no torch):
 
 * ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_moe.py``: ``MoEConfig``
-* ``config_hf.py`` (``config_hf_moe.py``) and ``config_gguf.py`` read and write them
+* ``config_hf.py`` (``config_hf_moe.py``, ``config_hf_families.py``) and ``config_gguf.py`` read and write them
 * ``shapes.py``: canonical names and shapes of all weights
 * ``storage.py``: bits of a number, by kind of weight; ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory
   that training and serving need, before they start
