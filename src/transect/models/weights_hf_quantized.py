@@ -219,17 +219,18 @@ def _scaled(
     codes = found[f"{prefix}.weight"]
     inverse = f"{prefix}.weight_scale_inv" in found
     scale = _side(found, prefix, "weight_scale_inv" if inverse else "weight_scale")
+    outputs, inputs = codes.shape
     try:
-        spread(torch.ones(scale.shape), *codes.shape, block)
+        spread(torch.ones(scale.shape), outputs, inputs, block)
     except ValueError as error:
         raise ValueError(f"{scale.path}: {scale.name}: {error}; download it again") from None
 
     def rows(part: slice) -> Tensor:
-        wide = spread(_all(scale), *codes.shape, block)
+        wide = spread(_all(scale), outputs, inputs, block)
         values = codes.file.get_slice(codes.name)[part].float()
         return values * (wide if wide.shape[0] == 1 else wide[part])
 
-    return codes.shape, rows
+    return (outputs, inputs), rows
 
 
 def _block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
