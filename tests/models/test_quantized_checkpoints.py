@@ -249,3 +249,21 @@ def test_a_wrong_group_size_and_a_cut_file(checkpoints, tmp_path):
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated or corrupt"):
         read(folder)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_rounded_when_loaded(plain, quantization):
+    """``quantization`` keeps the layers in 8 bits, says so, and stays near the plain logits; the head is as it was."""
+    llm = LLM(str(plain), dtype="float32", device="cpu", quantization=quantization)
+    try:
+        assert quantization in llm.kernels
+        answer = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0]
+    finally:
+        llm.close()
+    assert len(answer.outputs[0].token_ids) == 4
+    source = resolve(str(plain))
+    exact, rounded = (load_model(source, dtype="float32", native=False, quantization=q) for q in (None, quantization))
+    assert torch.equal(exact.head.weight, rounded.head.weight)
+    layer = rounded.layers[0].mlp.up
+    assert layer.format.name == quantization and 8 <= layer.format.bits < 8.6
+    assert rounded.nbytes < 0.6 * exact.nbytes
