@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 
 from .bad_words import WithoutSequences
 
-FEW = 4
-"""So many masks are made one after another; more of them by several threads."""
+ALONE_S = 0.001
+"""Seconds for which masks are made one after another; those that are left then are made by several threads. A mask takes
+some microseconds as a rule, and to wake threads takes longer than all masks of a step; some grammars take a hundred
+times as long."""
 
 
 class GrammarConstraint:
@@ -65,9 +68,14 @@ class GrammarConstraint:
 
 
 class MaskFiller:
-    """Masks of a step's rows, by several threads where there are several rows under grammars."""
+    """Masks of a step's rows: one after another as long as that is quick, the rest by several threads.
 
-    def __init__(self) -> None:
+    Args:
+        alone_s: see ``ALONE_S``; 0 makes all but the first by threads.
+    """
+
+    def __init__(self, alone_s: float = ALONE_S) -> None:
+        self._alone_s = alone_s
         self._executor: Any = None
 
     def __call__(self, constraints: Sequence[Any], words: np.ndarray) -> list[str | None]:
@@ -90,16 +98,20 @@ class MaskFiller:
     def _fill(
         self, grammars: Sequence[tuple[GrammarConstraint, int]], words: np.ndarray, problems: list[str | None]
     ) -> None:
-        if len(grammars) <= FEW:
-            for constraint, row in grammars:
-                problems[row] = constraint.fill(words[row])
-            return
-        if self._executor is None:
-            import llguidance
+        start, stride, nbytes = words.ctypes.data, words.strides[0], words.itemsize * words.shape[1]
+        began, left = time.perf_counter(), []
+        for at, (constraint, row) in enumerate(grammars):
+            constraint._matcher.unsafe_compute_mask_ptr(start + row * stride, nbytes)
+            if time.perf_counter() - began > self._alone_s:
+                left = grammars[at + 1 :]
+                break
+        if left:
+            if self._executor is None:
+                import llguidance
 
-            self._executor = llguidance.LLExecutor()
-        pairs = [(constraint._matcher, row) for constraint, row in grammars]
-        self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.strides[0], len(words))
+                self._executor = llguidance.LLExecutor()
+            pairs = [(constraint._matcher, row) for constraint, row in left]
+            self._executor.unsafe_compute_mask_ptr(pairs, start, stride, len(words))
         for constraint, row in grammars:
             if constraint._matcher.is_error():
                 problems[row] = constraint._complaint()
