@@ -1,6 +1,6 @@
 """What the masks of a step's rows cost the host: one after another as long as that is quick, and by threads alone.
 
-Every row writes an array of objects that has no end; a token of each is drawn by chance. Both ways make the masks of the
+Every row writes an array of objects that has no end; a token of each is drawn by chance. Both ways make masks of the
 same rows, in turns: each makes those of every second step. No model runs.
 
     python benchmarks/structured_masks.py [--rows 1 8 64 256] [--steps 200]
@@ -54,7 +54,10 @@ def table(result: dict[str, Any]) -> str:
         each = 1e3 * turn / int(rows)
         lines.append(f"| {rows} | {threads:.2f} ms | {turn:.2f} ms | {each:.1f} µs | {tokens:.2f} ms |")
     machine = result["environment"]
-    return "\n".join(lines) + f"\n\nTokenizer of {result['model']}, {machine['cpu']}, {record.made_at([machine])}.\n"
+    return (
+        "\n".join(lines)
+        + f"\n\nTokenizer of {result['model']}, {machine['processor']}, {machine['cores']} cores, {record.made_at([machine])}.\n"
+    )
 
 
 def main() -> None:

@@ -116,6 +116,7 @@ def build_engine(
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
             longest_first=bool(config.longest_first),
+            jump_ahead=config.jump_ahead,
             max_queue=config.max_queue,
             seed=config.seed if seed is None else seed,
         ),

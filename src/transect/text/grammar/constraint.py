@@ -11,9 +11,9 @@ import numpy as np
 from .bad_words import WithoutSequences
 
 ALONE_S = 0.001
-"""Seconds for which masks are made one after another; those that are left then are made by several threads. A mask takes
-some microseconds as a rule, and to wake threads takes longer than all masks of a step; some grammars take a hundred
-times as long."""
+"""Seconds for which masks are made one after another; those that are left then are made by several threads. A mask
+takes some microseconds as a rule, and to wake threads takes longer than all masks of a step; some grammars take a
+hundred times as long."""
 
 
 class GrammarConstraint:
@@ -99,7 +99,8 @@ class MaskFiller:
         self, grammars: Sequence[tuple[GrammarConstraint, int]], words: np.ndarray, problems: list[str | None]
     ) -> None:
         start, stride, nbytes = words.ctypes.data, words.strides[0], words.itemsize * words.shape[1]
-        began, left = time.perf_counter(), []
+        left: Sequence[tuple[GrammarConstraint, int]] = ()
+        began = time.perf_counter()
         for at, (constraint, row) in enumerate(grammars):
             constraint._matcher.unsafe_compute_mask_ptr(start + row * stride, nbytes)
             if time.perf_counter() - began > self._alone_s:
