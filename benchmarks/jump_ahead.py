@@ -1,4 +1,4 @@
-"""Steps and time that are saved by not drawing the tokens that a grammar forces, one request after another and together.
+"""Steps and time that are saved by not drawing the tokens that a grammar forces.
 
 Each request fills in a form: JSON of a schema whose names are long, as those of tools and records are. The answers are
 the same tokens in both ways, which is checked.

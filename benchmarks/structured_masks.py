@@ -54,10 +54,8 @@ def table(result: dict[str, Any]) -> str:
         each = 1e3 * turn / int(rows)
         lines.append(f"| {rows} | {threads:.2f} ms | {turn:.2f} ms | {each:.1f} µs | {tokens:.2f} ms |")
     machine = result["environment"]
-    return (
-        "\n".join(lines)
-        + f"\n\nTokenizer of {result['model']}, {machine['processor']}, {machine['cores']} cores, {record.made_at([machine])}.\n"
-    )
+    made = f"{machine['processor']}, {machine['cores']} cores, {record.made_at([machine])}"
+    return "\n".join(lines) + f"\n\nTokenizer of {result['model']}, {made}.\n"
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from .bad_words import WithoutSequences
 
-ALONE_S = 0.001
-"""Seconds for which masks are made one after another; those that are left then are made by several threads. A mask
-takes some microseconds as a rule, and to wake threads takes longer than all masks of a step; some grammars take a
-hundred times as long."""
+ALONE_S = 0.002
+"""Seconds for which masks are made one after another; if those that are left then would take as long again, several
+threads make them. A mask takes some microseconds as a rule, and to wake threads takes longer than all masks of a step;
+some grammars take a hundred times as long."""
 
 
 class GrammarConstraint:
@@ -103,7 +103,8 @@ class MaskFiller:
         began = time.perf_counter()
         for at, (constraint, row) in enumerate(grammars):
             constraint._matcher.unsafe_compute_mask_ptr(start + row * stride, nbytes)
-            if time.perf_counter() - began > self._alone_s:
+            taken = time.perf_counter() - began
+            if taken > self._alone_s and taken * (len(grammars) - at - 1) > self._alone_s * (at + 1):
                 left = grammars[at + 1 :]
                 break
         if left:
