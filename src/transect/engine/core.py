@@ -37,23 +37,25 @@ class EngineCore:
     Args:
         scheduler: holds all requests.
         executor: runs the batches in the order of their submission.
-        lag: 0, or 1 to plan one step ahead of the executor.
+        lag: 0, or 1 to plan one step ahead of the executor; in a pipeline, how many steps are under way beside the
+            newest.
         decisions: writes down what is decided; None: nobody does.
 
     Raises:
-        ValueError: ``lag`` is neither 0 nor 1.
+        ValueError: ``lag`` is none of these.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, *, lag: int = 0, decisions: DecisionLog | None = None
     ) -> None:
-        if lag not in (0, 1):
-            raise ValueError(f"lag must be 0 or 1, got {lag!r}")
+        depth = scheduler.config.pipeline_depth
+        if not 0 <= lag <= max(1, depth - 1):
+            raise ValueError(f"lag must be 0 or 1, or less than pipeline_depth ({depth}), got {lag!r}")
         self.scheduler = scheduler
         self.executor = executor
         self.lag = lag
         self.decisions = decisions
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
         self._work = 0, StepLoad(0)
@@ -116,13 +118,13 @@ class EngineCore:
         began = now()
         batch = self._plan()
         if batch is not None:
-            self._in_flight.append(_Step(batch, self.executor.submit(batch), began))
+            self._in_flight.append(Step(batch, self.executor.submit(batch), began))
             self._planning += 0.1 * (now() - began - self._planning)
             if len(self._in_flight) == 1:
                 self._in_flight[0].handle.draw()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
             self._take_result()
-            if batch is not None and self._in_flight:
+            if self._in_flight:
                 self._in_flight[0].handle.draw()  # all tokens before it are known now
         outputs, self._ready = self._ready, []
         return outputs
@@ -152,7 +154,7 @@ class EngineCore:
         if self.decisions is not None:
             self.decisions.done(done.batch, result, asked, ended, learned)
 
-    def _learn(self, done: _Step, ended: float, late: bool) -> float:
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
         """Tell how long a step took. Returns what was told, in seconds."""
         times, work = self.scheduler.times, self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
@@ -172,7 +174,7 @@ class EngineCore:
         return work
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A step in flight."""
 
     batch: ScheduledBatch

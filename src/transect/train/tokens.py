@@ -33,6 +33,14 @@ class TokenStream:
     tokens: np.ndarray
     ends: np.ndarray
     trained: np.ndarray | None = None
+    sources: tuple[int, ...] = ()
+    """After which document each entry of ``data.train`` ends, where that matters; the last being all documents."""
+
+    @property
+    def source_tokens(self) -> list[int]:
+        """Tokens of each source."""
+        ends = [int(self.ends[last - 1]) if last else 0 for last in self.sources]
+        return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
     @property
     def num_documents(self) -> int:
@@ -62,6 +70,15 @@ def join(streams: list[TokenStream]) -> TokenStream:
     return TokenStream(
         np.concatenate([stream.tokens.astype(kind, copy=False) for stream in streams]), np.concatenate(ends), trained
     )
+
+
+def check_ids(highest: int, vocab_size: int, where: object) -> None:
+    """ValueError if ``highest`` is no token of a model with ``vocab_size`` of them."""
+    if highest >= vocab_size:
+        raise ValueError(
+            f"{where}: the tokenizer gives the token {highest}, and the model knows {vocab_size}: use the model's own "
+            "tokenizer"
+        )
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

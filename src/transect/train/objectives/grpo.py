@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -44,6 +45,7 @@ from ..model import Trainable
 from ..reference import Reference
 from ..rewards import Judge, read_prompts
 from ..rollout import Answer, roll_out
+from ..tokens import check_ids
 from .base import Evaluation, Objective
 
 
@@ -93,6 +95,10 @@ class GRPO(Objective):
             key = [self._config.seed, int(rollout.begun)]
             order = np.random.Generator(np.random.Philox(key=key)).permutation(order)
         return self._micro_batches(rollout, np.array_split(order, settings.minibatches)[part])
+
+    def steps_of(self, epochs: float, accumulate: int) -> int:
+        settings = self._config.grpo
+        return max(1, math.ceil(epochs * len(self._prompts) / settings.prompts)) * settings.steps_a_rollout
 
     def loss(self, batch: Batch) -> Tensor:
         assert isinstance(batch, AnswerBatch)
@@ -175,6 +181,7 @@ class GRPO(Objective):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tools = {"tools": record["tools"]} if record.get("tools") else {}
             prompts.append(chat_tokens(template, self._tokenizer, messages, **tools)[1])
+        check_ids(max(map(max, prompts)), self._trainable.source.config.vocab_size, setting)
         room = self._config.data.seq_len - self._config.grpo.max_tokens
         if max(map(len, prompts)) > room:
             raise ValueError(
