@@ -195,15 +195,12 @@ def server(*options: str, model: str = BUILTIN) -> Iterator[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Client by feature."""
+    said = {"works": "yes", "skipped": "not tried", "fails": "**no**"}
     head = ["client", "version", *FEATURES.values()]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for found in sorted(result["clients"].values(), key=lambda each: (each["package"].lower(), each["node"])):
-        cells = []
-        for feature in FEATURES:
-            what = found["features"].get(feature)
-            cells.append(
-                {None: "", "works": "yes", "skipped": "not tried", "fails": "**no**"}[what and what["outcome"]]
-            )
+        tried = (found["features"].get(feature) for feature in FEATURES)
+        cells = ("" if what is None else said[what["outcome"]] for what in tried)
         title = f"{found['package']}{' (Node)' if found['node'] else ''}"
         lines.append(f"| {' | '.join([title, found['release'], *cells])} |")
     return "\n".join(lines) + "\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 FOLDER = Path(tempfile.mkdtemp())
 os.environ |= {"HF_DATASETS_CACHE": str(FOLDER / "datasets"), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
 
-import lm_eval
-from lm_eval.tasks import TaskManager
-from outcomes import BASE, MODEL, check, feature, main
+import lm_eval  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+from outcomes import BASE, MODEL, check, feature, main  # noqa: E402
 
 PAIRS = [
     "The capital of France is|Paris|under",

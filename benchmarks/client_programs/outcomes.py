@@ -33,7 +33,7 @@ class Skip(Exception):
 
 
 def feature(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """Register a function that raises where the feature does not work, and returns what is worth saying, if anything."""
+    """Register a function that raises where the feature does not work; what it returns is said."""
 
     def register(function: Callable[[], object]) -> Callable[[], object]:
         _features.append((name, function))

@@ -11,7 +11,7 @@
   ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
   ``session.py``: an engine for the length of a command.
-  ``demo_view.py``: what the demo shows.
+  ``demo_view.py``, ``demo_picture.py``: what the demo shows.
 
 Command files import only typer and the standard library at their top; everything heavy is imported when a command runs,
 so that ``transect --help`` is quick. A command fails with ``ValueError`` (or any error) and ``main`` makes it one line.

@@ -16,7 +16,7 @@
 * ``responses.py``, ``messages.py`` (bodies: ``responses_protocol.py``, ``messages_protocol.py``): two more APIs, which
   show answers as ``blocks.py``.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
-* ``request_log.py``: one line for each request.
+* ``request_log.py``: one line for each request. ``tracing.py``: its spans for OpenTelemetry.
 * ``operations.py``: further routes for operators.
 * ``health.py``, ``metrics.py``: what operators see; ``metric_names.py``: and under which names.
   ``serving.py``: the state that all of these share.
