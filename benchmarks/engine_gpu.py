@@ -124,9 +124,9 @@ def throughput(llm: LLM, model: str, runs: int) -> dict[str, Any]:
     floor = sum(part.seconds for part in batch_floor(PRESETS[model], lengths, RATES))
     rate = out / found["median"]
     scheduler = llm._core.scheduler
-    filled, scheduler.fill_tokens = scheduler.fill_tokens, None
+    filled, scheduler.budget.fill_tokens = scheduler.budget.fill_tokens, None
     unfilled = None if filled is None else out / run_all(llm, work)[0]
-    scheduler.fill_tokens = filled
+    scheduler.budget.fill_tokens = filled
     energy = energies[len(energies) // 2] if energies else None
     joules = "" if energy is None else f", {energy['joules_per_output_token']:.3f} J a token, {energy['watts']:.0f} W"
     print(

@@ -29,6 +29,7 @@ import ops_tables
 import pretrain_tables
 import record
 import request_walk
+import step_policy
 import structured_cost
 import train_tables
 import tuning_table
@@ -68,6 +69,11 @@ def batching_table() -> str:
     result = _load("cpu/batching.json")
     runs = next(iter(result["work"].values()))["continuous"]["output_tokens_per_second"]["runs"]
     return batching.table(result) + "\n" + _origin(result, runs)
+
+
+def step_policies() -> str:
+    """How steps are sized while requests come one by one, simulated."""
+    return step_policy.table(_load("cpu/step_policy.json"))
 
 
 def lora() -> str:
@@ -168,6 +174,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "clients": clients_table,
     "llamacpp": llamacpp,
     "batching": batching_table,
+    "step-policy": step_policies,
     "lora": lora,
     "lora-parts": lora_parts,
     "request-walk": walk,

@@ -195,8 +195,7 @@ def bits_by_file(model: Path, files: list[Path], settings: Any) -> dict[str, flo
         data = dataclasses.replace(config.data, train=(str(file),), validation=(str(file),))
         measured = NextToken(dataclasses.replace(config, data=data), trainable).evaluate()
         assert measured is not None
-        loss, labels, size = measured
-        found[file.stem] = loss * labels / math.log(2) / size
+        found[file.stem] = measured.loss * measured.labels / math.log(2) / measured.bytes
     return found
 
 

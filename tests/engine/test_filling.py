@@ -70,7 +70,7 @@ def test_each_choice_of_a_request_counts():
 
 def test_it_may_be_switched_off_between_steps():
     core = make(fill_tokens=FILL, longest_first=True, max_num_seqs=8, max_num_batched_tokens=48, num_blocks=200)
-    core.scheduler.fill_tokens = None
+    core.scheduler.budget.fill_tokens = None
     for index, tokens in enumerate([40, 30, 20, 14, 9, 5]):
         core.add(request(str(index), prompt=12, first=index + 1, max_tokens=tokens))
     assert [sum(lengths(batch)) for batch in recorded_batches(core)[0]][:2] == [48, 28]

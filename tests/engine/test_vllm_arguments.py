@@ -8,8 +8,8 @@ from transect.engine.vllm_arguments import engine_settings
 
 def test_what_means_nothing_is_dropped_and_what_means_something_is_kept():
     given = {
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": None,
         "trust_remote_code": True,
         "enforce_eager": True,
         "swap_space": 4,
@@ -27,6 +27,7 @@ def test_what_means_nothing_is_dropped_and_what_means_something_is_kept():
     }
     settings = engine_settings(given)
     assert settings == {
+        "tensor_parallel_size": 2,
         "cuda_graphs": "off",
         "load_format": "auto",
         "num_kv_blocks": 12,
@@ -41,7 +42,7 @@ def test_what_means_nothing_is_dropped_and_what_means_something_is_kept():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not possible here: leave it out, or give 1"),
+        ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 is not possible here: leave it out, or give 0"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not possible here"),
         ({"skip_tokenizer_init": 1}, "skip_tokenizer_init=1"),
         ({"max_logprobs": 50}, "requests may ask for up to 20"),

@@ -120,6 +120,7 @@ def workloads(draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: b
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 16)),
         max_mixed_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
         fill_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
+        itl_target=draw(st.sampled_from((None, None, 0.0, 1.5))),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
         policy=policy,  # type: ignore[arg-type]
@@ -267,7 +268,7 @@ class Run:
             return True
         check(can_fit(arrival, self.workload.config), f"{name} can never fit and was taken")
         self.arrival_of[name] = arrival
-        for seq in self.scheduler._requests[name].choices:
+        for seq in self.scheduler.requests[name].choices:
             self.records[name, seq.index] = _Record()
             self._sequence_ids[seq.seq_id] = (arrival, seq.index)
             self._choices[seq.seq_id] = seq
@@ -301,11 +302,11 @@ class Run:
         self._check_progress()
         idle = not outputs and (self.scheduler._step, len(self.scheduler._in_flight)) == before
         check(not (idle and self.core.has_work), "work, but a step without batch, result and output: livelock")
-        self.clock.advance(1.0)
+        self.clock.advance(1.0 + 0.1 * len(self.scheduler._last))
         self.steps += 1
 
     def _sequences(self) -> list[Sequence]:
-        return [seq for state in self.scheduler._requests.values() for seq in state.choices]
+        return [seq for state in self.scheduler.requests.values() for seq in state.choices]
 
     def _take(self, output: EngineOutput) -> None:
         name, index = output.request_id, output.index

@@ -130,7 +130,7 @@ class DrawsOneTokenTooMany(Scheduler):
 
     def add(self, request: Request) -> None:
         super().add(request)
-        for choice in self._requests[request.request_id].choices:
+        for choice in self.requests[request.request_id].choices:
             choice.max_length += 1
 
 
@@ -155,7 +155,7 @@ class LosesAbortedRequests(Scheduler):
     """An abort while the sequence waits tells nobody."""
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
-        state = self._requests.get(request_id)
+        state = self.requests.get(request_id)
         waiting = state is not None and state.leader.status is Status.WAITING
         outputs = super().abort(request_id, choice)
         return [] if waiting else outputs
@@ -185,7 +185,7 @@ class LetsDecodesWait(Scheduler):
 
     def __init__(self, config, clock) -> None:
         super().__init__(config, clock)
-        self._mixed = config.max_num_batched_tokens
+        self.budget._mixed = config.max_num_batched_tokens
 
 
 class SharesOneGrammar(Scheduler):
@@ -193,7 +193,7 @@ class SharesOneGrammar(Scheduler):
 
     def add(self, request: Request) -> None:
         super().add(request)
-        first, *others = self._requests[request.request_id].choices
+        first, *others = self.requests[request.request_id].choices
         for choice in others:
             choice.constraint = first.constraint
             choice.draws = (msgspec.structs.replace(choice.draws[0], constraint=first.constraint),)

@@ -23,15 +23,15 @@ SMALL = {
 }
 
 
-def make_config(family):
+def make_config(family, **changes):
     t = transformers
     return {
-        "llama": lambda: t.LlamaConfig(**SMALL),
-        "smollm2": lambda: t.LlamaConfig(**SMALL, tie_word_embeddings=True),
-        "llama-bias": lambda: t.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
-        "mistral": lambda: t.MistralConfig(**SMALL, sliding_window=5),
-        "qwen2": lambda: t.Qwen2Config(**SMALL, tie_word_embeddings=True),
-        "qwen3": lambda: t.Qwen3Config(**SMALL, head_dim=32),
+        "llama": lambda: t.LlamaConfig(**SMALL | changes),
+        "smollm2": lambda: t.LlamaConfig(**SMALL | changes, tie_word_embeddings=True),
+        "llama-bias": lambda: t.LlamaConfig(**SMALL | changes, attention_bias=True, mlp_bias=True),
+        "mistral": lambda: t.MistralConfig(**SMALL | changes, sliding_window=5),
+        "qwen2": lambda: t.Qwen2Config(**SMALL | changes, tie_word_embeddings=True),
+        "qwen3": lambda: t.Qwen3Config(**SMALL | changes, head_dim=32),
         "gpt2": lambda: t.GPT2Config(
             vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
         ),
@@ -41,9 +41,9 @@ def make_config(family):
 FAMILIES = ("llama", "smollm2", "llama-bias", "mistral", "qwen2", "qwen3", "gpt2")
 
 
-def make_model(family, seed=0):
-    """A transformers model with weights large enough that each of them shows in the logits."""
-    config = make_config(family)
+def make_model(family, seed=0, **changes):
+    """A transformers model with weights so large that each of them shows in the logits; ``changes`` of its sizes."""
+    config = make_config(family, **changes)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)

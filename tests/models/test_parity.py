@@ -44,6 +44,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,  # one plane of each kind: kept, blended, divided
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -76,6 +77,23 @@ def make_configs() -> dict[str, transformers.PreTrainedConfig]:
             rope_parameters=YARN | {"truncate": False, "beta_fast": 16.0},
         ),
         "qwen3": t.Qwen3Config(**SMALL, **head16, **rope("default", rope_theta=1000000.0)),
+        "mixtral": t.MixtralConfig(**SMALL, num_local_experts=4, **rope("default", rope_theta=10000.0)),
+        "qwen2-moe": t.Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
+        "qwen3-moe": t.Qwen3MoeConfig(**SMALL, **head16, **EXPERTS, norm_topk_prob=True),
+        "olmoe": t.OlmoeConfig(**SMALL, num_experts=6, num_experts_per_tok=2, eos_token_id=2),
+        "dots1": t.Dots1Config(
+            **SMALL | {"num_key_value_heads": 4},
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            sliding_window=None,
+        ),
         "gpt2": t.GPT2Config(vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256),
         "gpt2-exact-gelu": t.GPT2Config(
             vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256, n_inner=40, activation_function="gelu"
@@ -127,7 +145,7 @@ def canonical(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, 
         renames |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
         renames |= {"model.embed_tokens": "embed", "lm_head": "head"}
         out = {}
-        for name, value in state.items():
+        for name, value in (state if config.moe is None else with_experts(state, config)).items():
             for old, new in renames.items():
                 name = name.replace(old, new)
             out[name] = value
@@ -136,11 +154,32 @@ def canonical(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, 
     return out
 
 
+def with_experts(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Experts one below the other, routers under their names here; attention as it is."""
+    out = {}
+    for name, value in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            layer = name.removesuffix("experts.gate_up_proj")
+            gate, up = value.chunk(2, dim=1)
+            out |= {f"{layer}experts_gate.weight": gate.flatten(0, 1), f"{layer}experts_up.weight": up.flatten(0, 1)}
+        elif name.endswith("experts.down_proj"):
+            out[name.replace("experts.down_proj", "experts_down.weight")] = value.flatten(0, 1)
+        else:
+            name = name.replace("mlp.gate.e_score_correction_bias", "mlp.router.score_bias")
+            name = name.replace("mlp.gate.", "mlp.router.").replace("mlp.shared_expert_gate", "mlp.shared_router")
+            out[name.replace("mlp.shared_experts.", "mlp.shared_").replace("mlp.shared_expert.", "mlp.shared_")] = value
+    return out
+
+
 @functools.cache
 def theirs(family: str) -> transformers.PreTrainedModel:
     config = make_configs()[family]
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     spread_weights(model, seed=len(family))
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)).flip(0))
     return model
 
 
@@ -266,6 +305,7 @@ def test_greedy_paged(family: str) -> None:
         ("qwen2", {"qkv_bias": False}),
         ("qwen3", {"qk_norm": False}),
         ("qwen3", {"norm_eps": 1e-2}),
+        ("olmoe", {"qk_norm": False, "qk_norm_whole": False}),
         ("gpt2", {"activation": "gelu"}),
         ("gpt2", {"norm_eps": 1e-2}),
     ],

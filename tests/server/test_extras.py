@@ -230,3 +230,55 @@ def test_log_settings_that_do_not_exist():
         request_log.configure("xml", "info")
     with pytest.raises(ValueError, match="--log-level must be debug, info, warning or error, not 'loud'"):
         request_log.configure("text", "loud")
+
+
+async def test_words_that_may_come_and_that_must_not(client, engine):
+    body = {**PROMPT, "allowed_token_ids": [72, 101], "bad_words": ["no", "never"]}
+    for path, more in (("/v1/completions", body), ("/v1/chat/completions", {**CHAT, **body})):
+        more = {name: value for name, value in more.items() if "chat" not in path or name != "prompt"}
+        assert (await client.post(path, json=more)).status_code == 200
+        params = engine.seen[-1][1]
+        assert params.allowed_token_ids == (72, 101) and params.bad_words == ("no", "never")
+        assert (await refused(client, path, {**more, "allowed_token_ids": []}, "is empty"))["param"] == (
+            "allowed_token_ids"
+        )
+        await refused(client, path, {**more, "bad_words": ["x"] * 200}, "bad_words holds 200 entries")
+
+
+# Beam search --------------------------------------------------------------------------------------------------------
+
+
+async def test_beams_are_extended_token_by_token(client, engine):
+    """The fake's likeliest token is always its reply's first; the other one that it names has no probability."""
+    body = {**PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 3, "logprobs": 1, "return_token_ids": True}
+    answer = (await client.post("/v1/completions", json=body)).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["HHH", "AAA"]
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
+    assert answer["usage"]["completion_tokens"] == 6 and answer["usage"]["prompt_tokens"] == 2
+    assert len(engine.seen) == 1 + 2 + 2 and {params.max_tokens for _, params, _ in engine.seen} == {1}
+    stopped = {**body, "n": 1, "best_of": 2, "stop": ["HH"], "max_tokens": 9}
+    (choice,) = (await client.post("/v1/completions", json=stopped)).json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "HH")
+    chat = {**CHAT, "use_beam_search": True, "n": 2, "max_tokens": 3}
+    answer = (await client.post("/v1/chat/completions", json=chat)).json()
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["HHH", "AAA"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "param"),
+    [
+        ({"stream": True}, "needs stream=false", "use_beam_search"),
+        ({"n": 11}, "n must be a whole number of 1 to 10", "n"),
+        ({"temperature": 0.7}, "temperature must be 0 or 1 with beam search", "temperature"),
+        ({"top_p": 0.5}, "leave top_p out", "top_p"),
+        ({"bad_words": ["x"]}, "leave bad_words out", "bad_words"),
+        ({"response_format": {"type": "json_object"}}, "a form of the answer", "use_beam_search"),
+        ({"use_beam_search": False, "length_penalty": 0.5}, "set use_beam_search", "length_penalty"),
+    ],
+)
+async def test_what_beams_do_not_go_with(client, changes, words, param):
+    for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+        error = await refused(client, path, {**body, "use_beam_search": True, **changes}, words)
+        assert error["param"] == param
+    neutral = {**PROMPT, "use_beam_search": True, "top_p": 1.0, "top_k": -1, "bad_words": [], "temperature": 0}
+    assert (await client.post("/v1/completions", json=neutral)).status_code == 200

@@ -205,6 +205,21 @@ def test_second_turn_finds_the_first_in_the_prefix_cache(server):
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
 
 
+def test_the_bill_of_an_answer_adds_up(server):
+    """The parts of its time, from the engine's own log; the header says the same in three parts."""
+    answer = server.client.chat.completions.with_raw_response.create(model="m", messages=HELLO, max_tokens=5)
+    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert list(timing) == ["queue", "prefill", "decode"] and all(float(each) >= 0 for each in timing.values())
+    bill = httpx.get(f"{server.url}/v1/requests/{answer.parse().id}/bill", timeout=PATIENCE_S).json()
+    assert bill["output_tokens"] == 5 and bill["text"].startswith("request ")
+    for span in (bill["ttft"], bill["decode"]):
+        assert sum(span["parts_ms"].values()) == pytest.approx(span["ms"])
+    assert bill["ttft"]["parts_ms"]["compute"] > 0
+    assert bill["decode"]["ms"] == pytest.approx(float(timing["decode"]), rel=0.2, abs=5)
+    missing = httpx.get(f"{server.url}/v1/requests/cmpl-none/bill", timeout=PATIENCE_S)
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "request_not_found"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_that_leaves_gets_nothing_more_and_its_blocks_come_back(server, stream):
     wait_for(server.kv_is_free, "an idle server")

@@ -94,6 +94,7 @@ def allocated_by(work):
         {"precision": "mixed", "checkpointing": "selective"},
         {"checkpointing": "full"},
         {"accumulate": 2},
+        {"accumulate": 2, "precision": "bfloat16"},
         {"task": "lora"},
         {"task": "lora", "checkpointing": "full", "precision": "bfloat16"},
         {"optimizer": {"name": "adamw8bit"}, "data": {"micro_batch": 256}},

@@ -145,7 +145,7 @@ def rounded_once(weights, m, v, step, rate, clip):
         not torch.cuda.is_available(), reason="the fused launch needs a GPU")])],
 )  # fmt: skip
 def test_in_16_bits_a_step_rounds_once(device: str) -> None:
-    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1, rounding="nearest")
     ours = {n: nn.Parameter(p.detach().to(device)) for n, p in parameters(torch.bfloat16).items()}
     optimizer = AdamW(config, ours)
     expected = {n: p.detach().cpu().clone() for n, p in ours.items()}
@@ -153,8 +153,8 @@ def test_in_16_bits_a_step_rounds_once(device: str) -> None:
     v = {n: torch.zeros_like(p) for n, p in expected.items()}
     for step in range(10):
         give_gradients(ours, step)
-        optimizer.step(0.5, torch.tensor(0.5, device=device))  # half a gradient is still a number of 8 bits
-        rounded_once(expected, m, v, step, 0.005, 0.5)
+        optimizer.step(0.5, torch.tensor(0.3, device=device))  # a clipped gradient is rounded by no one
+        rounded_once(expected, m, v, step, 0.005, 0.3)
     for name, weight in expected.items():
         # In float32 a sum may fall on the other side of a rounding's border: rarely, by one place of eight bits.
         found = ours[name].detach().cpu()
@@ -166,7 +166,7 @@ def test_in_16_bits_a_step_rounds_once(device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused launch needs a GPU")
 @pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_the_fused_launch_is_the_loop(dtype, master: bool) -> None:
-    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1)
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.1, rounding="nearest")
     on_cpu = parameters(dtype)
     on_gpu = {name: nn.Parameter(p.detach().cuda()) for name, p in on_cpu.items()}
     loop, fused = (AdamW(config, p, master_weights=master) for p in (on_cpu, on_gpu))
@@ -204,6 +204,40 @@ def test_the_norm_of_one_launch_is_that_of_all_gradients() -> None:
     torch.testing.assert_close(fused.norm(gradients), expected)
     gradients[1][3] = float("inf")
     assert not fused.norm(gradients).isfinite()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+def test_steps_too_small_for_16_bits_are_kept_on_average(name: str) -> None:
+    moved = {}
+    for rounding in ("stochastic", "nearest"):
+        weight = nn.Parameter(torch.full((64, 128), 1.5, dtype=torch.bfloat16))
+        config = OptimizerConfig(
+            name=name, learning_rate=2e-5, muon_learning_rate=2e-5, weight_decay=0.0, rounding=rounding
+        )
+        optimizer = build(config, {"layers.0.q.weight": weight}, seed=4)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(20):
+            weight.grad = (1 + 0.1 * torch.randn(weight.shape, generator=generator)).bfloat16()
+            optimizer.step()
+        moved[rounding] = float((1.5 - weight.detach().float()).mean())
+    assert moved["nearest"] == 0  # what every step would lose
+    if name != "muon":  # AdamW's step is its learning rate; a draw is 2**-7 or 0, so the mean has this deviation
+        assert moved["stochastic"] == pytest.approx(20 * 2e-5, abs=5 * (20 * 2e-5 * 2**-7 / 8192) ** 0.5)
+    else:
+        assert moved["stochastic"] > 0
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    optimizer = AdamW(OptimizerConfig(), {"w": weight})
+    for value in [1.0, *[2.0**-9] * 256]:  # in bfloat16, 1 + 2**-9 is 1
+        weight.grad = torch.full_like(weight, value)
+        optimizer.gather()
+    (total,) = optimizer.gradients().values()
+    assert total.dtype == torch.float32 and torch.equal(total, torch.full((2, 2), 1.5))
+    assert float(optimizer.gradient_norm()) == 3.0 and weight.grad is None
+    optimizer.zero_grad()
+    assert not optimizer.gradients()
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])

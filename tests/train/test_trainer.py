@@ -1,6 +1,5 @@
 """The training loop: the same losses as transformers with torch's AdamW, and runs that go on to the last bit."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_llm import save_tiny_llm
 from training_runs import tiny_run, write_chats
 
 from transect.train import checkpoint
@@ -69,7 +69,10 @@ def test_recomputing_activations_changes_no_bit(tmp_path, plan: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
-@pytest.mark.parametrize(("task", "precision"), [("finetune", "float32"), ("finetune", "mixed"), ("lora", "float32")])
+@pytest.mark.parametrize(
+    ("task", "precision"),
+    [("finetune", "float32"), ("finetune", "mixed"), ("finetune", "bfloat16"), ("lora", "float32")],
+)
 def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, name: str, task: str, precision: str) -> None:
     changes = {"steps": 8, "task": task, "precision": precision, "optimizer": {"name": name}, "lora": {"rank": 4}}
     through = Trainer(tiny_run(tmp_path, **changes))
@@ -109,6 +112,22 @@ def test_a_checkpoint_is_a_model_for_transformers_and_for_the_engine(tmp_path, t
     with torch.no_grad():
         first = int(theirs(tokens[None]).logits[0, -1].argmax())
     assert answer.outputs[0].token_ids[0] == first
+
+
+def test_adapters_in_bfloat16_are_float32_for_the_optimizer(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path, task="lora", precision="bfloat16", accumulate=2))
+    assert {p.dtype for p in trainer.trainable.parameters.values()} == {torch.bfloat16}
+    assert all(state["master"].dtype == torch.float32 for state in trainer.optimizer.state.values())
+    trainer.step()
+    for name, parameter in trainer.trainable.parameters.items():
+        assert torch.equal(trainer.optimizer.state[name]["master"].bfloat16(), parameter)
+    assert not trainer.told
+
+
+def test_rounding_to_the_nearest_is_warned_of(tmp_path) -> None:
+    trainer = Trainer(tiny_run(tmp_path, precision="bfloat16", optimizer={"rounding": "nearest"}))
+    assert 'precision = "mixed"' in trainer.told[0]
+    assert not Trainer(tiny_run(tmp_path, precision="bfloat16")).told
 
 
 def test_chats_train_on_the_assistant_alone(tmp_path) -> None:
@@ -208,7 +227,7 @@ def test_other_data_than_the_checkpoint_s_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"the tokens of the data changed since.*--allow-changed data"):
         Trainer(config, found)
     assert Trainer(config, found, allow_changed=["data"]).steps_done == 2
-    with pytest.raises(ValueError, match="knows data, masks, base, sizes, not dta"):
+    with pytest.raises(ValueError, match=r"knows data, masks, base, .*not dta"):
         Trainer(config, found, allow_changed=["dta"])
 
 
@@ -244,11 +263,36 @@ def test_settings_that_are_set_by_hand(tmp_path) -> None:
             config.changed([setting])
 
 
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"data\.seq_len is 512 tokens.*knows 256 positions"):
+        Trainer(tiny_run(tmp_path, data={"seq_len": 512, "micro_batch": 512}))
+
+
+@pytest.mark.parametrize("objective", ["next_token", "dpo", "kto", "grpo"])
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path, objective) -> None:
+    tiny_run(tmp_path, objective=objective)
+    save_tiny_llm(tmp_path / "model", vocab_size=200, bos_token_id=0, eos_token_id=1)  # of the tokenizer's 300
+    row = {"prompt": "q", "chosen": "é", "rejected": "b", "text": "é", "answer": "é"}
+    row = {"text": "\u00e9" * 300} if objective == "next_token" else row
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"gives the token 2\d\d, and the model knows 200"):
+        Trainer(tiny_run(tmp_path, objective=objective, data={"train": [str(tmp_path / "rows.jsonl")]}))
+
+
+def test_pairs_that_are_too_long_are_told_of_in_training_and_validation(tmp_path) -> None:
+    rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in (3, 3, 200)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": [str(path)], "validation": [str(path)], "seq_len": 60, "micro_batch": 200}
+    trainer = Trainer(tiny_run(tmp_path, objective="dpo", data=data))
+    told = [line for line in trainer.objective.described() if "are left out" in line]
+    assert len(told) == 2 and f"1 of 3 pairs of {path} are longer than data.seq_len" in told[0]
+
+
 def test_the_state_file_is_plain_json(tmp_path) -> None:
-    config = tiny_run(tmp_path, steps=1)
-    last = Trainer(config).run()
-    state = json.loads((last / "train_state.json").read_text())
-    assert TrainConfig.from_dict(state["state"]["config"]) == dataclasses.replace(config)
+    trainer = Trainer(tiny_run(tmp_path, steps=1))
+    state = json.loads((trainer.run() / "train_state.json").read_text())
+    assert TrainConfig.from_dict(state["state"]["config"]) == trainer.config
 
 
 def test_the_micro_batch_whose_loss_is_not_finite_is_the_one_that_is_named(tmp_path) -> None:

@@ -4,9 +4,10 @@
   a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
 * ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
-  curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is.
+  curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is. ``export.py``: a run's
+  adapter or model for other programs.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
-* ``explain.py``: what happens inside, such as in a backward pass.
+* ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
   ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
@@ -77,6 +78,7 @@ def _application() -> Any:
         demo,
         eval,
         explain,
+        export,
         generate,
         hardware,
         inspect,
@@ -86,6 +88,7 @@ def _application() -> Any:
         pull,
         serve,
         settings,
+        top,
         trace,
         train,
         tune,
@@ -113,7 +116,24 @@ def _application() -> Any:
     ) -> None:
         """Run and serve language models, with a measurement at every step."""
 
-    commands = (pull, models, generate, chat, serve, demo, train, memory, eval, plot, hardware, inspect, tune, trace)
+    commands = (
+        pull,
+        models,
+        generate,
+        chat,
+        serve,
+        demo,
+        train,
+        memory,
+        eval,
+        export,
+        plot,
+        hardware,
+        inspect,
+        tune,
+        trace,
+        top,
+    )
     for module in commands:
         application.command(module.__name__.rsplit(".", 1)[-1], cls=settings.Command)(module.command)
     application.add_typer(bench.application, name="bench")

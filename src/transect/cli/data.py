@@ -28,16 +28,26 @@ def tokenize(
     output: Annotated[Path, typer.Option("--output", "-o", help="The token file, a directory ending in .tokens.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
     workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
+    chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
+    turns: Annotated[str, typer.Option(help="As data.turns of a run: together or apart.")] = "together",
 ) -> None:
     """Tokenize files on all cores into a file that training maps. After an interruption, run it again: it continues."""
     from rich.progress import Progress
 
+    from ..train.config import DataConfig
+    from ..train.config.parse import build
     from ..train.tokenize import tokenize
 
+    chats = build(DataConfig, {"chat_template": chat_template, "turns": turns}, "--")
     with Progress(transient=True) as bar:
         task = bar.add_task("tokenizing")
         tokens, documents = tokenize(
-            inputs, output, model, workers=workers, progress=lambda d, t: bar.update(task, completed=d, total=t)
+            inputs,
+            output,
+            model,
+            workers=workers,
+            chats=chats,
+            progress=lambda d, t: bar.update(task, completed=d, total=t),
         )
     print(f"{output}: {tokens:,} tokens in {documents:,} documents")
 
@@ -46,15 +56,17 @@ def tokenize(
 def check(
     inputs: Annotated[list[str], typer.Argument(help="Files and directories, as data.train names them.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
+    chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
 ) -> None:
     """Say of each file how its rows are laid out, how many can be trained on, and why others cannot. Exit 1 if any."""
     from rich.console import Console
     from rich.table import Table
 
     from ..models.resolve import resolve
-    from ..text.chat_template import ChatTemplate
     from ..text.tokenizer import Tokenizer
+    from ..train.chat import run_template
     from ..train.checks import check_files
+    from ..train.config import DataConfig
 
     source = resolve(model)
     tokenizer = Tokenizer.from_source(source)
@@ -62,7 +74,10 @@ def check(
         raise ValueError(f"{model} brings no tokenizer: give a model that does")
     table = Table("file", "layout", "trained on", "rows", "tokens", "left out, and why")
     bad = False
-    for found in check_files(inputs, tokenizer, ChatTemplate.from_source(source)):
+    template = run_template(
+        source, tokenizer, DataConfig(chat_template=chat_template), lambda said: Console().print(said)
+    )
+    for found in check_files(inputs, tokenizer, template):
         bad |= bool(found.problems)
         table.add_row(
             found.name, found.layout, found.trained, str(found.rows), str(found.tokens), "\n".join(found.problems)
@@ -80,8 +95,8 @@ def show(
     """Show a packed micro-batch of a run as text: what is trained on is highlighted, the rest is dim."""
     from rich.console import Console
 
-    from ..text.chat_template import ChatTemplate
     from ..text.tokenizer import Tokenizer
+    from ..train.chat import run_template
     from ..train.config import TrainConfig
     from ..train.data import Loader, Position, load_stream
     from ..train.model import source_of
@@ -94,13 +109,18 @@ def show(
     if not isinstance(tokenizer, Tokenizer):
         raise ValueError(f"{settings.model} brings no tokenizer: give a model that does")
     console = Console()
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
     stream = load_stream(
         settings.data.train,
         source.config.vocab_size,
         tokenizer,
-        ChatTemplate.from_source(source),
+        run_template(source, tokenizer, settings.data, tell),
         skip=settings.data.on_bad_row == "skip",
-        tell=lambda line: console.print(line, markup=False, highlight=False),
+        apart=settings.data.turns == "apart",
+        tell=tell,
     )
     loader = Loader(stream, settings.data, settings.seed)
     loader.position = Position(0, batch)

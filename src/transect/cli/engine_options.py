@@ -16,6 +16,9 @@ ModelArgument = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16, float16 or float32.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+Adapter = Annotated[
+    str | None, typer.Option("--adapter", help="An adapter in PEFT's layout for MODEL: a directory or a hub id.")
+]
 TokenizerName = Annotated[
     str | None, typer.Option("--tokenizer", help="Where the tokenizer is, if not with the model; a name as MODEL is.")
 ]
@@ -60,7 +63,23 @@ AsyncScheduling = Annotated[
 FusedOperators = Annotated[bool, typer.Option(help="On a GPU: several operators in one kernel.")]
 DependentLaunch = Annotated[bool, typer.Option(help="On a GPU: kernels start while the one before ends.")]
 DeviceSampling = Annotated[bool, typer.Option(help="On a GPU: tokens are drawn there.")]
+DecisionLog = Annotated[
+    str | None,
+    typer.Option("--decision-log", help="Write what the scheduler decides to this file; see `transect explain`."),
+]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Devices between which every matrix is cut.")
+]
+PipelineParallel = Annotated[
+    int, typer.Option("--pipeline-parallel-size", "-pp", min=1, help="Groups of devices, each with some of the layers.")
+]
+DataParallel = Annotated[
+    int, typer.Option("--data-parallel-size", "-dp", min=1, help="Whole engines behind one server.")
+]
+CheckPlans = Annotated[
+    bool, typer.Option("--check-plans", help="To find errors: the ranks compare what they planned in every step.")
+]
 
 
 def engine_config(model: str, **settings: Any) -> EngineConfig:
@@ -83,7 +102,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         )
     switches = {name: given.pop(name) for name in GPUOptions.__dataclass_fields__ if name in given}
     config = EngineConfig(model=model, gpu=GPUOptions(**switches), **given)
-    resolve(model, load_format=config.load_format, revision=config.revision)
+    resolve(model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     return config
 
 

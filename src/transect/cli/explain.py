@@ -49,3 +49,70 @@ def backward(
         return
     for line in lines(found, every=every):
         print(line)
+
+
+Log = Annotated[str, typer.Argument(help="A file that --decision-log wrote, or the URL of a server.")]
+ApiKey = Annotated[str | None, typer.Option(help="Key of the server.", envvar="TRANSECT_API_KEY")]
+Preset = Annotated[str | None, typer.Option(help="Floors of this device; see `transect hardware --preset list`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@application.command("request")
+def request(
+    source: Log,
+    request_id: Annotated[str, typer.Argument(help="The id of the answer, or that of the engine's request.")],
+    choice: Annotated[int, typer.Option(help="Which of its choices.", min=0)] = 0,
+    preset: Preset = None,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Where a request's time went: its bill, from its arrival to its last token. The parts add up to the whole."""
+    import json
+
+    from ..explain.bill import bill
+    from ..explain.rates import rates_for
+    from ..explain.sources import open_log
+    from ..explain.work import StepWork
+
+    log = open_log(source, api_key)
+    found = bill(log, request_id, StepWork.of(log.header, rates_for(log.header, preset)), choice)
+    print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
+
+
+@application.command("replay")
+def replay(
+    source: Log,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A change: max_num_batched_tokens=512, num_blocks=900, policy=static, preset=h200."),
+    ] = None,
+    preset: Preset = None,
+    as_json: Json = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Run a decision log through the scheduler again. With nothing changed every decision must come out the same;
+    with --set, print what latencies and tokens/s would have been. --set may be given again.
+
+    Settings are those of the scheduler; preset=NAME is another device, quantization=int4 another format.
+    """
+    import dataclasses
+    import json
+
+    from ..explain.rates import rates_for
+    from ..explain.replay import replay as again
+    from ..explain.sources import open_log
+    from ..explain.what_if import what_if
+    from ..explain.work import StepWork
+
+    log = open_log(source, api_key)
+    if setting:
+        predicted = what_if(log, StepWork.of(log.header, rates_for(log.header, preset)), setting)
+        print(json.dumps(predicted.to_dict(), indent=1) if as_json else "\n".join(predicted.lines()))
+        return
+    found = again(log)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=1))
+    elif found.difference is None:
+        print(f"{found.decisions} decisions over {found.rows} rows replayed, all the same")
+    if found.difference is not None:
+        raise ValueError(f"the replay differs at {found.difference}")

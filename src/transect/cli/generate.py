@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from .engine_options import Device, Dtype, MaxModelLen, ModelArgument, Native, Quantization, Threads, engine_config
+from .engine_options import (
+    Adapter,
+    Device,
+    Dtype,
+    MaxModelLen,
+    ModelArgument,
+    Native,
+    PipelineParallel,
+    Quantization,
+    TensorParallel,
+    Threads,
+    engine_config,
+)
 from .settings import ConfigFile
 
 
@@ -24,11 +36,14 @@ def command(
     parse_special: Annotated[
         bool, typer.Option(help="Special tokens spelled in the prompt, such as <|im_end|>, are those tokens.")
     ] = True,
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
     threads: Threads = None,
+    tensor_parallel_size: TensorParallel = 1,
+    pipeline_parallel_size: PipelineParallel = 1,
     native: Native = None,
     config: ConfigFile = None,
 ) -> None:
@@ -46,11 +61,14 @@ def command(
     )
     settings = engine_config(
         model,
+        adapter=adapter,
         device=device,
         dtype=dtype,
         quantization=quantization,
         max_model_len=max_model_len,
         threads=threads,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         native=native,
         max_num_seqs=1,
     )

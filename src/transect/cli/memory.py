@@ -22,7 +22,7 @@ def command(
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
     ] = "auto",
     task: Annotated[str, typer.Option(help="--train: pretrain, finetune, lora or qlora.")] = "finetune",
-    objective: Annotated[str, typer.Option(help="--train: next_token, dpo or grpo.")] = "next_token",
+    objective: Annotated[str, typer.Option(help="--train: next_token, dpo, orpo, kto or grpo.")] = "next_token",
     precision: Annotated[str, typer.Option(help="--train: float32, bfloat16 or mixed.")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="--train: adamw, adamw8bit or muon.")] = "adamw",
     checkpointing: Annotated[str, typer.Option(help="--train: none, selective, full, or auto: what fits.")] = "auto",

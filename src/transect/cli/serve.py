@@ -10,9 +10,13 @@ import typer
 
 from .engine_options import (
     BUILTIN,
+    Adapter,
     AsyncScheduling,
     ChatTemplateText,
+    CheckPlans,
     CudaGraphs,
+    DataParallel,
+    DecisionLog,
     DependentLaunch,
     Deterministic,
     Device,
@@ -30,9 +34,11 @@ from .engine_options import (
     ModelArgument,
     Native,
     OverrideGenerationConfig,
+    PipelineParallel,
     PrefixCaching,
     Quantization,
     Revision,
+    TensorParallel,
     Threads,
     TokenizerName,
     TokenizerRevision,
@@ -105,6 +111,11 @@ def command(
     ] = None,
     load_format: LoadFormat = "auto",
     revision: Revision = None,
+    adapter: Adapter = None,
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", help="As in vLLM, before --lora-modules.")] = False,
+    lora_modules: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIR: --adapter DIR, served as NAME. One, for all requests.")
+    ] = None,
     tokenizer: TokenizerName = None,
     tokenizer_revision: TokenizerRevision = None,
     chat_template: ChatTemplateText = None,
@@ -125,10 +136,22 @@ def command(
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_mixed_tokens: MaxMixedTokens = None,
     fill_steps: FillSteps = None,
+    itl_target: Annotated[
+        str | None,
+        typer.Option(
+            help="Milliseconds that a step may take while others stream; auto: twice what their tokens take; off. "
+            "[default: auto, unless --max-mixed-tokens or --fill-steps is given]"
+        ),
+    ] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     prefix_caching: PrefixCaching = True,
+    decision_log: DecisionLog = None,
     threads: Threads = None,
     native: Native = None,
+    tensor_parallel_size: TensorParallel = 1,
+    pipeline_parallel_size: PipelineParallel = 1,
+    data_parallel_size: DataParallel = 1,
+    check_plans: CheckPlans = False,
     config: ConfigFile = None,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
@@ -139,7 +162,8 @@ def command(
     from ..server.request_log import configure
     from ..server.serving import ServerOptions
 
-    names = tuple(served_model_name or (model,))
+    adapted_as, adapter = lora_module(lora_modules or [], enable_lora, adapter, served_model_name)
+    names = tuple(served_model_name or (adapted_as or model,))
     options = ServerOptions(
         model_names=names,
         api_keys=(*(api_key or ()), *keys_in(api_key_file)),
@@ -165,6 +189,7 @@ def command(
         model,
         load_format=load_format,
         revision=revision,
+        adapter=adapter,
         tokenizer=tokenizer,
         tokenizer_revision=tokenizer_revision,
         chat_template=chat_template,
@@ -185,12 +210,18 @@ def command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_mixed_tokens=max_mixed_tokens,
         fill_steps=fill_steps,
+        itl_target=itl_target,
         kv_cache_tokens=kv_cache_tokens,
         enable_prefix_caching=prefix_caching,
+        decision_log=decision_log,
         max_queue=max_queue,
         hung_after_s=hung_after,
         threads=threads,
         native=native,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
+        check_plans=check_plans,
     )
 
     print(f"transect: loading {model}", file=sys.stderr, flush=True)
@@ -214,6 +245,37 @@ def command(
     finally:
         if uds is not None:
             Path(uds).unlink(missing_ok=True)
+
+
+def lora_module(
+    modules: list[str], enabled: bool, adapter: str | None, names: list[str] | None
+) -> tuple[str | None, str | None]:
+    """vLLM's ``--lora-modules`` as the name to serve under and the adapter, or ``adapter`` under no name of its own.
+
+    Raises:
+        ValueError: several adapters, which are not served together, or options that contradict each other.
+    """
+    if not modules:
+        if enabled and adapter is None:
+            raise ValueError("--enable-lora loads nothing by itself: give --lora-modules NAME=DIR, or --adapter DIR")
+        return None, adapter
+    if len(modules) > 1 or adapter is not None:
+        raise ValueError("one adapter at a time is served, for all requests: start a server for each of them")
+    if modules[0].startswith("{"):
+        from .engine_options import json_object
+
+        given = json_object(modules[0], "--lora-modules")
+        name, path = given.get("name"), given.get("path")
+    else:
+        name, _, path = modules[0].partition("=")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ValueError(f"--lora-modules takes NAME=DIR, not {modules[0]!r}")
+    if names:
+        raise ValueError(
+            f"--served-model-name would be the model without the adapter, which is not served beside {name}: leave it "
+            "out, or give --adapter in place of --lora-modules"
+        )
+    return name, path
 
 
 def listed(values: list[str] | None, option: str) -> tuple[str, ...]:

@@ -33,19 +33,18 @@ def command(
     from ..train.config import TrainConfig
     from ..train.trainer import Trainer
 
+    changes = [*(settings_ or []), *([] if steps is None else [f"steps={steps}"])]
     found = None
     if resume or run is not None:
         if config is not None:
             raise ValueError("a resumed run brings its own configuration: leave the file out")
         found = checkpoint.newest(run or newest_run(Path("runs")))
         settings = TrainConfig.from_dict(found.state["config"])
-        settings = dataclasses.replace(settings, run_dir=str(found.path.parent)).changed(settings_ or [])
+        settings = dataclasses.replace(settings, run_dir=str(found.path.parent)).changed(changes)
     elif config is None:
         raise ValueError("give a TOML file to train by, or --resume")
     else:
-        settings = TrainConfig.from_toml(config).changed(settings_ or [])
-    if steps is not None:
-        settings = dataclasses.replace(settings, steps=steps)
+        settings = TrainConfig.from_toml(config, changes)
     if found is None and checkpoint.list_steps(settings.run_dir):
         raise ValueError(
             f"{settings.run_dir} holds a run already: go on with it by --resume --run {settings.run_dir}, or set "
@@ -56,7 +55,7 @@ def command(
             for later in checkpoint.set_aside_after(found):
                 print(f"transect: {later.name} is of a step after this one and was set aside", file=sys.stderr)
         trainer = Trainer(settings, found, allow_changed=[part for part in allow_changed.split(",") if part])
-        for line in (trainer.memory.why, *trainer.objective.described()):
+        for line in (trainer.memory.why, *trainer.told, *trainer.objective.described()):
             print(f"transect: {line}", file=sys.stderr)
         return _run(trainer)
 

@@ -9,9 +9,13 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``kv_cache``: the pool of KV blocks, reference counts, the prefix cache. ``sequence_blocks``: which blocks sequences
   have, copy-on-write, and giving back what steps in flight use.
 * ``scheduler_config``: the numbers that steer the scheduler. ``limits``: whether a request can ever fit.
-* ``filling``: when prompts may be computed little by little.
+* ``step_budget``: how many tokens a step may have while sequences decode. ``step_time``: how long steps take, learned.
+  ``filling``: when prompts may be computed little by little.
 * ``waiting_queue``: who waits, in which order, and when the queue is full.
 * ``scheduler``: who runs in the next step; admission, preemption, forks, and what a step's tokens change.
+  ``plan``: a step while it is planned. ``failures``: which choices the errors of a step end.
+* ``decisions``: the decision log, what was decided in every step and why others waited, in memory and on disk.
+  ``decision_setup``: its header, with tensors.
 * ``constraint``: which tokens may come next in an answer that has a form, as the engine sees it.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
@@ -19,10 +23,13 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 With tensors, or on the way to them:
 
 * ``config``: ``EngineConfig``, everything a user can set. ``build``: from it to a running engine.
+* ``ranks``: one engine on several ranks: the one that leads, and those that follow.
 * ``kv_size``: how many KV blocks to have.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
 * ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
+* ``pooling``: vectors of prompts. ``scoring``: how likely a query is after a document.
+* ``beam_search``: the likeliest answers as a whole, over requests of one token.
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps. ``vllm_arguments``: what programs written for vLLM pass.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.

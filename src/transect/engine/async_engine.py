@@ -31,10 +31,20 @@ from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
 from . import wire
 from .config import EngineConfig
-from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .decisions import DecisionRing
+from .inputs import (
+    check_params,
+    check_token_ids,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
 from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
+from .pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
 from .sampling_params import SamplingParams
 from .socket_folder import NAME, make_socket_folder
 from .vllm_arguments import engine_settings
@@ -65,6 +75,10 @@ class AsyncEngine:
         self.tokenizer = text.tokenizer
         self.chat_template = text.chat_template
         self.sampling_defaults = text.defaults
+        self.default_pooling: Pooling = "last"
+        """How prompts become vectors where a request does not say it."""
+        self.decisions = DecisionRing()
+        """What the engine's scheduler decided of late."""
         self._processor = OutputProcessor(text.tokenizer)
         self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
@@ -87,9 +101,11 @@ class AsyncEngine:
             ValueError: the configuration or the model is at fault; the message says what to change.
             EngineDeadError: the process could not start for another reason.
         """
-        config = config if config is not None else EngineConfig(**engine_settings(settings))
+        config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        find = functools.partial(resolve, config.model, load_format=config.load_format, revision=config.revision)
+        find = functools.partial(
+            resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
+        )
         source = await asyncio.to_thread(find)
         directory = make_socket_folder()
         loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
@@ -109,10 +125,14 @@ class AsyncEngine:
             text = await loading
             default_params(text.defaults)  # what is wrong with them is said now, not to the first client
             ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
-            process_config = dataclasses.replace(config, model=str(source.path), revision=None, eos_token_ids=ends)
+            adapter = None if source.adapter is None else str(source.adapter.path)
+            process_config = dataclasses.replace(
+                config, model=str(source.path), revision=None, adapter=adapter, eos_token_ids=ends
+            )
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
             process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
             engine = cls(config, text)
+            engine.default_pooling = default_pooling(source.path)
             engine._attach(process, socket, context)
             await engine._ready
             # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
@@ -157,6 +177,16 @@ class AsyncEngine:
         return self.info.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, and of an embedding."""
+        return self.info.hidden_size
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        return self.info.eos_token_ids
+
+    @property
     def pid(self) -> int:
         """Process id of the engine."""
         return self._process.pid
@@ -196,6 +226,7 @@ class AsyncEngine:
         )
         name = request_id or uuid.uuid4().hex
         params = self.default_sampling_params() if params is None else params
+        ids = truncated(ids, check_params(params), self.max_model_len)
         stream = self.stream(ids, params, name, prompt=text, priority=priority)
         async with contextlib.aclosing(stream) as updates:
             async for update in updates:
@@ -203,6 +234,30 @@ class AsyncEngine:
                     yield update.final
                 elif name in self._processor:  # else it has ended meanwhile, and its last update is in the queue
                     yield self._processor.snapshot(name)
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> EmbeddingOutput:
+        """The embedding of a prompt, see ``LLM.embed``. Raises as ``generate`` does."""
+        params = params or PoolingParams()
+        params.check_size(self.info.hidden_size)
+        _, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
+        ids = truncated(ids, PARAMS.with_(truncate_prompt_tokens=params.truncate_prompt_tokens), self.max_model_len)
+        pooling = params.pooling or self.default_pooling
+        stream = self.stream(ids, PARAMS, uuid.uuid4().hex, priority=priority, pooling=pooling)
+        async with contextlib.aclosing(stream) as updates:
+            async for update in updates:
+                if update.final is not None:
+                    return embedding_output(update.final, params)
+        raise RuntimeError("the request was aborted")
 
     async def stream(
         self,
@@ -212,6 +267,7 @@ class AsyncEngine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        pooling: Pooling | None = None,
     ) -> AsyncGenerator[Update, None]:
         """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
 
@@ -219,7 +275,7 @@ class AsyncEngine:
         """
         self._check_alive()
         ids = list(prompt_token_ids)
-        check_params(params)
+        params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
         self._check_room()
@@ -231,7 +287,7 @@ class AsyncEngine:
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
             self._submitted += 1
-            await self._send(wire.Submit(request_id, ids, fields, priority))
+            await self._send(wire.Submit(request_id, ids, fields, priority, pooling))
             while left:
                 for item in together(await mailbox.take()):
                     if isinstance(item, Exception):
@@ -337,6 +393,8 @@ class AsyncEngine:
             self._heard = time.monotonic()
             match message:
                 case wire.Outputs():
+                    if message.decisions:
+                        self.decisions.put(message.decisions)
                     for output in message.outputs:
                         self._take(output)
                 case wire.Refused():

@@ -10,6 +10,11 @@ import torch
 from ..models.cost import Storage, kv_bytes_per_token
 from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
+from ..models.storage import storage_for
+from ..models.weights.measure import storage_of_model
+from ..parallel.launch import Ranks
+from ..parallel.load import load_shard
+from ..parallel.mesh import Mesh
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
 from ..text.grammar.vocabulary import Vocabulary
@@ -19,9 +24,10 @@ from .batch import Executor
 from .clock import WallClock
 from .config import EngineConfig
 from .core import EngineCore
+from .decision_setup import decision_log
 from .gpu.build import build_gpu, device_for
 from .gpu.compilers import Compilers
-from .kv_size import KVSize, free_memory, kv_size
+from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
 from .runner import Runner
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
@@ -41,7 +47,11 @@ class BuiltEngine:
     kernels: str
     """Which kernels run, and why: the start-up line."""
     report: tuple[str, ...] = ()
-    """On a GPU: where its memory went, and what starting took."""
+    """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
+    ranks: Ranks | None = None
+    """Those that were started for it, to be closed with it."""
+    speaks: bool = True
+    """Whether this process says what runs: of several ranks one does."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
         """What compiles grammars for this model; see ``GrammarCompiler``. The tokenizer is read when it is needed."""
@@ -59,17 +69,25 @@ class BuiltEngine:
         return self.source.config.vocab_size
 
 
-def build_engine(config: EngineConfig, compilers: Compilers | None = None, began: float | None = None) -> BuiltEngine:
+def build_engine(
+    config: EngineConfig,
+    compilers: Compilers | None = None,
+    began: float | None = None,
+    mesh: Mesh | None = None,
+    seed: int | None = None,
+) -> BuiltEngine:
     """Load the model and make everything around it.
 
     Args:
         compilers: who compiles kernels, see ``compiling``.
         began: ``time.perf_counter()`` when the caller began, for the log's account of the time.
+        mesh: this process is one of several ranks, and all of them call this.
+        seed: of requests without a seed of their own; None: that of the configuration.
 
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
-    source = resolve(config.model, load_format=config.load_format, revision=config.revision)
+    source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
@@ -77,11 +95,12 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
     executor: Executor
     fill_tokens: int | None = None
     if device.type == "cuda":
-        parts = build_gpu(config, source, device, compilers, began)
+        parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
+        storage = storage_for(kv_dtype(config.dtype).itemsize, config.quantization)
         fill_tokens = parts.fill_tokens
     else:
-        executor, size, why = _build_cpu(config, source)
+        executor, size, why, storage = _build_cpu(config, source, mesh)
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     scheduler = Scheduler(
@@ -92,25 +111,28 @@ def build_engine(config: EngineConfig, compilers: Compilers | None = None, began
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_tokens=config.max_mixed_tokens,
             fill_tokens=fill_tokens,
+            itl_target=config.step_seconds,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
             longest_first=bool(config.longest_first),
             max_queue=config.max_queue,
-            seed=config.seed,
+            seed=config.seed if seed is None else seed,
         ),
         WallClock(),
     )
     ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-    core = EngineCore(scheduler, executor, lag=int(ahead))
+    log_of = decision_log(config, scheduler, int(ahead), source.config, storage, device)
+    core = EngineCore(scheduler, executor, lag=int(ahead), decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report)
 
 
-def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSize, str]:
-    """The model and its cache in the memory of the host, and which kernels run."""
-    threads = config.cpu_threads()
+def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> tuple[Runner, KVSize, str, Storage]:
+    """The model and its cache in the memory of the host, which kernels run, and in which formats."""
+    on_host = 1 if mesh is None else mesh.world.on_host
+    threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
     choice = {
         "dtype": config.dtype,
@@ -119,18 +141,28 @@ def _build_cpu(config: EngineConfig, source: ModelSource) -> tuple[Runner, KVSiz
         "block_size": config.block_size,
         "quantization": config.quantization,
     }
-    library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
-    model = load_model(source, seed=config.seed or 0, deterministic=config.deterministic, **choice)  # type: ignore[arg-type]
-    if library is not None:
+    drawn = {"seed": config.seed or 0, "deterministic": config.deterministic}
+    if mesh is None:
+        library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
+        native = library is not None
+        model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
+    else:
+        model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
+    if native:
         # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.
         torch.set_num_threads(1)
     cache_type = kv_dtype(config.dtype)
+    free = free_memory()
     size = kv_size(
         config,
         model_positions=source.config.max_position,
-        bytes_per_token=kv_bytes_per_token(source.config, Storage(kv=cache_type.itemsize * 8)),
-        free_bytes=free_memory(),
+        bytes_per_token=kv_bytes_per_token(model.config, Storage(kv=cache_type.itemsize * 8)),
+        free_bytes=free // on_host,
+        default_bytes=default_cache_bytes(free) // on_host,
     )
+    size = size if mesh is None else KVSize.least(mesh.world.exchange(size))
     caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
-    return Runner(model, *caches, fill_masks=MaskFiller()), size, why
+    computed = 32 if native or cache_type.itemsize == 4 else 16
+    storage = storage_of_model(model, activation=computed, kv=8 * cache_type.itemsize)
+    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..hardware.cores import usable_cores
+from ..parallel.layout import Layout
 from .gpu.options import GPUOptions
 from .scheduler_config import Policy
 
@@ -27,6 +29,8 @@ class EngineConfig:
         load_format: ``auto``, or ``dummy``: random weights (of ``seed``, or 0) in the shape of a config.json; ``model``
             is a directory that holds one, or a name of ``models.presets``.
         revision: branch, tag or commit of a hub id.
+        adapter: directory or hub id of an adapter in PEFT's layout, for all requests. It is added to the weights when
+            they are loaded; where they are packed (a GGUF file on the C++ kernels, ``int4``) it stays beside them.
         tokenizer: where the tokenizer and its chat template are, if not with the model; a name as for ``model``.
         tokenizer_revision: branch, tag or commit of that, if it is a hub id.
         chat_template: a file with a Jinja template, or the template itself, in place of the model's.
@@ -57,6 +61,10 @@ class EngineConfig:
             anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
             models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
             a server.
+        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: twice what the decodes alone
+            take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and makes
+            them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in ``LLM``,
+            ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
@@ -71,6 +79,13 @@ class EngineConfig:
             threads in this process too, or 1 where the C++ kernels run, which have their own.
         native: the C++ kernels: True insists, False forbids, None uses them if they can run.
         seed: for requests without a seed of their own; None: a random one.
+        tensor_parallel_size: devices between which every matrix is cut (``parallel/``); on a CPU, processes.
+        pipeline_parallel_size: groups of devices, each of which has some of the layers.
+        data_parallel_size: whole engines behind one server, each with devices of its own.
+        first_device: number of the GPU that the first rank has; the others have those after it.
+        check_plans: to find errors: the ranks compare what they planned in every step.
+        decisions: keep a log of what the scheduler decides, in memory (``decisions.py``).
+        decision_log: a file that gets this log too, from the start to the end.
         hung_after_s: silence of the engine process, in seconds, that counts as a hung step.
 
     Raises:
@@ -80,6 +95,7 @@ class EngineConfig:
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     revision: str | None = None
+    adapter: str | None = None
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     chat_template: str | None = None
@@ -98,6 +114,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_mixed_tokens: int | None = None
     fill_steps: bool | None = None
+    itl_target: float | Literal["auto", "off"] | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -110,6 +127,13 @@ class EngineConfig:
     threads: int | None = None
     native: bool | None = None
     seed: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    first_device: int = 0
+    check_plans: bool = False
+    decisions: bool = True
+    decision_log: str | None = None
     hung_after_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -141,10 +165,27 @@ class EngineConfig:
             raise ValueError(f"the size of the KV cache is given twice ({', '.join(given)}): give one of them")
         if self.policy not in ("continuous", "static"):
             raise ValueError(f"policy must be continuous or static, not {self.policy!r}")
+        if isinstance(self.itl_target, str):
+            object.__setattr__(self, "itl_target", _target(self.itl_target))
+        if isinstance(self.itl_target, int | float) and not 0 < self.itl_target < math.inf:
+            raise ValueError(f"itl_target must be a number of milliseconds, auto or off, got {self.itl_target!r}")
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
+        Layout(*self.parallel_sizes)
+        if self.decision_log is not None and not self.decisions:
+            raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
         if not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
+
+    @property
+    def parallel_sizes(self) -> tuple[int, int, int]:
+        """The sizes of the tensor, pipeline and data axes."""
+        return self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one engine, each with a device of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def _check_text(self) -> None:
         override = self.override_generation_config
@@ -174,6 +215,19 @@ class EngineConfig:
             self._check_steps(seqs)
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
+    def for_server(self) -> EngineConfig:
+        """This configuration with what is left to a server decided: steps are sized by time, unless something else
+        sizes them."""
+        sized = self.max_mixed_tokens is not None or self.fill_steps or self.policy == "static"
+        return self if sized or self.itl_target is not None else dataclasses.replace(self, itl_target="auto")
+
+    @property
+    def step_seconds(self) -> float | None:
+        """``itl_target`` as the scheduler wants it: seconds, 0 for automatic, None for off."""
+        if isinstance(self.itl_target, str) or self.itl_target is None:
+            return 0.0 if self.itl_target == "auto" else None
+        return self.itl_target / 1e3
+
     def cpu_threads(self) -> int:
         """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``).
 
@@ -198,6 +252,16 @@ class EngineConfig:
             elif each.name == "model" or value != each.default:
                 changed.append(f"{each.name}={value}")
         return ", ".join(changed)
+
+
+def _target(text: str) -> float | str:
+    """``auto``, ``off``, or a number as the command line gives it."""
+    if text in ("auto", "off"):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"itl_target must be a number of milliseconds, auto or off, got {text!r}") from None
 
 
 def _positive(name: str, value: object) -> None:

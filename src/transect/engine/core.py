@@ -5,16 +5,30 @@ step n is still on the device, so that the device never waits for Python; the sc
 last token is not known yet. A sequence that step n turns out to have finished has by then one token too many under way,
 which is thrown away. The outputs are the same. Draws under a grammar wait, on the device, until the tokens of the step
 before are known (``Handle.draw``); what comes before them in a step does not.
+
+A request that comes while step n runs takes part in step n + 1 if that is not planned yet. So a server plans late: it
+waits for messages until ``time_to_plan`` says that the device will soon want the next step.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from .batch import Executor, Handle, ScheduledBatch
+from .decisions import DecisionLog
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .scheduler import Scheduler
+from .step_time import StepLoad
+
+SHORTEST_LEAD = 3e-4
+"""Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
+LATE = 5e-5
+"""Seconds: a step whose result was there this soon was over before the next was handed over."""
+
+EARLIER = 0.9
+"""What a step that was over too early is taken to have taken of the time predicted."""
 
 
 class EngineCore:
@@ -24,28 +38,46 @@ class EngineCore:
         scheduler: holds all requests.
         executor: runs the batches in the order of their submission.
         lag: 0, or 1 to plan one step ahead of the executor.
+        decisions: writes down what is decided; None: nobody does.
 
     Raises:
         ValueError: ``lag`` is neither 0 nor 1.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, lag: int = 0) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, lag: int = 0, decisions: DecisionLog | None = None
+    ) -> None:
         if lag not in (0, 1):
             raise ValueError(f"lag must be 0 or 1, got {lag!r}")
         self.scheduler = scheduler
         self.executor = executor
         self.lag = lag
-        self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
+        self.decisions = decisions
+        self._in_flight: deque[Step] = deque()
         self._ready: list[EngineOutput] = []
+        self._timed = scheduler.config.itl_target is not None
+        self._work = 0, StepLoad(0)
+        """The last step whose work was counted, and that work."""
+        self._ended = 0.0
+        """When the result of the last step came, in seconds of the scheduler's clock."""
+        self._planning = 0.0
+        """Seconds that planning and handing over a step takes, smoothed."""
+        self._waited = False
+        """``time_to_plan`` had somebody wait for the step that is planned next."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises what ``Scheduler.add`` raises; nothing else is disturbed by that."""
         self.scheduler.add(request)
+        if self.decisions is not None:
+            self.decisions.added(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, now. Its last outputs come with the next ``step``; unknown ids (a request
         that has just ended) are no error. KV blocks are free again at once, or when the step in flight is done."""
-        self._ready.extend(self.scheduler.abort(request_id, choice))
+        ended = self.scheduler.abort(request_id, choice)
+        if ended and self.decisions is not None:
+            self.decisions.aborted(request_id, choice)
+        self._ready.extend(ended)
 
     @property
     def has_work(self) -> bool:
@@ -55,22 +87,95 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget the KV of finished prompts; requests that run keep theirs."""
         self.scheduler.reset_prefix_cache()
+        if self.decisions is not None:
+            self.decisions.cache_reset()
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self.scheduler.stats()
 
+    def time_to_plan(self) -> float:
+        """Seconds until the next step should be planned; 0 for now. What is added until then is part of that step.
+
+        The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
+        handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
+        late counts as a large error, so that the next ones come earlier.
+        """
+        if not self._timed or not self.lag or len(self._in_flight) != 1:
+            return 0.0
+        running = self._in_flight[0]
+        work = self._work_of(running.batch)
+        end = max(running.submitted, self._ended) + self.scheduler.times.soonest(work)
+        seconds = end - self._planning - SHORTEST_LEAD - self.scheduler.clock.now()
+        self._waited = self._waited or seconds > 0
+        return max(seconds, 0.0)
+
     def step(self) -> list[EngineOutput]:
         """Submit at most one batch, wait for at most one, and return what became known. Cheap when there is no work."""
-        batch = self.scheduler.schedule()
+        now = self.scheduler.clock.now
+        began = now()
+        batch = self._plan()
         if batch is not None:
-            self._in_flight.append((batch, self.executor.submit(batch)))
+            self._in_flight.append(Step(batch, self.executor.submit(batch), began))
+            self._planning += 0.1 * (now() - began - self._planning)
             if len(self._in_flight) == 1:
-                self._in_flight[0][1].draw()
+                self._in_flight[0].handle.draw()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
-            done, handle = self._in_flight.popleft()
-            self._ready.extend(self.scheduler.commit(done, handle.result()))
+            self._take_result()
             if batch is not None and self._in_flight:
-                self._in_flight[0][1].draw()  # all tokens before it are known now
+                self._in_flight[0].handle.draw()  # all tokens before it are known now
         outputs, self._ready = self._ready, []
         return outputs
+
+    def _plan(self) -> ScheduledBatch | None:
+        log = self.decisions
+        if log is None or not self.scheduler.has_unfinished:
+            return self.scheduler.schedule()
+        log.check_fill()
+        began = log.now()
+        batch = self.scheduler.schedule()
+        log.planned(batch, began)
+        return batch
+
+    def _take_result(self) -> None:
+        """Wait for the oldest step in flight, and learn from it."""
+        done = self._in_flight.popleft()
+        now = self.scheduler.clock.now
+        asked = now()
+        result = done.handle.result()
+        ended = now()
+        learned = 0.0
+        if self._timed:
+            learned = self._learn(done, ended, late=self._waited and ended - asked < LATE)
+        self._ended = ended
+        self._ready.extend(self.scheduler.commit(done.batch, result))
+        if self.decisions is not None:
+            self.decisions.done(done.batch, result, asked, ended, learned)
+
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
+        """Tell how long a step took. Returns what was told, in seconds."""
+        times, work = self.scheduler.times, self._work_of(done.batch)
+        seconds = ended - max(done.submitted, self._ended)
+        if late:  # it was over before, nobody knows when: sooner than predicted
+            seconds = min(seconds, EARLIER * times.predict(work))
+        times.learn(work, seconds)
+        self._waited = False
+        return seconds
+
+    def _work_of(self, batch: ScheduledBatch) -> StepLoad:
+        """Counted once a step, and hardly that while the same sequences decode."""
+        step, work = self._work
+        if batch.step != step:
+            goes_on = batch.again and batch.step == step + 1 and not work.pairs
+            work = work._replace(keys=work.keys + work.tokens) if goes_on else StepLoad.of(batch)
+            self._work = batch.step, work
+        return work
+
+
+class Step(NamedTuple):
+    """A step in flight."""
+
+    batch: ScheduledBatch
+    handle: Handle
+    submitted: float
+    """When it was planned, in seconds of the scheduler's clock."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ..text.grammar.bad_words import spellings
 from ..text.sampling_defaults import SamplingDefaults
 from .sampling_params import SamplingParams
 
@@ -81,6 +83,21 @@ def check_params(params: object) -> SamplingParams:
     return params
 
 
+def with_token_ids(params: SamplingParams, tokenizer: Encoder) -> SamplingParams:
+    """The same parameters, with ``bad_words`` as token ids."""
+    if not params.bad_words or params.bad_words_token_ids:
+        return params
+    return params.with_(bad_words_token_ids=spellings(params.bad_words, tokenizer.encode))
+
+
+def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The end of a prompt, as ``truncate_prompt_tokens`` asks for."""
+    most = params.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, max_model_len - (params.max_tokens or 1))
+    return ids if most is None else ids[-most:]
+
+
 def text_options(params: SamplingParams) -> dict[str, Any]:
     """What ``OutputProcessor.add`` wants to know of a request's parameters, as its keyword arguments."""
     return {
@@ -106,6 +123,8 @@ def check_token_ids(
         "prompt_token_ids": ids,
         "logit_bias": params.logit_bias or (),
         "stop_token_ids": params.stop_token_ids or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": itertools.chain(*params.bad_words_token_ids),
     }
     for name, tokens in named.items():
         for token in tokens:
@@ -113,6 +132,8 @@ def check_token_ids(
                 raise ValueError(f"{name} holds token id {token}; this model has ids 0 to {vocab_size - 1}")
     if params.min_tokens:
         masked = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        if params.allowed_token_ids is not None and masked.issuperset(params.allowed_token_ids):
+            raise ValueError("min_tokens masks all of allowed_token_ids: allow a token that does not end the answer")
         if len(masked) >= vocab_size:
             raise ValueError(
                 f"min_tokens masks the tokens that end an answer, and those are all {vocab_size} of this model: set it "

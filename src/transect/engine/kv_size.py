@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,11 @@ class KVSize:
 
     num_blocks: int
     max_model_len: int
+
+    @classmethod
+    def least(cls, sizes: Sequence[KVSize]) -> KVSize:
+        """What every one of several ranks has room for."""
+        return cls(min(each.num_blocks for each in sizes), min(each.max_model_len for each in sizes))
 
 
 def kv_size(
@@ -60,7 +66,7 @@ def kv_size(
         blocks = int(config.kv_cache_bytes // block_bytes)
     else:
         if default_bytes is None:
-            default_bytes = min(free_bytes // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES)
+            default_bytes = default_cache_bytes(free_bytes)
         usable = (max_num_seqs or config.limits("cpu")[0]) * -(-longest // size)
         blocks = min(usable, int(default_bytes // block_bytes))
     if blocks * block_bytes > free_bytes:
@@ -81,6 +87,11 @@ def kv_size(
             "cache larger (kv_cache_tokens)"
         )
     return KVSize(blocks, min(longest, held))
+
+
+def default_cache_bytes(free_bytes: int) -> int:
+    """What the cache takes on a CPU if the configuration gives no size."""
+    return min(free_bytes // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES)
 
 
 def free_memory() -> int:

@@ -5,24 +5,43 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..text.hf_tokenizer import HFTokenizer
 from ..text.inert import chat_tokens
 from ..text.model_text import load_text, text_settings
 from ..text.output_processor import OutputProcessor
-from ..text.outputs import RequestOutput
+from ..text.outputs import PositionLogprobs, RequestOutput
 from ..text.template_worker import TemplateApart
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, with_prompt
 from .config import EngineConfig
+from .decisions import DecisionRing
 from .gpu.compilers import compiling
-from .inputs import check_params, check_token_ids, default_params, prompt_token_ids, text_options
+from .inputs import (
+    check_params,
+    check_token_ids,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
+from .pooling import PARAMS as EMBED
+from .pooling import EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
 from .request import Request
 from .sampling_params import SamplingParams
+from .scoring import PARAMS as SCORE
+from .scoring import Score, ScoringOutput, pair_token_ids, pairs, score
 from .vllm_arguments import engine_settings
+
+if TYPE_CHECKING:
+    from ..parallel.launch import Ranks
+    from .core import EngineCore
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -35,6 +54,8 @@ class LLM:
         settings: fields of ``EngineConfig``, such as ``dtype``, ``max_model_len``, ``max_num_seqs``, ``threads``. The
             queue has no bound here. vLLM's arguments are understood where they mean something, and dropped where they
             mean nothing (``vllm_arguments.py``).
+        ranks: processes that are there already, to run on; None: ``tensor_parallel_size`` times
+            ``pipeline_parallel_size`` are started if that is more than 1; under ``torchrun`` they are there.
 
     Raises:
         ValueError: the model or a setting is at fault; the message says what to change.
@@ -43,22 +64,30 @@ class LLM:
     One start-up line on stderr says which kernels run and why, and with what configuration.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str, *, ranks: Ranks | None = None, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **engine_settings(settings))
+        if self.config.data_parallel_size > 1:
+            raise ValueError(
+                "data_parallel_size is for a server, which has many callers: use `transect serve`, or start one LLM in "
+                "each of several processes"
+            )
         first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
         self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)
         began = time.perf_counter()
         with compiling(self.config) as compilers:
-            from .build import build_engine  # imports torch, which takes seconds
+            from .ranks import start_engine  # imports torch, which takes seconds
 
-            built = build_engine(self.config, compilers, began)
+            built = start_engine(self.config, compilers, began, leads=False, ranks=ranks)
         self._core = built.core
+        self._end_ranks = weakref.finalize(self, _end_ranks, built.core, built.ranks)
         self._scheduler_config = built.core.scheduler.config
         self._grammars = built.grammars(checked=False)
         self._next_id = 0
         self.kernels = built.kernels
         self.max_model_len = built.max_model_len
         self.vocab_size = built.vocab_size
+        self._hidden_size = built.source.config.dim
+        self._default_pooling = default_pooling(built.source.path)
         text = load_text(built.source, **text_settings(self.config))
         self._eos = text.eos_token_ids if self.config.eos_token_ids is None else built.eos_token_ids
         self.tokenizer = text.tokenizer
@@ -68,7 +97,7 @@ class LLM:
         self._processor = OutputProcessor(self.tokenizer)
         capacity = f"KV cache {built.kv_tokens} tokens, context {built.max_model_len}"
         said = (built.kernels, capacity, str(text.defaults), str(self.config))
-        for line in (*built.report, "; ".join(filter(None, said))):
+        for line in (*built.report, "; ".join(filter(None, said))) if built.speaks else ():
             print(f"transect: {line}", file=sys.stderr)
 
     def get_tokenizer(self) -> HFTokenizer:
@@ -110,12 +139,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter is at fault; nothing was started.
         """
-        if not isinstance(prompts, (str, Mapping, Sequence)):
-            raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
-        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        text_flags = {"add_special_tokens": add_special_tokens, "parse_special": parse_special}
-        every: Any = [prompts] if single else prompts
-        inputs = [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
+        inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
 
     def chat(
@@ -126,12 +150,14 @@ class LLM:
         use_tqdm: bool = False,
         priority: int = 0,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
         What looks like a special token inside a message is text (``text/inert.py``). The template runs in a process of
-        its own, with limits on time and memory (``text/template_worker.py``).
+        its own, with limits on time and memory (``text/template_worker.py``). With ``continue_final_message`` (and
+        ``add_generation_prompt=False``) the model goes on with the last message.
 
         Raises:
             ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages, or it
@@ -141,13 +167,101 @@ class LLM:
             raise ValueError("this model has no chat template: render the messages yourself and use generate")
         if not messages:
             raise ValueError("there are no messages: give at least one")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt=False")
         single = isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         inputs = []
         for conversation in conversations:
-            options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+            options = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                **(chat_template_kwargs or {}),
+            }
             inputs.append(chat_tokens(self.chat_template, self.tokenizer, conversation, **options))
         return self._run(inputs, self._params_for(len(inputs), sampling_params), use_tqdm, priority)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers as a whole (``engine/beam_search.py``). The beams of all prompts run together.
+
+        Returns:
+            For each prompt ``beam_width`` answers, best first (fewer where a context or vocabulary has no more).
+
+        Raises:
+            ValueError: a prompt or parameter is at fault.
+            RuntimeError: the model's numbers are not finite.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError("beam_search takes BeamSearchParams(beam_width=4, max_tokens=64, ...)")
+        inputs = self._inputs(prompts)
+        room = [self.max_model_len - len(ids) for _, ids in inputs]
+        searches = [BeamSearch(params, max(each, 1), self._eos, self.tokenizer) for each in room]
+        step = params.step_params().with_(stop=None, stop_token_ids=None)
+        with _Progress(params.max_tokens, use_tqdm) as progress:
+            while any(search.beams for search in searches):
+                going = [(search, ids) for search, (_, ids) in zip(searches, inputs, strict=True) if search.beams]
+                longer = [(None, [*ids, *beam]) for search, ids in going for beam in search.beams]
+                results = iter(self._run(longer, [step] * len(longer), False, 0))
+                for search, _ in going:
+                    search.advance([_only_position(next(results)) for _ in search.beams])
+                progress.advance()
+        return [with_prompt(each, ids, self.tokenizer) for each, (_, ids) in zip(searches, inputs, strict=True)]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each prompt (``engine/pooling.py``); ``outputs.embedding`` has its numbers.
+
+        Args:
+            pooling_params: how vectors are made; None: as the model's files say, of length 1.
+            prompts, use_tqdm, priority, add_special_tokens, parse_special: as for ``generate``.
+
+        Raises:
+            ValueError: a prompt or parameter is at fault; nothing was started.
+            RuntimeError: the model's numbers are not finite.
+        """
+        params = pooling_params or PoolingParams()
+        params.check_size(self._hidden_size)
+        inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
+        draw = EMBED.with_(truncate_prompt_tokens=params.truncate_prompt_tokens)
+        pooling = params.pooling or self._default_pooling
+        results = self._run(inputs, [draw] * len(inputs), use_tqdm, priority, pooling)
+        return [embedding_output(result, params) for result in results]
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = False, priority: int = 0
+    ) -> list[ScoringOutput]:
+        """How likely each query (``text_1``) is after its document (``text_2``), see ``engine/scoring.py``. One query
+        goes with all documents.
+
+        Raises:
+            ValueError: a text is at fault; nothing was started.
+            RuntimeError: the model's numbers are not finite.
+        """
+        encoded = [pair_token_ids(query, text, self.tokenizer.encode) for query, text in pairs(text_1, text_2)]
+        inputs = [(None, ids) for ids, _ in encoded]
+        results = self._run(inputs, [SCORE] * len(inputs), use_tqdm, priority)
+        return [
+            ScoringOutput(Score(score(result, tokens)), result.prompt_token_ids)
+            for result, (_, tokens) in zip(results, encoded, strict=True)
+        ]
+
+    def _inputs(self, prompts: Prompt | Sequence[Prompt], **text_flags: bool) -> list[tuple[str | None, list[int]]]:
+        """(text or None, token ids) of one prompt, or of several."""
+        if not isinstance(prompts, (str, Mapping, Sequence)):
+            raise ValueError(f"prompts must be text, token ids, or a list of such, not {type(prompts).__name__}")
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        every: Any = [prompts] if single else prompts
+        return [prompt_token_ids(prompt, self.tokenizer, **text_flags) for prompt in every]
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -166,9 +280,12 @@ class LLM:
         params: Sequence[SamplingParams],
         show_progress: bool,
         priority: int,
+        pooling: Pooling | None = None,
     ) -> list[RequestOutput]:
+        limit = self.max_model_len
+        inputs = [(text, truncated(ids, each, limit)) for (text, ids), each in zip(inputs, params, strict=True)]
         requests = [
-            self._request(ids, each, priority) for (_, ids), each in zip(inputs, params, strict=True)
+            self._request(ids, each, priority, pooling) for (_, ids), each in zip(inputs, params, strict=True)
         ]  # all are checked before the first one starts
         finals: dict[str, RequestOutput] = {}
         with HeldInterrupts() as interrupts:
@@ -203,13 +320,17 @@ class LLM:
                 finals.append(update.final)
         return finals
 
-    def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
+    def _request(
+        self, ids: list[int], params: SamplingParams, priority: int = 0, pooling: Pooling | None = None
+    ) -> Request:
+        params = with_token_ids(params, self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self._eos)
         name = str(self._next_id)
         self._next_id += 1
         structured = params.structured_outputs
         constraint = None if structured is None else self._grammars.compile(structured)
-        request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos, constraint=constraint)
+        more = {"eos_token_ids": self._eos, "constraint": constraint, "pooling": pooling}
+        request = Request(name, tuple(ids), params, priority, **more)  # type: ignore[arg-type]
         max_length(request, self._scheduler_config)
         return request
 
@@ -250,6 +371,34 @@ class LLM:
     def stats(self) -> SchedulerStats:
         """Gauges and counters of the scheduler."""
         return self._core.stats()
+
+    @property
+    def decisions(self) -> DecisionRing | None:
+        """What the scheduler decided of late; None with ``decisions=False``."""
+        return None if self._core.decisions is None else self._core.decisions.ring
+
+    def close(self) -> None:
+        """End the file of ``decision_log``, if there is one; the engine goes on without it. An engine on several ranks
+        ends: its other processes are gone. That also happens when the object is forgotten, or the program ends."""
+        if self._core.decisions is not None:
+            self._core.decisions.close()
+        self._end_ranks()
+
+
+def _only_position(result: RequestOutput) -> PositionLogprobs:
+    """Log-probabilities of the one token that a beam was extended by."""
+    (output,) = result.outputs
+    if not output.logprobs:
+        raise RuntimeError(f"a beam could not go on: {output.error}")
+    return output.logprobs[0]
+
+
+def _end_ranks(core: EngineCore, ranks: Ranks | None) -> None:
+    """End what an engine on several ranks has beside this process."""
+    if ranks is not None:
+        ranks.close()
+    elif (release := getattr(core, "release", None)) is not None:
+        release()
 
 
 @dataclasses.dataclass

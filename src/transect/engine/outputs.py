@@ -33,6 +33,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Once for each request that asked, on the first output of any of its choices that carries a token: one entry per
     prompt token, None for the first of them."""
+    pooled: bytes | None = None
+    """With the first token of a request with ``pooling``: the vector, float64 ``[D]``."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; None while the choice goes on."""
     complete: bool = False
@@ -67,6 +69,12 @@ class SchedulerStats(msgspec.Struct):
     """Prompt tokens of admitted requests, cached ones included."""
     generation_tokens: int
     steps: int
+    timed_steps: int
+    """Steps whose time was measured: with ``itl_target`` all of them."""
+    step_seconds: float
+    """Time of the timed steps, in seconds."""
+    predicted_step_seconds: float
+    """What was predicted for them."""
     finished: dict[str, int]
     """Choices by finish reason."""
 

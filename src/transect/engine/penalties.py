@@ -1,14 +1,15 @@
-"""What changes a row of logits before a token is drawn: logit_bias, masked tokens, the three penalties, and grammars.
+"""What changes a row of logits before a token is drawn: biases, masked tokens, the three penalties, and grammars.
 
 In the order of vLLM's sampler, on a copy of the model's logits:
 
     logit[t] += logit_bias[t]
-    logit[t]  = -inf                                    where t must not be drawn now
+    logit[t]  = -inf                                    where t must not be drawn now, or is not among
+                                                         allowed_token_ids
     logit[t]  = logit[t] / r if logit[t] > 0 else * r    for t in prompt or output (repetition_penalty r; Keskar et al.,
                                                          "CTRL", 2019)
     logit[t] -= frequency * count[t] + presence          for t in the output, count[t] times
 
-and last of all -inf where the grammar of an answer does not allow t.
+and last of all -inf where the grammar of an answer does not allow t, or t completes one of bad_words.
 
 Which tokens a choice has used, and how often, is kept from step to step: a step adds its new token, it does not count
 the context again. That memory is only a cache of what the batch says anyway; a choice that has been away for a while is
@@ -44,7 +45,7 @@ class Pick(NamedTuple):
 def is_adjusted(pick: Pick) -> bool:
     """True if anything below would change this pick's logits."""
     draw = pick.draw
-    changed = draw.params.logit_bias or draw.constraint is not None or draw.masked_at(pick.position)
+    changed = draw.biased or draw.constraint is not None or draw.masked_at(pick.position)
     return bool(changed) or is_penalised(draw)
 
 
@@ -96,12 +97,14 @@ class UsedTokens:
 class FixedTokens:
     """What a choice's parameters say of single tokens, as arrays: made at its first draw, and the same at every one."""
 
-    __slots__ = ("biased", "biases", "last_step", "masked")
+    __slots__ = ("allowed", "biased", "biases", "last_step", "masked")
 
     def __init__(self, draw: Draw) -> None:
         bias = draw.params.logit_bias or {}
         self.biased = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
         self.biases = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        allowed = draw.params.allowed_token_ids
+        self.allowed = torch.tensor(allowed or (), dtype=torch.int64)
         self.masked = np.array(draw.stop_ids, dtype=np.int64)
         """The tokens that must not be drawn until ``min_tokens``."""
         self.last_step = 0
@@ -127,6 +130,7 @@ class LogitAdjuster:
         """
         self._step += 1
         self._add_bias(logits_BV, picks)
+        self._keep_allowed(logits_BV, picks)
         self._mask(logits_BV, picks)
         self._penalise(logits_BV, picks, previous)
         failed = self._constrain(logits_BV, picks)
@@ -165,6 +169,14 @@ class LogitAdjuster:
         ]
         if masked:
             logits_BV.view(-1)[torch.from_numpy(np.concatenate(masked)).to(logits_BV.device)] = float("-inf")
+
+    def _keep_allowed(self, logits_BV: torch.Tensor, picks: Sequence[Pick]) -> None:
+        for row, pick in enumerate(picks):
+            if pick.draw.params.allowed_token_ids is not None:
+                allowed = self._fixed_of(pick.draw).allowed.to(logits_BV.device)
+                kept = logits_BV[row, allowed]
+                logits_BV[row] = float("-inf")
+                logits_BV[row, allowed] = kept
 
     def _fixed_of(self, draw: Draw) -> FixedTokens:
         fixed = self._fixed.get(draw.seq_id)

@@ -32,6 +32,8 @@ from .waiting_queue import QueueFull
 if TYPE_CHECKING:
     from .build import BuiltEngine
 
+STUCK_S = 3.0
+"""For the loop to notice that a rank has ended."""
 GRAMMAR_POLL_MS = 5
 """While nothing runs, how often grammars that are being compiled are looked at."""
 
@@ -57,9 +59,9 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     try:
         config = EngineConfig(**settings | {"gpu": GPUOptions(**settings["gpu"])})
         with compiling(config) as compilers:
-            from .build import build_engine  # imports torch, which takes seconds
+            from .ranks import start_engine  # imports torch, which takes seconds
 
-            built = build_engine(config, compilers, began)
+            built = start_engine(config, compilers, began)
     except (ValueError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
         return 1
@@ -70,12 +72,21 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     for line in built.report:
         print(f"transect: {line}", file=sys.stderr)
     socket.send(wire.encode(_ready(built, time.monotonic() - started)))
+    loop = _Loop(socket, built)
+    if built.ranks is not None:
+        built.ranks.tell(loop.end_if_stuck)
     try:
-        _Loop(socket, built).run()
+        loop.run()
     except Exception as error:
-        traceback.print_exc()
-        socket.send(wire.encode(wire.Failed(f"a step failed: {type(error).__name__}: {error}", user_error=False)))
+        if type(error).__name__ == "RankFailure":
+            loop.fail(f"the engine has lost a rank: {error}")
+        else:
+            traceback.print_exc()
+            loop.fail(f"a step failed: {type(error).__name__}: {error}")
         return 1
+    finally:
+        if built.ranks is not None:
+            built.ranks.close()
     return 0
 
 
@@ -85,10 +96,15 @@ def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
         max_num_seqs=built.core.scheduler.config.max_num_seqs,
         eos_token_ids=list(built.eos_token_ids),
         vocab_size=built.vocab_size,
+        hidden_size=built.source.config.dim,
         kv_tokens=built.kv_tokens,
         kernels=built.kernels,
         load_seconds=seconds,
     )
+
+
+MOST_DECISIONS = 64
+"""Records of the decision log that wait for the next output, before they are sent without one."""
 
 
 class _Loop:
@@ -100,24 +116,45 @@ class _Loop:
         self._compiler = built.grammars(checked=True)
         self._grammars = GrammarQueue(self._core, self._compiler)
         self._eos = built.eos_token_ids
+        self._ranks = built.ranks
         self._stopping = False
+        self._sending = threading.Lock()
+        self._failed = False
         self._last_sent = 0.0
         self._submits = 0
+        self._decided: list[bytes] = []
+        """Records of the decision log that the other process has not got yet."""
+        if self._core.decisions is not None:
+            self._decided.append(self._core.decisions.header)
+            self._core.decisions.sink = self._decided.append
 
     def run(self) -> None:
         while not self._stopping:
+            if self._ranks is not None:
+                self._ranks.check()
             patience = GRAMMAR_POLL_MS if self._grammars else int(wire.HEARTBEAT_S * 1000)
+            if self._core.has_work:
+                self._wait_to_plan()
             if self._core.has_work or self._socket.poll(patience):
                 self._take_messages()
             for request_id, error in self._grammars.admit() if self._grammars else ():
                 self._refuse(request_id, error)
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
-                if outputs:
-                    self._send(wire.Outputs(outputs))
+                if outputs or len(self._decided) > MOST_DECISIONS:
+                    self._send(wire.Outputs(outputs, b"".join(self._decided)))
+                    self._decided.clear()
             if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
                 self._send(wire.Alive())
         self._compiler.close()
+        if self._core.decisions is not None:
+            self._core.decisions.close()
+
+    def _wait_to_plan(self) -> None:
+        """While the device has work, take requests as they come: they are part of the step that is planned next."""
+        while (seconds := self._core.time_to_plan()) > 0 and not self._stopping:
+            if self._socket.poll(int(seconds * 1e3)):
+                self._take_messages()
 
     def _take_messages(self) -> None:
         before = self._submits
@@ -155,6 +192,7 @@ class _Loop:
                     SamplingParams(**message.params),
                     priority=message.priority,
                     eos_token_ids=self._eos,
+                    pooling=message.pooling,
                 )
             )
         except (QueueFull, ValueError) as error:
@@ -167,8 +205,24 @@ class _Loop:
         self._send(wire.Refused(request_id, str(error), full))
 
     def _send(self, message: wire.FromEngine) -> None:
-        self._socket.send(wire.encode(message))
-        self._last_sent = time.monotonic()
+        with self._sending:
+            if not self._failed:
+                self._socket.send(wire.encode(message))
+                self._last_sent = time.monotonic()
+
+    def fail(self, reason: str) -> None:
+        """The last message: the engine cannot go on."""
+        self._send(wire.Failed(reason, user_error=False))
+        self._failed = True
+
+    def end_if_stuck(self, reason: str) -> None:
+        """Called in another thread when a rank has ended. A step that waits for a device may never return then: if the
+        loop does not end by itself, the process does."""
+        time.sleep(STUCK_S)
+        self.fail(f"the engine has lost a rank: {reason}")
+        self._socket.close(linger=1000)
+        time.sleep(1.0)
+        os._exit(1)
 
 
 def _exit_with_parent(pipe: int) -> None:

@@ -42,7 +42,10 @@ NOT_FINITE = (
     "the model's logits are not finite at this position (NaN or infinity): check the weights, or load the model with "
     'dtype="float32"'
 )
-NOTHING_LEFT = "no token may be drawn: min_tokens, logit_bias or the answer's grammar excludes every one"
+NOTHING_LEFT = (
+    "no token may be drawn: min_tokens, logit_bias, allowed_token_ids, bad_words or the answer's grammar excludes "
+    "every one"
+)
 
 
 @dataclass(slots=True)

@@ -1,13 +1,12 @@
 """Continuous batching: who runs in the next step, and what the step's tokens change.
 
 Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode: they wait for all of the
-step (``max_mixed_tokens``), and a few prompt tokens ride along with them for little (``fill_tokens``). Sequences that
-hold KV blocks are served in the order of their ranks (priority, then arrival; with ``longest_first`` those with the
-most tokens to draw come first). Each gets one token of the budget for sure; what is left over goes, again by rank, to
-those with more to compute, the prompts, which are so cut into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes
-never wait behind prompts, and prompts always move. Then the queue's head is admitted as long as there are places,
-budget and KV blocks for all its tokens. Nobody overtakes the head, so everybody's turn comes (with ``longest_first``:
-once nothing longer comes).
+step (``step_budget``). Sequences that hold KV blocks are served in the order of their ranks (priority, then arrival;
+with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for sure; what
+is left over goes, again by rank, to those with more to compute, the prompts, which are so cut into chunks
+(Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
+head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
+everybody's turn comes (with ``longest_first``: once nothing longer comes).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives its blocks
 back, keeps its output tokens, and computes prompt and output anew when its turn comes again. Draws depend on positions,
@@ -33,30 +32,18 @@ from operator import attrgetter
 
 from . import limits
 from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
-from .filling import nothing_ends_later
+from .failures import failures
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
+from .plan import Plan
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
 from .sequence_blocks import SequenceBlocks
+from .step_budget import StepBudget
+from .step_time import StepTimes
 from .waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")
-
-
-class _Plan:
-    """A step in the making."""
-
-    __slots__ = ("copies", "forks", "rows", "sequences", "step")
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.rows: list[ScheduledRow] = []
-        self.sequences: list[Sequence] = []
-        """The sequence of each row."""
-        self.copies: list[tuple[int, int]] = []
-        self.forks: list[Sequence] = []
-        """Choices that begin with this step and are not yet among the running."""
 
 
 class Scheduler:
@@ -75,16 +62,20 @@ class Scheduler:
         self.waiting = WaitingQueue(config.max_queue)
         self.running: list[Sequence] = []
         """Sequences with blocks, best rank first."""
-        self.fill_tokens = config.fill_tokens
-        """May be changed between steps."""
+        self.times = StepTimes()
+        """How long steps take here; whoever runs them lets it learn."""
+        self.budget = StepBudget(config, self.times)
+        self.held_back = ""
+        """Why the queue's head was not admitted to the last step, see ``decisions.py``; empty: nobody waits."""
+        self.ended: list[Sequence] | None = None
+        """Where a list stands here, each choice that ends joins it."""
         self._cut = False
         """Whether a prompt was left unfinished by the last step."""
         self._static = config.policy == "static"
-        self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
-        self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
         self._watermark = int(config.watermark * config.num_blocks)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
-        self._requests: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}
+        """Those of which a choice has not ended."""
         self._places = 0
         """Places taken of ``max_num_seqs``."""
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
@@ -105,7 +96,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """True while a choice of any request has not ended."""
-        return bool(self._requests)
+        return bool(self.requests)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -114,7 +105,7 @@ class Scheduler:
             ValueError: it can never fit, or its id is in use; the message has the numbers.
             QueueFull: ``max_queue`` requests wait already.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
         self.waiting.check_room()
@@ -131,14 +122,14 @@ class Scheduler:
             state.choices.append(Sequence(state, self._num_sequences, index, rank, seed))
             self._num_sequences += 1
         self._num_requests += 1
-        self._requests[request.request_id] = state
+        self.requests[request.request_id] = state
         self.waiting.push(state.leader)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;
         nothing for choices or requests that have ended before. KV blocks come back now, or when the step in flight is
         done."""
-        state = self._requests.get(request_id)
+        state = self.requests.get(request_id)
         if state is None:
             return []
         targets = [seq for seq in state.choices if choice is None or seq.index == choice]
@@ -149,13 +140,14 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
         must come back through ``commit``, in order."""
-        plan = _Plan(self._step + 1)
         block_size = self.config.block_size
         running = self.running
+        decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
+        budget = self.budget.beside_decodes(running, self.waiting, self._cut) if decoding else self.budget.alone()
+        spare = budget.tokens - len(running)
+        plan = Plan(self._step + 1, budget.chunk)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
         again = True  # as long as all rows are of the kind that most are
-        decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
-        spare = (self._budget_beside_decodes() if decoding else self.config.max_num_batched_tokens) - len(running)
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
             length = seq.length
@@ -178,7 +170,7 @@ class Scheduler:
                 continue
             again = False
             if take > 1:
-                take = min(take, 1 + spare, self._chunk)
+                take = min(take, 1 + spare, plan.chunk)
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -188,8 +180,11 @@ class Scheduler:
                 spare += take
                 continue
             self._plan_row(seq, end, plan)
+        self.held_back = ""
         if not starved:
             self._admit(spare, plan)
+        if len(self.waiting) and not self.held_back:
+            self.held_back = "kv" if starved else "budget"
         for seq in plan.forks:
             insort(running, seq, key=_by_rank)
             leader = seq.request.leader
@@ -205,27 +200,14 @@ class Scheduler:
         self._in_flight.append((batch, sequences))
         return batch
 
-    def _budget_beside_decodes(self) -> int:
-        """Tokens of a step in which sequences decode."""
-        tokens, waiting = self.fill_tokens, len(self.waiting)
-        if (
-            tokens is not None
-            and tokens < self._mixed
-            and (waiting or self._cut)
-            and waiting + len(self.running) <= self.config.max_num_seqs
-            and nothing_ends_later(tokens, self.running, self.waiting.in_order())
-        ):
-            return tokens
-        return self._mixed
-
-    def _plan_row(self, seq: Sequence, end: int, plan: _Plan) -> None:
+    def _plan_row(self, seq: Sequence, end: int, plan: Plan) -> None:
         """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""
         state = seq.request
         spec = state.spec
         start = seq.scheduled
         seq.scheduled = end
         seq.last_step = plan.step
-        prompt_logprobs = None if state.prompt_done else spec.params.prompt_logprobs
+        asked = (None, None) if state.prompt_done else (spec.params.prompt_logprobs, spec.pooling)
         block_ids = seq.block_ids
         draws: tuple[Draw, ...] = ()
         if end == seq.length:
@@ -240,12 +222,12 @@ class Scheduler:
                 seq.output_token_ids,
                 block_ids,
                 draws,
-                prompt_logprobs,
+                *asked,
             )
         )
         plan.sequences.append(seq)
 
-    def _complete_prompt(self, leader: Sequence, plan: _Plan) -> tuple[Draw, ...]:
+    def _complete_prompt(self, leader: Sequence, plan: Plan) -> tuple[Draw, ...]:
         """The leader's last prompt chunk is planned: fork. Returns the draws of the choices that are alive."""
         state = leader.request
         self._places -= self._places_of(leader)
@@ -264,7 +246,7 @@ class Scheduler:
         self._places += len(alive) + (leader.finish_reason is not None)
         return tuple(choice.draws[0] for choice in alive)
 
-    def _make_room(self, seq: Sequence, end: int, plan: _Plan) -> bool:
+    def _make_room(self, seq: Sequence, end: int, plan: Plan) -> bool:
         """See to it that ``seq`` has its own blocks for writing up to position ``end``, by preemption if need be. False
         when it cannot run in this step: it was preempted itself, or the blocks come with the step in flight."""
         while True:
@@ -296,7 +278,7 @@ class Scheduler:
         self.waiting.push(seq)
         self._preemptions += 1
 
-    def _admit(self, spare: int, plan: _Plan) -> None:
+    def _admit(self, spare: int, plan: Plan) -> None:
         """Admit from the head of the queue what ``spare`` tokens, the places and the KV blocks allow."""
         if self._static:
             self._admit_static(spare, plan)
@@ -307,7 +289,7 @@ class Scheduler:
                 break
             spare -= used
 
-    def _admit_static(self, spare: int, plan: _Plan) -> None:
+    def _admit_static(self, spare: int, plan: Plan) -> None:
         """Admit preempted members of the present batch; when all have ended, the next batch."""
         fresh = not (self.running or self.waiting.num_preempted or self.blocks.returns_pending)
         reserved = 0
@@ -315,23 +297,27 @@ class Scheduler:
             if seq.request.first_scheduled is None:
                 reserved += limits.most_blocks(seq.request.spec, self.config)
                 if not fresh or (self.running and reserved > self.config.num_blocks):
+                    self.held_back = "batch"
                     break
             used = self._try_admit(seq, spare, plan)
             if used is None:
                 break
             spare -= used
 
-    def _try_admit(self, seq: Sequence, spare: int, plan: _Plan) -> int | None:
+    def _try_admit(self, seq: Sequence, spare: int, plan: Plan) -> int | None:
         """Admit the queue's head, if it can be, and plan its first tokens, at most ``spare``. Returns their number."""
         blocks, state = self.blocks, seq.request
         if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
+            self.held_back = "flight"
             return None
         if self._places + self._places_of(seq) > self.config.max_num_seqs:
+            self.held_back = "places"
             return None
-        wants_logprobs = not state.prompt_done and state.spec.params.prompt_logprobs is not None
-        cached = [] if wants_logprobs else blocks.find_prefix(seq)
+        computes_all = not state.prompt_done and state.spec.whole_prompt
+        cached = [] if computes_all else blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
         if needed + (self._watermark if self.running else 0) > self.cache.num_free:
+            self.held_back = "kv"
             return None
         self.waiting.pop(self.clock.now())
         blocks.place(seq, cached)
@@ -342,10 +328,10 @@ class Scheduler:
             state.first_scheduled = self.clock.now()
             state.num_cached_tokens = seq.scheduled
             self._prompt_tokens += seq.prompt_len
-            if self.config.enable_prefix_caching and not wants_logprobs:
+            if self.config.enable_prefix_caching and not computes_all:
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
-        take = min(seq.length - seq.scheduled, spare, self._chunk)
+        take = min(seq.length - seq.scheduled, spare, plan.chunk)
         if take > 0:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
@@ -379,7 +365,7 @@ class Scheduler:
                 self._generation_tokens += 1
                 outputs.append(EngineOutput(seq.request_id, seq.index, [token], num_cached_tokens=seq.num_cached))
                 continue
-            failed = _failures(row, seq, errors) if errors else []
+            failed = failures(row, seq, errors) if errors else []
             if any(choice.seq_id not in result.sound for choice, _ in failed):
                 for suspect in (seq, *(choice for choice, _ in failed)):
                     self.blocks.distrust(suspect)
@@ -388,9 +374,8 @@ class Scheduler:
             for choice, error in failed:
                 outputs.append(self._end(choice, "error", error))
             state = seq.request
-            if row.prompt_logprobs is not None and state.prompt_logprobs is not None and row.next_prompt_token_ids:
-                entries = result.prompt_logprobs.get(row.seq_id, ())
-                state.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
+            if row.prompt_logprobs is not None or row.pooling is not None:
+                state.take_prompt(row, result)
             for draw in row.draws:
                 choice = seq if draw.seq_id == seq.seq_id else state.choices[draw.choice]
                 if choice.finish_reason is None:
@@ -413,7 +398,7 @@ class Scheduler:
         if choice.first_token_time is None:
             choice.first_token_time = now
             output.times = state.times(choice, None)
-            output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+            state.give_prompt(output)
             choice.plain = state.spec.params.logprobs is None and constraint is None
             choice.num_cached = state.num_cached_tokens
         if token in state.stop_ids and length > choice.draws[0].min_position:
@@ -447,12 +432,14 @@ class Scheduler:
     def _finish(self, choice: Sequence, reason: str) -> None:
         state = choice.request
         choice.finish_reason = reason
+        if self.ended is not None:
+            self.ended.append(choice)
         self._finished[reason] += 1
         state.num_live -= 1
         if choice is not state.leader or state.prompt_done or not state.num_live:
             self._leave(choice)
         if not state.num_live:
-            del self._requests[state.spec.request_id]
+            del self.requests[state.spec.request_id]
             if state.leader.status is not Status.GONE:
                 self._leave(state.leader)
 
@@ -485,16 +472,8 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._step,
+            timed_steps=self.times.steps,
+            step_seconds=self.times.measured,
+            predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
         )
-
-
-def _failures(row: ScheduledRow, seq: Sequence, errors: dict[int, str]) -> list[tuple[Sequence, str]]:
-    """The living choices that the errors of a step end, each with its message, as far as they concern ``row``."""
-    choices = seq.request.choices
-    if not row.draws:
-        error = errors.get(row.seq_id)
-        concerned = [seq] if seq.request.prompt_done else choices
-        return [] if error is None else [(choice, error) for choice in concerned if choice.finish_reason is None]
-    failed = [(choices[draw.choice], errors.get(draw.seq_id)) for draw in row.draws]
-    return [(choice, error) for choice, error in failed if error is not None and choice.finish_reason is None]

@@ -22,6 +22,8 @@ class SchedulerConfig:
             ``max_num_seqs``; None: ``max_num_batched_tokens``, which steps take in which nobody decodes.
         fill_tokens: as long as nothing ends later for it, steps in which sequences decode are only filled up to so many
             tokens (``filling.py``), at least ``max_num_seqs``; None: never.
+        itl_target: seconds that a step in which sequences decode may take, by what is known of the device
+            (``step_budget.py``); 0: a multiple of what the decodes alone take; None: steps are not sized by time.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
         policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
@@ -49,6 +51,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_mixed_tokens: int | None = None
     fill_tokens: int | None = None
+    itl_target: float | None = None
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
@@ -77,6 +80,8 @@ class SchedulerConfig:
                     f"{name} ({tokens}) must be at least max_num_seqs ({self.max_num_seqs}): every running sequence "
                     "needs a token of each step"
                 )
+        if self.itl_target is not None and not 0.0 <= self.itl_target < float("inf"):
+            raise ValueError(f"itl_target must be a number of seconds, 0 for automatic, or None, got {self.itl_target}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.policy not in ("continuous", "static"):

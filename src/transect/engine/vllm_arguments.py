@@ -21,6 +21,9 @@ MEANS_NOTHING = frozenset(
         "disable_log_requests",
         "disable_log_stats",
         "guided_decoding_backend",
+        "lora_dtype",
+        "max_cpu_loras",
+        "max_lora_rank",
         "max_seq_len_to_capture",
         "scheduling_policy",
         "swap_space",
@@ -34,28 +37,28 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "compilation_config": (None, {}),
     "convert": (None, "auto", "none"),
     "cpu_offload_gb": (None, 0),
-    "data_parallel_size": (None, 1),
-    "distributed_executor_backend": (None, "uni", "mp"),
+    "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
     "download_dir": (None,),
     "enable_chunked_prefill": (None, True),
-    "enable_lora": (None, False),
     "hf_config_path": (None,),
     "hf_overrides": (None, {}),
     "hf_token": (None,),
     "kv_cache_dtype": (None, "auto"),
+    "max_loras": (None, 1),
     "limit_mm_per_prompt": (None, {}),
     "logits_processors": (None, []),
     "mm_processor_kwargs": (None, {}),
-    "pipeline_parallel_size": (None, 1),
     "pooler_config": (None,),
     "runner": (None, "auto", "generate"),
     "skip_tokenizer_init": (None, False),
     "speculative_config": (None,),
     "task": (None, "auto", "generate"),
-    "tensor_parallel_size": (None, 1),
     "tokenizer_mode": (None, "auto", "hf"),
 }
 """Name to the values that ask for nothing."""
+
+PARALLEL = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+"""None is 1."""
 
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
 """The same under another name; None leaves it to the engine."""
@@ -71,6 +74,8 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
+        if name in PARALLEL and value is None:
+            continue
         if name in known:
             settings[name] = value
         elif name in NOTHING:
@@ -80,6 +85,11 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name in RENAMED:
             if value is not None:
                 settings[RENAMED[name]] = value
+        elif name == "enable_lora":
+            if value and arguments.get("adapter") is None:
+                raise ValueError(
+                    "enable_lora=True is not possible here without adapter=DIR: one adapter, which is for all requests"
+                )
         elif name == "enforce_eager":
             if value:
                 settings.setdefault("cuda_graphs", "off")

@@ -34,6 +34,8 @@ class WaitingQueue:
         self.max_new = max_new
         self.num_new = 0
         self.num_preempted = 0
+        self.num_tokens = 0
+        """To be computed of all that wait, before any prefix is found in the cache."""
         self._sequences: list[Sequence] = []
         """In the order of their ranks, each of which is one sequence's alone."""
         self._last_admission: float | None = None
@@ -89,6 +91,7 @@ class WaitingQueue:
         self._count(seq, -1)
 
     def _count(self, seq: Sequence, change: int) -> None:
+        self.num_tokens += change * seq.length
         if seq.request.first_scheduled is None:
             self.num_new += change
         else:

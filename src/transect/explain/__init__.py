@@ -1,6 +1,18 @@
-"""Why a run took as long as it did, and what happens inside.
+"""What a run did, why it took as long as it did, and what to change.
 
-* ``backward.py``: what ``loss.backward()`` does, node by node
-* ``losses.py``: makes a loss to explain, from a model or a Python file
-* ``backward_text.py``: prints a backward pass as lines of text
+The engine, from its decision log:
+
+* ``log``: a decision log as it is read: steps, rows, requests. ``sources``: from a file or a server.
+* ``work``: what its steps had to compute, and their floors. ``rates``: of which device.
+* ``bill``: where a request's time went.
+* ``replay``: the log through the shipping scheduler again, decision by decision.
+* ``step_time``: how long a step takes, fitted on a log. ``simulate``: the requests of a log on a virtual clock, with
+  something changed. ``what_if``: that from the command line.
+* ``live``: what a running server does now.
+
+A backward pass:
+
+* ``backward``: the nodes of the graph behind a loss: what each saved, how many bytes, how long it took.
+* ``backward_text``: the same as lines of text.
+* ``losses``: which losses can be explained: a model's, or a Python file's.
 """

@@ -81,17 +81,22 @@ def measurement(
         multiply_adds: measures a processor's rate of multiply-adds, in FLOP/s (``ops/cpu/ceilings.py``).
     """
     path = cache_file(device)
-    kept = None if again else _read(path, device)
-    if kept is not None and kept.busy and _load(device) < kept.load / 2:
-        found = _best(kept, _measure(device, multiply_adds))
-    elif kept is None:
+    before = None if again else kept(device)
+    if before is not None and before.busy and _load(device) < before.load / 2:
+        found = _best(before, _measure(device, multiply_adds))
+    elif before is None:
         found = _measure(device, multiply_adds)
-    elif multiply_adds is not None and kept.multiply_adds is None:
-        found = _with_multiply_adds(kept, multiply_adds())
+    elif multiply_adds is not None and before.multiply_adds is None:
+        found = _with_multiply_adds(before, multiply_adds())
     else:
-        return kept
+        return before
     _write(path, device, found)
     return found
+
+
+def kept(device: Device) -> Measurement | None:
+    """What has been measured of ``device`` before, busy or not; measures nothing."""
+    return _read(cache_file(device), device)
 
 
 def _measure(device: Device, multiply_adds: Callable[[], float] | None) -> Measurement:

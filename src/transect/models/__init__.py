@@ -2,7 +2,8 @@
 
 What a model is, and what it costs (no torch):
 
-* ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_hf.py`` and ``config_gguf.py`` read and write them
+* ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_moe.py``: ``MoEConfig``
+* ``config_hf.py`` (``config_hf_moe.py``) and ``config_gguf.py`` read and write them
 * ``shapes.py``: canonical names and shapes of all weights
 * ``storage.py``: bits of a number, by kind of weight; ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory
   that training and serving need, before they start
@@ -10,7 +11,8 @@ What a model is, and what it costs (no torch):
 The model (flat, token-major: ``x_TD`` is tokens by model dim):
 
 * ``decoder.py``: ``Decoder``: embedding, stack of layers, final norm, head
-* ``attention.py``, ``mlp.py``: the two halves of a layer; ``norm.py``: ``RMSNorm``, ``LayerNorm``
+* ``attention.py``, ``mlp.py``: the two halves of a layer; ``moe.py``: experts in place of the second; ``norm.py``:
+  ``RMSNorm``, ``LayerNorm``
 * ``weights/``: the seam: ``Weight``, a matrix in some number format, its kinds, and ``Projection``, named weights that
   share an input
 * ``embedding.py``: ``Embedding``, tables that are gathered from
@@ -23,8 +25,11 @@ Weights and names:
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model,
   ``package_index.py`` where there is no pip; ``presets.py``: shapes of
   published models without files
-* ``weights_hf.py``: safetensors in and out; ``weights_gguf.py``: GGUF in; ``weights_dummy.py``: random
-* ``stored.py``: what these three give: ``Stored``, a weight that is read when asked for, whole or a part of it
+* ``weights_hf.py``: safetensors in and out (``weights_hf_moe.py``: the names of experts); ``weights_gguf.py``: GGUF in;
+  ``weights_dummy.py``: random
+* ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
+  their settings
+* ``stored.py``: what files give: ``Stored``, a weight that is read when asked for, whole or a part of it
 * ``load.py``: ``fill``, the one way of stored weights into a model; ``load_model``, ``load_on_device``: a source to a
   ``Decoder``; ``staging.py``: values on their way to a device
 """

@@ -44,23 +44,28 @@ class Attention(Half):
             kind = Dense if kinds is None else kinds(f"attention.{name}")
             return kind(outputs, inputs, bias, ops=ops, device=device, dtype=dtype)
 
-        def head_norm() -> RMSNorm | None:
+        def head_norm(width: int) -> RMSNorm | None:
             if not config.qk_norm:
                 return None
-            return RMSNorm(config.head_dim, config.norm_eps, op=ops.rms_norm, device=device, dtype=dtype)
+            size = width if config.qk_norm_whole else config.head_dim
+            return RMSNorm(size, config.norm_eps, op=ops.rms_norm, device=device, dtype=dtype)
 
         self.q = matrix("q", config.dim, config.q_dim, config.qkv_bias)
         self.k = matrix("k", config.dim, config.kv_dim, config.qkv_bias)
         self.v = matrix("v", config.dim, config.kv_dim, config.qkv_bias)
         self.qkv = Projection(q=self.q, k=self.k, v=self.v)
         self.o = matrix("o", config.q_dim, config.dim, config.o_bias)
-        self.q_norm = head_norm()
-        self.k_norm = head_norm()
+        self.q_norm = head_norm(config.q_dim)
+        self.k_norm = head_norm(config.kv_dim)
+        self.norm_whole = config.qk_norm_whole
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         """``rotation`` is cos and sin ``[T, d/2]``, or None where positions are not rotary."""
-        q_THd, k_TKd, v_TKd = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv.apart(x_TD))
-        if self.q_norm is not None and self.k_norm is not None:
+        q_TE, k_TE, v_TE = self.qkv.apart(x_TD)
+        if self.q_norm is not None and self.k_norm is not None and self.norm_whole:
+            q_TE, k_TE = self.q_norm(q_TE), self.k_norm(k_TE)
+        q_THd, k_TKd, v_TKd = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_TE, k_TE, v_TE))
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_whole:
             q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k_TKd)
         if rotation is not None:
             q_THd, k_TKd = self.rotary(q_THd, k_TKd, *rotation)

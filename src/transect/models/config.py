@@ -8,12 +8,16 @@ and import this one: ``config_hf.py`` (a Hugging Face ``config.json``) and ``con
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..formats.fields import LARGEST_INTEGER, shown
+from .config_moe import MoEConfig
 
-ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = (
+    "gpt2", "llama", "mistral", "qwen2", "qwen3",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1",
+)  # fmt: skip
 """What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``."""
 
 MAX_LAYERS = 4096
@@ -95,6 +99,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each head of q and k, before rotary (Qwen3)."""
+    qk_norm_whole: bool = False
+    """That norm is over all heads of q, and all of k, together (OLMo)."""
     tied_embeddings: bool = False
     position: Literal["rope", "learned"] = "rope"
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -104,6 +110,8 @@ class ModelConfig:
     """With a sliding window: the layers that do not use it."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    moe: MoEConfig | None = None
+    """Experts in place of the MLP; ``ffn_dim`` is then the width of layers without them."""
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -137,6 +145,8 @@ class ModelConfig:
                 f"rope_freqs has {len(self.rope.frequency_factors)} numbers; head_dim {self.head_dim} needs "
                 f"{self.head_dim // 2}"
             )
+        if self.moe is not None and not self.gated_mlp:
+            raise ValueError("experts are gated MLPs: a plain MLP cannot be a mixture of experts")
         if self.sliding_window is not None and self.sliding_window <= 0:
             raise ValueError(f"sliding_window must be greater than 0 (or null for none), not {self.sliding_window}")
 
@@ -151,9 +161,61 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
     @property
+    def beyond_stacks(self) -> tuple[str, ...]:
+        """What it has that not every way to run layers knows; a stack that lacks one refuses the model by it."""
+        found = {
+            "experts": self.moe is not None,
+            "a norm over all heads of q": self.qk_norm_whole,
+        }
+        return tuple(name for name, there in found.items() if there)
+
+    def mlp_width(self, layer: int) -> int:
+        """Numbers of a token inside the MLP of a layer: of all experts that it goes to, and of shared ones."""
+        moe = self.layer_moe(layer)
+        return self.ffn_dim if moe is None else moe.per_token * moe.expert_dim + moe.shared_dim
+
+    @property
+    def widest_mlp(self) -> int:
+        """``mlp_width`` of the widest layer."""
+        return max(self.mlp_width(layer) for layer in range(self.n_layers))
+
+    @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
         return 1.0 / math.sqrt(self.head_dim)
+
+    def local(self, ranks: int) -> ModelConfig:
+        """The sizes that each of ``ranks`` has when matrices are cut between them: a share of the query heads, of the
+        key heads (one where there are fewer than ranks) and of the feed-forward layer. Everything else is as it was.
+
+        Raises:
+            ValueError: it cannot be cut so; the message names the numbers of ranks that can be.
+        """
+        if ranks == 1:
+            return self
+        if self.moe is not None:
+            raise ValueError("a model with experts is not cut between ranks yet: leave tensor_parallel_size out")
+        if not self._divides(ranks):
+            possible = [n for n in range(1, self.n_heads + 1) if self._divides(n)]
+            raise ValueError(
+                f"the model cannot be cut for {ranks} ranks: it has {self.n_heads} query heads, {self.n_kv_heads} key "
+                f"heads and {self.ffn_dim} feed-forward units; tensor_parallel_size can be "
+                f"{', '.join(map(str, possible))}"
+            )
+        return replace(
+            self,
+            n_heads=self.n_heads // ranks,
+            n_kv_heads=max(1, self.n_kv_heads // ranks),
+            ffn_dim=self.ffn_dim // ranks,
+        )
+
+    def _divides(self, ranks: int) -> bool:
+        heads = self.n_kv_heads % ranks == 0 or ranks % self.n_kv_heads == 0
+        return heads and self.n_heads % ranks == 0 and self.ffn_dim % ranks == 0
+
+    def layer_moe(self, layer: int) -> MoEConfig | None:
+        """The experts of a layer, or None where it has one MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None where the layer sees the whole past."""

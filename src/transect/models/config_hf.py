@@ -16,6 +16,7 @@ from typing import Any
 
 from ..formats.fields import Fields, read_json_object, shown
 from .config import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
+from .config_hf_moe import moe_from_hf, moe_to_hf
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -30,7 +31,18 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
 }
+_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
+_MAX_POSITION = {"mistral": 131072, "llama": 2048, "mixtral": 131072, "olmoe": 4096, "dots1": 2048}
+_THETA = {"mixtral": 1e6}
+_EPS = {"mixtral": 1e-5, "olmoe": 1e-5}
+_BIAS_SWITCH = ("llama", "qwen3", "qwen3_moe", "olmoe", "dots1")
+"""Families whose ``attention_bias`` puts a bias on q, k, v and o."""
 
 
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -128,20 +140,22 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_scaling_to_hf(config.rope),
     }
-    if config.architecture in ("llama", "qwen3"):
+    if config.architecture in _BIAS_SWITCH:
         values["attention_bias"] = config.qkv_bias
     if config.architecture == "llama":
         values["mlp_bias"] = config.mlp_bias
-    if config.architecture == "mistral":
+    if config.architecture == "qwen2_moe":
+        values["qkv_bias"] = config.qkv_bias
+    if config.architecture in ("mistral", "mixtral"):
         values["sliding_window"] = config.sliding_window
-    if config.architecture in ("qwen2", "qwen3"):
+    if config.architecture in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1"):
         values["use_sliding_window"] = config.sliding_window is not None
         values["sliding_window"] = config.sliding_window
         values["layer_types"] = [
             "full_attention" if config.layer_window(layer) is None else "sliding_attention"
             for layer in range(config.n_layers)
         ]
-    return values
+    return values if config.moe is None else values | moe_to_hf(config.architecture, config.moe)
 
 
 def _gpt2(read: Fields) -> dict[str, Any]:
@@ -173,13 +187,14 @@ def _gpt2(read: Fields) -> dict[str, Any]:
 def _llama_like(architecture: str, read: Fields) -> dict[str, Any]:
     dim, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     layers = read.integer("num_hidden_layers")
-    default_heads = {"mistral": 8}.get(architecture, heads)
+    default_heads = _KV_HEADS.get(architecture, heads)
     default_head_dim = 128 if architecture == "qwen3" else None
     head_dim = read.integer("head_dim", default_head_dim or _split(dim, heads))
-    # Qwen2 has biases on q, k and v alone, always; Llama and Qwen3 on all four projections or on none.
-    all_bias = architecture in ("llama", "qwen3") and read.flag("attention_bias", False)
-    max_position = read.integer("max_position_embeddings", {"mistral": 131072, "llama": 2048}.get(architecture, 32768))
-    rope = _rope_from_hf(read, max_position)
+    # Qwen2 has biases on q, k and v alone, always; others on all four projections or on none.
+    all_bias = architecture in _BIAS_SWITCH and read.flag("attention_bias", False)
+    qkv_bias = architecture == "qwen2" or (architecture == "qwen2_moe" and read.flag("qkv_bias", True))
+    max_position = read.integer("max_position_embeddings", _MAX_POSITION.get(architecture, 32768))
+    rope = _rope_from_hf(read, max_position, _THETA.get(architecture, 10000.0))
     if rope.scaling == "yarn":
         # Files of stretched models often keep the length before stretching here.
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
@@ -192,12 +207,14 @@ def _llama_like(architecture: str, read: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "ffn_dim": read.integer("intermediate_size"),
         "max_position": max_position,
-        "norm_eps": read.number("rms_norm_eps", 1e-6),
+        "norm_eps": read.number("rms_norm_eps", _EPS.get(architecture, 1e-6)),
         "activation": _activation(read, "hidden_act", "silu"),
-        "qkv_bias": architecture == "qwen2" or all_bias,
+        "qkv_bias": qkv_bias or all_bias,
         "o_bias": all_bias,
         "mlp_bias": architecture == "llama" and read.flag("mlp_bias", False),
-        "qk_norm": architecture == "qwen3",
+        "qk_norm": architecture in ("qwen3", "qwen3_moe", "olmoe", "dots1"),
+        "qk_norm_whole": architecture == "olmoe",
+        "moe": moe_from_hf(architecture, read, layers),
         "tied_embeddings": read.flag("tie_word_embeddings", False),
         "rope": rope,
         "sliding_window": window,
@@ -220,20 +237,26 @@ def _activation(read: Fields, key: str, default: str) -> str:
 
 def _window(architecture: str, read: Fields, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window and the layers that do without it."""
-    if architecture == "llama":
+    if architecture in ("llama", "olmoe"):
         return None, ()
-    if architecture == "mistral":
-        # A file without the key means 4096, one with null means none.
-        value = read.values.get("sliding_window", 4096)
-        return (None if value is None else read.integer("sliding_window", 4096)), ()
-    if not read.flag("use_sliding_window", False) or (
+    if architecture in ("mistral", "mixtral"):
+        # A Mistral's file without the key means 4096, one with null means none.
+        value = read.values.get("sliding_window", 4096 if architecture == "mistral" else None)
+        return (None if value is None else read.integer("sliding_window")), ()
+    if architecture == "dots1" and read.values.get("sliding_window", 4096) is None:
+        return None, ()
+    if architecture == "qwen3_moe" and read.flag("use_sliding_window", False) and not read.values.get("layer_types"):
+        return read.integer("sliding_window", 4096), ()  # in all layers
+    if (architecture != "dots1" and not read.flag("use_sliding_window", False)) or (
         "sliding_window" in read.values and not read.values["sliding_window"]
     ):
         return None, ()
     window = read.integer("sliding_window", 4096)
     kinds = read.values.get("layer_types")
     if kinds is None:
-        first = read.integer("max_window_layers", 28)
+        first = read.integer("max_window_layers", 62 if architecture == "dots1" else 28)
+        if architecture == "qwen2_moe":  # every other one of the first layers
+            return window, tuple(layer for layer in range(layers) if layer % 2 or layer >= first)
         return window, tuple(range(min(first, layers)))
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
@@ -243,7 +266,7 @@ def _window(architecture: str, read: Fields, layers: int) -> tuple[int | None, t
     return window, tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
-def _rope_from_hf(read: Fields, max_position: int) -> RopeConfig:
+def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.0) -> RopeConfig:
     new = read.values.get("rope_parameters")
     old = read.values.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -251,7 +274,7 @@ def _rope_from_hf(read: Fields, max_position: int) -> RopeConfig:
             raise ValueError(f"{key!r} in config.json must be an object or null, not {value!r}")
     values = {**(new or {}), **(old or {})}
     rope = Fields(values, "the rope parameters of config.json")
-    theta = rope.number("rope_theta", read.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
     partial = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1 is")

@@ -18,13 +18,15 @@ which.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..ops.counting import visible_keys, visible_pairs
+from ..ops.counting import touched, visible_keys, visible_pairs
 from ..ops.registry import Cost
 from .config import ModelConfig
-from .shapes import linear_shapes, projection_shapes, weight_shapes
+from .config_moe import MoEConfig
+from .shapes import EXPERTS, linear_shapes, projection_shapes, router_shapes, weight_shapes
 from .storage import Storage
 
 
@@ -54,7 +56,7 @@ def step_cost(
     counter = _Counter(config, storage, tokens)
     counter.embed()
     for layer in range(config.n_layers):
-        counter.layer(rows, config.layer_window(layer))
+        counter.layer(rows, layer)
     counter.model_norm()
     counter.head(logit_rows)
     return counter.costs
@@ -70,13 +72,7 @@ def least_cost(
     storage = storage or Storage()
     tokens = sum(row.new for row in rows)
     logit_rows = len(rows) if logit_rows is None else logit_rows
-    linear = Cost(0, 0, 0)
-    for parts in projection_shapes(config).values():
-        sizes = [shape[0] for shape in parts.values()]
-        numbers = [shape[0] * shape[1] for shape in parts.values()]
-        stored = sum(size * storage.of(name) for size, name in zip(numbers, parts, strict=True)) / sum(numbers)
-        inputs = next(iter(parts.values()))[1]
-        linear += product_cost(tokens, sizes, inputs, bits=stored, activation=storage.activation)
+    linear = sum((_layer_products(config, layer, tokens, storage) for layer in range(config.n_layers)), Cost(0, 0, 0))
     layers = config.n_layers
     head = Cost(0, 0, 0)
     if logit_rows:
@@ -84,15 +80,62 @@ def least_cost(
             logit_rows, [config.vocab_size], config.dim, bits=storage.head, activation=storage.activation
         )
     pairs = keys = 0.0
-    for layer in range(layers):
-        window = config.layer_window(layer)
-        pairs += sum(visible_pairs(row.new, row.length, window) for row in rows)
-        keys += sum(visible_keys(row.new, row.length, window) for row in rows)
+    for window, count in Counter(map(config.layer_window, range(layers))).items():
+        pairs += count * sum(visible_pairs(row.new, row.length, window) for row in rows)
+        keys += count * sum(visible_keys(row.new, row.length, window) for row in rows)
     return {
-        "linear": Cost(layers * linear.flops, layers * linear.bytes_read, layers * linear.bytes_written),
+        "linear": linear,
         "head": head,
         "attention": Cost(4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8, 0),
     }
+
+
+def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Storage) -> Cost:
+    """The matrices of one layer: of its experts, those that ``tokens`` tokens touch."""
+    moe = config.layer_moe(layer)
+    found = Cost(0, 0, 0)
+    for parts in projection_shapes(config, layer).values():
+        sizes = [shape[0] for shape in parts.values()]
+        inputs = next(iter(parts.values()))[1]
+        numbers = [shape[0] * shape[1] for shape in parts.values()]
+        stored = sum(size * storage.of(name) for size, name in zip(numbers, parts, strict=True)) / sum(numbers)
+        how = {"bits": stored, "activation": storage.activation}
+        if moe is not None and next(iter(parts)) in EXPERTS:
+            each = [n // moe.experts for n in sizes]
+            ordered = "mlp.experts_down" not in parts
+            found += expert_cost(tokens, moe.per_token, moe.experts, each, inputs, ordered=ordered, **how)
+        else:
+            found += product_cost(tokens, sizes, inputs, **how)
+    if moe is not None:
+        found += product_cost(tokens, [moe.experts], config.dim, bits=storage.norm, activation=32)
+    return found
+
+
+def expert_cost(
+    tokens: int,
+    k: int,
+    experts: int,
+    outputs: Sequence[int],
+    inputs: int,
+    *,
+    bits: float,
+    activation: float,
+    bias: float = 0,
+    ordered: bool = True,
+    distinct: float | None = None,
+) -> Cost:
+    """One product by experts: k rows for each token. Each expert that is touched is read once.
+
+    Args:
+        ordered: the rows of a token are read as one, not as k.
+        outputs, inputs: of one expert, as in ``product_cost``.
+        distinct: how many experts are touched; by default as many as even routing touches on average.
+    """
+    distinct = touched(tokens, k, experts) if distinct is None else distinct
+    one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)
+    stored = sum(outputs) * (inputs * bits + bias) / 8
+    again = tokens * (k - 1) * inputs * activation / 8 if ordered else 0.0
+    return Cost(one.flops, one.bytes_read - again + (distinct - 1) * stored, one.bytes_written)
 
 
 def product_cost(
@@ -131,7 +174,8 @@ def weight_bytes(config: ModelConfig, storage: Storage | None = None) -> float:
         elif name == "head.weight":
             each = storage.head
         else:
-            each = storage.of(".".join(name.split(".")[2:4])) if len(shape) == 2 else storage.norm
+            inner = ".".join(name.split(".")[2:4])
+            each = storage.of(inner) if len(shape) == 2 and not inner.endswith("router") else storage.norm
         bits += math.prod(shape) * each
     if config.tied_embeddings and storage.head_copied:
         bits += config.vocab_size * config.dim * storage.head
@@ -168,8 +212,18 @@ class _Counter:
     def model_norm(self) -> None:
         self.norm("layer_norm" if self.config.norm == "layernorm" else "rms_norm", self.tokens, self.config.dim)
 
-    def linear(self, name: str, shape: tuple[int, int], bias: bool) -> None:
+    def linear(self, name: str, shape: tuple[int, int], bias: bool, moe: MoEConfig | None = None) -> None:
         storage = self.storage
+        if moe is not None and name in EXPERTS:
+            pairs = self.tokens * moe.per_token
+            ordered = not name.endswith("down")
+            self.costs["grouped_linear"] = self.costs.get("grouped_linear", Cost(0, 0, 0)) + expert_cost(
+                self.tokens, moe.per_token, moe.experts, [shape[0] // moe.experts], shape[1], ordered=ordered,
+                bits=storage.of(name), activation=storage.activation, bias=bias * storage.norm,
+                distinct=touched(pairs, 1, moe.experts),
+            )  # fmt: skip
+            self.add("grouped_linear", 0, 32 * (moe.experts + 1 + pairs * ordered), 0)
+            return
         cost = product_cost(
             self.tokens, shape[:1], shape[1], bits=storage.of(name), activation=storage.activation,
             bias=bias * storage.norm,
@@ -180,12 +234,18 @@ class _Counter:
         activation = elements * self.storage.activation
         self.add(name, flops * elements, inputs * activation, activation)
 
-    def layer(self, rows: Sequence[Row], window: int | None) -> None:
+    def layer(self, rows: Sequence[Row], layer: int) -> None:
         config, tokens = self.config, self.tokens
+        window, moe = config.layer_window(layer), config.layer_moe(layer)
         self.model_norm()
-        for name, (shape, bias) in linear_shapes(config).items():
-            self.linear(name, shape, bias)
-        if config.qk_norm:
+        for name, (shape, bias) in linear_shapes(config, layer).items():
+            self.linear(name, shape, bias, moe)
+        if moe is not None:
+            self.experts(moe, layer)
+        if config.qk_norm_whole:
+            self.norm("rms_norm", tokens, config.q_dim)
+            self.norm("rms_norm", tokens, config.kv_dim)
+        elif config.qk_norm:
             self.norm("rms_norm", tokens * config.n_heads, config.head_dim)
             self.norm("rms_norm", tokens * config.n_kv_heads, config.head_dim)
         if config.position == "rope":
@@ -195,9 +255,25 @@ class _Counter:
         self.paged_attention(rows, window)
         self.model_norm()
         if config.gated_mlp:
-            self.elementwise("swiglu", 5, 2, tokens * config.ffn_dim)
+            self.elementwise("swiglu", 5, 2, tokens * config.mlp_width(layer))
         else:
             self.elementwise("gelu", 10, 1, tokens * config.ffn_dim)
+
+    def experts(self, moe: MoEConfig, layer: int) -> None:
+        """Router, order and weighted sum; the products of the experts are counted as ``grouped_linear``."""
+        storage, tokens, width = self.storage, self.tokens, self.config.dim
+        for name, shape in router_shapes(self.config, layer).items():
+            if len(shape) == 2:
+                bits = 32 if "shared" not in name else storage.activation  # the router computes in float32
+                bias = 32 * (moe.router_bias and "shared" not in name)
+                cost = product_cost(tokens, shape[:1], shape[1], bits=bits, activation=bits, bias=bias)
+                self.costs["linear"] = self.costs.get("linear", Cost(0, 0, 0)) + cost
+        pairs = tokens * moe.per_token
+        scores = 32 * moe.experts * (tokens + moe.score_bias)
+        self.add("expert_gating", (5 + moe.per_token) * tokens * moe.experts, scores, 64 * pairs)
+        self.add("expert_order", 0, 32 * pairs, 64 * pairs + 32 * (moe.experts + 1))
+        rows = pairs * width * storage.activation
+        self.add("expert_combine", 2 * pairs * width, rows + 64 * pairs, tokens * width * storage.activation)
 
     def kv_cache_write(self) -> None:
         elements = 2 * self.tokens * self.config.kv_dim

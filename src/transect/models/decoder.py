@@ -20,6 +20,7 @@ from .config import ModelConfig
 from .context import AttentionContext
 from .embedding import Embedding
 from .mlp import MLP
+from .moe import MoE, Router, SharedRouter
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
 from .weights.dense import Dense
@@ -47,7 +48,12 @@ class Layer(nn.Module):
         self.attention_norm = make_norm(config, ops, device=device, dtype=dtype)
         self.attention = Attention(config, layer, ops, device=device, dtype=dtype, kinds=kinds)
         self.mlp_norm = make_norm(config, ops, device=device, dtype=dtype)
-        self.mlp = MLP(config, ops, device=device, dtype=dtype, kinds=kinds)
+        moe = config.layer_moe(layer)
+        self.mlp: MLP | MoE
+        if moe is None:
+            self.mlp = MLP(config, ops, device=device, dtype=dtype, kinds=kinds)
+        else:
+            self.mlp = MoE(config, moe, ops, device=device, dtype=dtype, kinds=kinds)
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, context)
@@ -175,9 +181,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             attention, mlp = layer.attention, layer.mlp
-            for name, weight in (
-                ("qkv", attention.qkv), ("o", attention.o), ("gate_up", mlp.gate_up), ("down", mlp.down),
-            ):  # fmt: skip
+            for name, weight in {"qkv": attention.qkv, "o": attention.o, **mlp.projections()}.items():
                 yield f"layers.{index}.{name}", weight
         yield "head", self.head
 
@@ -201,6 +205,8 @@ class Decoder(nn.Module):
                 module.weight.normal_(0.0, std, generator=generator)
             elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
                 module.draw(std, generator)
+            elif isinstance(module, (Router, SharedRouter)):
+                module.weight.normal_(0.0, std, generator=generator)
             elif isinstance(module, (RMSNorm, LayerNorm)):
                 module.weight.fill_(1.0)
             bias = getattr(module, "bias", None)

@@ -27,6 +27,11 @@ class Embedding(nn.Module):
         """Rows, and numbers of one."""
         return tuple(self.weight.shape)
 
+    @property
+    def bits(self) -> float:
+        """Bits of a number."""
+        return 8 * self.weight.element_size()
+
     def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
         """Take the values of a file, of this shape."""
         staging.copy(dense_values(values), self.weight.detach())

@@ -32,6 +32,8 @@ from ..ops.position import embed_tokens
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
+from .embedding import Embedding
+from .moe import MoE
 from .norm import RMSNorm
 from .weights.weight import Product, StreamProduct, Weight
 
@@ -56,7 +58,8 @@ def refusal(config: ModelConfig) -> str | None:
     """Why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the fused layers are for RMSNorm, gated MLPs and rotary positions"
-    return None
+    beyond = [what for what in config.beyond_stacks if what != "experts"]
+    return f"the fused layers do not have {beyond[0]}" if beyond else None
 
 
 class FusedStack:
@@ -106,8 +109,12 @@ class FusedStack:
         if not isinstance(context, PagedContext):
             x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
             return self._norm(self._run_layers(x_TD, positions_T, context))
-        begin = self._ops.embed_tokens if self._fusions.embed else embed_tokens.reference
-        x_TD, rotations_Td = begin(tokens, positions_T, self._embed.weight, self._rotations, places_T)
+        if isinstance(self._embed, Embedding):
+            begin = self._ops.embed_tokens if self._fusions.embed else embed_tokens.reference
+            x_TD, rotations_Td = begin(tokens, positions_T, self._embed.weight, self._rotations, places_T)
+        else:  # a rank has a part of the table
+            x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
+            rotations_Td = self._rotations.index_select(0, positions_T)
         return self._add_norm(*self._run(x_TD, rotations_Td, context), self._norm)[1]
 
     def _run(self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext) -> tuple[Tensor, Tensor | None]:
@@ -127,7 +134,7 @@ class FusedStack:
                     return x_TD, None
             branch_TD = layer.o(attended_THd.flatten(-2))
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.mlp_norm)
-            branch_TD = layer.down(self._gated(layer, normed_TD))
+            branch_TD = layer.down(self._gated(layer, normed_TD)) if layer.experts is None else layer.experts(normed_TD)
         return x_TD, branch_TD
 
     def _run_streams(
@@ -213,15 +220,24 @@ class _FusedLayer:
         assert isinstance(layer.attention_norm, RMSNorm) and isinstance(layer.mlp_norm, RMSNorm)
         self.attention_norm, self.mlp_norm = layer.attention_norm, layer.mlp_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        qkv, gate_up = attention.qkv, mlp.gate_up
+        qkv = attention.qkv
+        self.experts: MoE | None = mlp if isinstance(mlp, MoE) else None
         self.qkv = qkv.product() if fusions.qkv else _together(qkv.products())
+        self.o = attention.o.product()
+        self.gated: Product | None = None
+        self.gate_up_apart: list[Product] = []
+        self.sizes: list[tuple[int, int, bool]] = []
+        """The sizes of its products, as ``StreamProducts`` asks for them."""
+        self.on_stream: _StreamLayer | None = None
+        if isinstance(mlp, MoE):
+            return
+        gate_up = mlp.gate_up
         # Parts are asked for their own products only where these run: one that is joined may need a copy for that.
         self.gated = gate_up.gated_product() if fusions.gate_up else None
         self.gate_up_apart = gate_up.products() if self.gated is None else []
-        self.o, self.down = attention.o.product(), mlp.down.product()
+        self.down = mlp.down.product()
         projections = (qkv, attention.o, gate_up, mlp.down)
         self.sizes = [(*weight.shape, weight is gate_up) for weight in projections]
-        """The sizes of its products, as ``StreamProducts`` asks for them."""
         self.on_stream = None if streams is None else _StreamLayer.of(projections, streams)
 
 

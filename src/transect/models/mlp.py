@@ -49,3 +49,7 @@ class MLP(Half):
     def forward(self, x_TD: Tensor) -> Tensor:
         *gate_TF, up_TF = self.gate_up.apart(x_TD)
         return self.down(self.swiglu(*gate_TF, up_TF) if gate_TF else self.gelu(up_TF, self.tanh))
+
+    def projections(self) -> dict[str, Weight]:
+        """What it multiplies by, under the names of ``shapes.PROJECTIONS``."""
+        return {"gate_up": self.gate_up, "down": self.down}

@@ -21,6 +21,7 @@ from ..ops.cpu.packing import read_packed, write_packed
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
+from .mlp import MLP
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
 from .weights.int4_serving import PANEL
@@ -91,6 +92,8 @@ class NativeStack:
 
 def refusal(config: ModelConfig, block_size: int, quantization: str | None = None) -> str | None:
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
+    if config.beyond_stacks:
+        return f"the C++ kernels do not have {config.beyond_stacks[0]}"
     odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
     if quantization == "int4" and odd:
         return f"the C++ kernels take rows in 4 bits whose length is a multiple of {PANEL}, and this model has {odd[0]}"
@@ -184,6 +187,7 @@ def packed_path(source: Path, dtype: str) -> Path:
 def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> StackLayer:
     assert isinstance(layer, Layer)
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, MLP)
     products = {"o": attention.o, "down": mlp.down, **attention.qkv.parts, **mlp.gate_up.parts}
 
     def scale(norm: RMSNorm | LayerNorm | None) -> Tensor | None:

@@ -10,21 +10,41 @@ import math
 from .config import ModelConfig
 
 
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, int], bool]]:
-    """The matrices of one layer: name inside the layer to ((outputs, inputs), whether it has a bias)."""
+def linear_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[tuple[int, int], bool]]:
+    """The matrices of one layer: name inside the layer to ((outputs, inputs), whether it has a bias).
+
+    The matrices of all experts are one, one below the other: ``mlp.experts_up`` has ``experts * expert_dim`` rows.
+    """
     dim, ffn = config.dim, config.ffn_dim
     shapes = {
         "attention.q": ((config.q_dim, dim), config.qkv_bias),
         "attention.k": ((config.kv_dim, dim), config.qkv_bias),
         "attention.v": ((config.kv_dim, dim), config.qkv_bias),
         "attention.o": ((dim, config.q_dim), config.o_bias),
-        "mlp.up": ((ffn, dim), config.mlp_bias),
-        "mlp.down": ((dim, ffn), config.mlp_bias),
     }
-    if config.gated_mlp:
-        shapes["mlp.gate"] = ((ffn, dim), config.mlp_bias)
+    moe = config.layer_moe(layer)
+    if moe is None:
+        shapes |= {"mlp.up": ((ffn, dim), config.mlp_bias), "mlp.down": ((dim, ffn), config.mlp_bias)}
+        if config.gated_mlp:
+            shapes["mlp.gate"] = ((ffn, dim), config.mlp_bias)
+        return shapes
+    rows = moe.experts * moe.expert_dim
+    shapes |= {
+        "mlp.experts_gate": ((rows, dim), moe.bias),
+        "mlp.experts_up": ((rows, dim), moe.bias),
+        "mlp.experts_down": ((moe.experts * dim, moe.expert_dim), moe.bias),
+    }
+    if moe.shared_dim:
+        shapes |= {
+            "mlp.shared_gate": ((moe.shared_dim, dim), False),
+            "mlp.shared_up": ((moe.shared_dim, dim), False),
+            "mlp.shared_down": ((dim, moe.shared_dim), False),
+        }
     return shapes
 
+
+EXPERTS = ("mlp.experts_gate", "mlp.experts_up", "mlp.experts_down")
+"""The matrices of which a step reads the experts that it touches."""
 
 PROJECTIONS = {
     "qkv": ("attention.q", "attention.k", "attention.v"),
@@ -33,15 +53,38 @@ PROJECTIONS = {
     "down": ("mlp.down",),
 }
 """The matrices of a layer that share an input."""
+EXPERT_PROJECTIONS = {
+    "experts_gate_up": ("mlp.experts_gate", "mlp.experts_up"),
+    "experts_down": ("mlp.experts_down",),
+    "shared_gate_up": ("mlp.shared_gate", "mlp.shared_up"),
+    "shared_down": ("mlp.shared_down",),
+}
+"""The same of a layer with experts, beside those of its attention."""
 
 
-def projection_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
+def projection_shapes(config: ModelConfig, layer: int = 0) -> dict[str, dict[str, tuple[int, int]]]:
     """The projections of one layer: the matrices of each, by name inside the layer, and their (outputs, inputs)."""
-    shapes = linear_shapes(config)
-    return {
+    shapes = linear_shapes(config, layer)
+    found = {
         projection: {name: shapes[name][0] for name in names if name in shapes}
-        for projection, names in PROJECTIONS.items()
+        for projection, names in (PROJECTIONS | EXPERT_PROJECTIONS).items()
     }
+    return {projection: parts for projection, parts in found.items() if parts}
+
+
+def router_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """What sends a layer's tokens to experts, by name inside the layer."""
+    moe = config.layer_moe(layer)
+    if moe is None:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (moe.experts, config.dim)}
+    if moe.router_bias:
+        shapes["mlp.router.bias"] = (moe.experts,)
+    if moe.score_bias:
+        shapes["mlp.router.score_bias"] = (moe.experts,)
+    if moe.shared_gate:
+        shapes["mlp.shared_router.weight"] = (1, config.dim)
+    return shapes
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -57,13 +100,15 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     for layer in range(config.n_layers):
         prefix = f"layers.{layer}."
-        for name, (shape, bias) in linear_shapes(config).items():
+        for name, (shape, bias) in linear_shapes(config, layer).items():
             shapes[f"{prefix}{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (shape[0],)
+        shapes |= {f"{prefix}{name}": shape for name, shape in router_shapes(config, layer).items()}
         if config.qk_norm:
-            shapes[f"{prefix}attention.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{prefix}attention.k_norm.weight"] = (config.head_dim,)
+            whole = config.qk_norm_whole
+            shapes[f"{prefix}attention.q_norm.weight"] = (config.q_dim if whole else config.head_dim,)
+            shapes[f"{prefix}attention.k_norm.weight"] = (config.kv_dim if whole else config.head_dim,)
         norm(f"{prefix}attention_norm", config.dim)
         norm(f"{prefix}mlp_norm", config.dim)
     norm("norm", config.dim)
@@ -72,6 +117,23 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def largest_matrix(config: ModelConfig) -> int:
+    """Numbers of the largest matrix of the layers; all experts of a layer are one."""
+    layers = range(config.n_layers) if config.moe else (0,)
+    return max(outputs * inputs for layer in layers for (outputs, inputs), _ in linear_shapes(config, layer).values())
+
+
 def parameter_count(config: ModelConfig) -> int:
     """How many numbers the weights are."""
     return sum(math.prod(shape) for shape in weight_shapes(config).values())
+
+
+def active_parameter_count(config: ModelConfig) -> int:
+    """How many of them a token is multiplied with: of the experts, those it goes to."""
+    count = parameter_count(config)
+    for layer in range(config.n_layers):
+        moe = config.layer_moe(layer)
+        if moe is not None:
+            idle = moe.experts - moe.per_token
+            count -= idle * 3 * moe.expert_dim * config.dim
+    return count

@@ -26,6 +26,7 @@ from .config import ModelConfig
 from .config_hf import to_hf
 from .shapes import weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
+from .weights_hf_moe import expert_tensor
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SINGLE = "model.safetensors"
@@ -64,19 +65,27 @@ _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where transformers keeps a weight.
 
     ``part`` counts thirds of the first dimension, after transposing if ``transposed``; ``stored`` is the file's shape.
+    With ``experts`` the weight is so many tensors, one below the other: ``tensor`` has ``{}`` for the expert, and
+    ``stored`` is the shape of one.
     """
 
     tensor: str
     stored: tuple[int, ...]
     transposed: bool = False
     part: int | None = None
+    experts: int = 0
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of all its tensors."""
+        return [self.tensor.format(expert) for expert in range(self.experts)] if self.experts else [self.tensor]
 
 
-def places(config: ModelConfig) -> dict[str, _Place]:
+def places(config: ModelConfig) -> dict[str, Place]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
     gpt2 = config.architecture == "gpt2"
     outer, inner_names, stack = (
@@ -86,14 +95,21 @@ def places(config: ModelConfig) -> dict[str, _Place]:
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            out[name] = _Place(f"{outer[module]}.{kind}", shape)
+            out[name] = Place(f"{outer[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
+        expert = expert_tensor(config.architecture, inner, kind)
+        moe = config.layer_moe(int(layer))
+        if moe is not None and expert is not None:
+            experts = moe.experts if "{}" in expert else 0
+            own = (shape[0] // experts, *shape[1:]) if experts else shape
+            out[name] = Place(f"{stack}.{layer}.{expert}", own, experts=experts)
+            continue
         part = _FUSED.index(inner) if gpt2 and inner in _FUSED else None
         stored = shape if part is None else (3 * shape[0], *shape[1:])
         transposed = gpt2 and len(shape) == 2
         tensor = f"{stack}.{layer}.{inner_names[inner]}.{kind}"
-        out[name] = _Place(tensor, stored[::-1] if transposed else stored, transposed, part)
+        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, part)
     return out
 
 
@@ -119,7 +135,8 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
             )
         plan = places(config)
         for place in plan.values():
-            _check(directory, found, place)
+            for tensor in place.tensors:
+                _check(directory, found, place, tensor)
         _refuse_superfluous(directory, found, plan, config)
     except BaseException:
         stack.close()
@@ -127,17 +144,32 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     return _weights(found, plan, stack)
 
 
-def _weights(found: dict[str, _Stored], plan: dict[str, _Place], stack: ExitStack) -> StoredWeights:
+def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack) -> StoredWeights:
     with stack:
         for name, place in plan.items():
-            where = found[place.tensor]
             shape = place.stored[::-1] if place.transposed else place.stored
+            if place.experts:
+                stack_of = [found[tensor] for tensor in place.tensors]
+                whole = (place.experts * shape[0], *shape[1:])
+                yield name, Stored(whole, partial(_read_experts, stack_of, place, shape))
+                continue
+            where = found[place.tensor]
             if place.part is not None:
                 shape = (shape[0] // 3, *shape[1:])
             yield name, Stored(shape, partial(_read, where, place, shape))
 
 
-def _read(where: _Stored, place: _Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+    """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
+    wanted, each = within(len(stack) * shape[0], rows), shape[0]
+    parts = []
+    for expert in range(wanted.start // each, -(-wanted.stop // each)):
+        own = slice(max(0, wanted.start - expert * each), min(each, wanted.stop - expert * each))
+        parts.append(_read(stack[expert], place, shape, own, columns))
+    return torch.cat(parts)
+
+
+def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     parts = [within(size, part) for size, part in zip(shape, (rows, columns), strict=False)]
     if place.part is not None:
         offset = place.part * shape[0]
@@ -214,27 +246,27 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _check(directory: Path, found: dict[str, _Stored], place: _Place) -> None:
-    stored = found.get(place.tensor)
+def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str) -> None:
+    stored = found.get(tensor)
     shape = list(place.stored)
     if stored is None:
-        raise ValueError(f"{directory}: the tensor {place.tensor!r} (shape {shape}) is missing; download it again")
+        raise ValueError(f"{directory}: the tensor {tensor!r} (shape {shape}) is missing; download it again")
     if stored.shape != place.stored:
         raise ValueError(
-            f"{stored.path}: the tensor {place.tensor!r} should have shape {shape} and has {list(stored.shape)}; "
+            f"{stored.path}: the tensor {tensor!r} should have shape {shape} and has {list(stored.shape)}; "
             "config.json and weights do not belong together"
         )
     if stored.dtype not in _TYPES:
         raise ValueError(
-            f"{stored.path}: the tensor {place.tensor!r} is of unsupported type {stored.dtype}; supported: "
+            f"{stored.path}: the tensor {tensor!r} is of unsupported type {stored.dtype}; supported: "
             f"{', '.join(_TYPES)}. Take an unquantized model or a GGUF file"
         )
 
 
 def _refuse_superfluous(
-    directory: Path, found: dict[str, _Stored], plan: dict[str, _Place], config: ModelConfig
+    directory: Path, found: dict[str, _Stored], plan: dict[str, Place], config: ModelConfig
 ) -> None:
-    used = {place.tensor for place in plan.values()}
+    used = {tensor for place in plan.values() for tensor in place.tensors}
     if config.tied_embeddings:
         used.add("lm_head.weight")  # some files hold the shared table twice
     extra = [name for name in found if name not in used and not _NOT_WEIGHTS.fullmatch(name)]
@@ -320,8 +352,11 @@ def _to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     parts: dict[str, list[Tensor]] = {}
     transposed = {}
     for name, place in places(config).items():  # q, k, v in this order
-        parts.setdefault(place.tensor, []).append(state[name].detach().cpu())
-        transposed[place.tensor] = place.transposed
+        whole = state[name].detach().cpu()
+        own = [whole] if not place.experts else whole.unflatten(0, (place.experts, -1)).unbind()
+        for tensor, values in zip(place.tensors, own, strict=True):
+            parts.setdefault(tensor, []).append(values)
+            transposed[tensor] = place.transposed
     joined = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
     return {name: (tensor.t() if transposed[name] else tensor).contiguous() for name, tensor in joined.items()}
 

@@ -10,6 +10,7 @@ Families (each folder's docstring is its map):
 * ``position/``    rotary embedding; the embedding rows that a step begins with
 * ``linear/``      matrix products: ``many_rows/`` (tensor cores), ``few_rows/`` (bytes), ``packed/`` (4-bit weights)
 * ``attention/``   ``packed/`` documents (training, whole prompts) and the ``paged/`` KV cache (serving)
+* ``moe/``         mixture of experts: gating, order, products by expert, weighted sum
 * ``sampling/``    penalties and masks on logits, and the next token of every row
 * ``loss/``        cross entropy without the logits
 * ``optim/``       AdamW over all tensors at once
@@ -22,7 +23,7 @@ What every operator leans on:
 * ``lang/``        how kernels are written, compiled and found
 * ``registry.py``  ``Op``, ``Implementation``, ``Cost``: tests, benchmarks and inspection are derived from these entries
 * ``opset.py``     ``resolve_ops`` picks an implementation of every operator of a decoder for a device, once
-* ``numerics.py``  dtypes to compute in, sample inputs; ``counting.py``: how many keys causal attention sees
+* ``numerics.py``  dtypes to compute in, sample inputs; ``counting.py``: keys that attention sees, experts touched
 * ``tuning.py``, ``tuned/``: launch configurations found on a device; ``shapes.py``: true shapes of known models
 * ``peers.py``     ``torch.compile`` as a peer
 

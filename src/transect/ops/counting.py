@@ -1,4 +1,4 @@
-"""The number of keys that causal attention looks at, for the costs of the attention operators and of the model."""
+"""How many keys causal attention looks at and how many experts a step touches, for costs."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def visible_pairs(new: int, length: int, window: int | None) -> int:
 def visible_keys(new: int, length: int, window: int | None) -> int:
     """How many keys the last ``new`` queries of a sequence of ``length`` tokens see between them."""
     return length if window is None else min(length, window + new - 1)
+
+
+def touched(tokens: int, k: int, experts: int) -> float:
+    """How many of ``experts`` some token goes to, if each of ``tokens`` goes to k different ones drawn evenly."""
+    return experts * (1 - (1 - k / experts) ** tokens)

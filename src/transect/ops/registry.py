@@ -198,7 +198,19 @@ class Op:
     """Why ``error_ratio`` is not 2, where it is not."""
 
 
-FAMILIES = ("first", "norm", "activation", "position", "linear", "attention", "sampling", "loss", "optim", "comm")
+FAMILIES = (
+    "first",
+    "norm",
+    "activation",
+    "position",
+    "linear",
+    "attention",
+    "moe",
+    "sampling",
+    "loss",
+    "optim",
+    "comm",
+)
 """Folders that operators live in."""
 
 _OPS: dict[str, Op] = {}

@@ -1,1 +1,17 @@
-"""Device mesh and the ways to spread a model over devices. Nothing is here yet."""
+"""Several ranks (processes, each with a device) that work together, and the ways to spread a model over them.
+
+Ranks, for serving and training alike:
+
+* ``layout.py``: ``Layout``, how many ranks along each axis, and which place a rank has (no torch)
+* ``launch.py``: ``Ranks``: start them as children of this process, or take those of ``torchrun``; ``rank.py`` is what a
+  child runs
+* ``world.py``: ``World``, this process among all ranks, and the messages between them
+* ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
+  collectives
+
+A model on them:
+
+* ``shards.py``: ``Shard``, which rows, columns and layers of every weight a rank has (no torch)
+* ``tensor.py``: kinds of ``Weight`` that stand around a shard, and an embedding that is cut by the vocabulary
+* ``load.py``: a rank's part of a model, built, and filled with its slices of the files alone
+"""

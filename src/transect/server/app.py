@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from .. import __version__
 from . import errors
+from .bills import bills
 from .body import JsonRoute
 from .chat import Chat, chat_opens_a_turn
 from .completions import Completion
@@ -41,6 +42,7 @@ from .replies import (
 from .responses import Responses, ResponseStore
 from .responses import error_event as response_error
 from .responses_protocol import ResponsesRequest
+from .retrieval import retrieval
 from .serving import Engine, ServerOptions, Serving
 from .sse import EventStream, Raw
 
@@ -86,6 +88,8 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(api)
     app.include_router(plain)
     app.include_router(operations)
+    app.include_router(retrieval, responses=REFUSALS)
+    app.include_router(bills)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:
         # Outside the gate: a browser asks first whether it may send the key, and does so without the key.
@@ -95,7 +99,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
             allow_methods=options.allowed_methods,
             allow_headers=options.allowed_headers,
             allow_credentials=options.allow_credentials,
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", "Server-Timing"),
         )
     return app
 

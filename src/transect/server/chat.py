@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from ..text.tools.spec import tool_use
 from .answers import AnswerReader, Answers, Piece
+from .beams import Beams, beam_params
 from .deadline import Deadline
 from .errors import ApiError, bad_value
-from .generation import Event, Generation
+from .generation import Event, Generation, Prompt
 from .logprobs import chat_logprobs, prompt_logprobs
 from .long_replies import all_chat_logprobs
 from .prompts import chat_prompt
@@ -77,7 +78,7 @@ class Chat:
             return message.replace("max_tokens", "max_completion_tokens", 1)
         return message
 
-    async def _prepare(self) -> Generation:
+    async def _prompt(self) -> Prompt:
         prompt = await chat_prompt(
             self.serving,
             self.body.messages,
@@ -91,10 +92,19 @@ class Chat:
         )
         self.answers = Answers(self.serving, self.use, prompt.text or "")
         try:
-            params = self.answers.params(self.params)
+            self.params = self.answers.params(self.params)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
-        return Generation(self.serving, [prompt], params, self.body.priority or 0, self.deadline)
+        return prompt
+
+    async def _prepare(self) -> Generation | Beams:
+        prompt = await self._prompt()
+        width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
+        beams = beam_params(self.body, self.params, width, room)
+        priority = self.body.priority or 0
+        if beams is not None:
+            return Beams(self.serving, [prompt], beams, width, priority, self.deadline)
+        return Generation(self.serving, [prompt], self.params, priority, self.deadline)
 
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
@@ -137,6 +147,7 @@ class Chat:
         """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
         async with self.deadline:
             generation = await self._prepare()
+        assert isinstance(generation, Generation), "beams are not streamed"
         await generation.start()
         return self._chunks(generation)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from ..engine.beam_search import BeamSearchParams
 from ..engine.sampling_params import MAX_CHOICES
+from .beams import Beams, beam_params
 from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation, Prompt
@@ -50,6 +52,8 @@ class Completion:
             )
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
+        width = max(body.best_of or 1, body.n or 1)
+        self.beams = beam_params(body, self.params, width, COMPLETION_TOKENS)
 
     def _draws(self) -> int | None:
         """How many answers are drawn to choose the ``n`` best from; None where all that are drawn are given.
@@ -70,7 +74,7 @@ class Completion:
 
     def _chosen(self, result: RequestOutput) -> list[CompletionOutput]:
         """The answers to give: all, or of more than ``n`` those that are likeliest by token."""
-        if self._draws() is None:
+        if self._draws() is None or self.beams is not None:
             return result.outputs
 
         def by_token(each: CompletionOutput) -> float:
@@ -78,8 +82,8 @@ class Completion:
 
         return sorted(result.outputs, key=by_token, reverse=True)[: self.body.n or 1]
 
-    async def _prepare(self) -> Generation:
-        prompts = await completion_prompts(
+    async def _prompts(self) -> list[Prompt]:
+        return await completion_prompts(
             self.serving,
             self.body.prompt,
             add_special=self.body.add_special_tokens is not False,
@@ -87,12 +91,21 @@ class Completion:
             truncate=self.body.truncate_prompt_tokens,
             room=self.params.max_tokens or 1,
         )
+
+    async def _prepare(self) -> Generation:
+        prompts = await self._prompts()
         return Generation(self.serving, prompts, self.params, self.body.priority or 0, self.deadline)
+
+    async def _search(self, beams: BeamSearchParams) -> Beams:
+        prompts = await self._prompts()
+        priority, answers = self.body.priority or 0, self.body.n or 1
+        return Beams(self.serving, prompts, beams, answers, priority, self.deadline)
 
     async def whole(self) -> CompletionResponse:
         """The answer in one piece."""
+        generation: Generation | Beams
         async with self.deadline:
-            generation = await self._prepare()
+            generation = await (self._prepare() if self.beams is None else self._search(self.beams))
         results = await generation.whole()
         choices = [
             await self._choice(prompt, result, output)
@@ -198,7 +211,7 @@ class Completion:
         return self._response(generation, [choice], generation.usage() if self.body.continuous_usage else None)
 
     def _response(
-        self, generation: Generation, choices: list[CompletionChoice], usage: Usage | None
+        self, generation: Generation | Beams, choices: list[CompletionChoice], usage: Usage | None
     ) -> CompletionResponse:
         return CompletionResponse(
             id=f"cmpl-{generation.id}",

@@ -60,6 +60,9 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+                timing = request_log.server_timing(facts)
+                if timing is not None:
+                    message["headers"].append((b"server-timing", timing))
             await send(message)
 
         if scope["path"].removeprefix(root) in OPEN:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from ..engine.async_engine import EngineDeadError
 from ..engine.mailbox import Mailbox
+from ..engine.pooling import Pooling
 from ..engine.sampling_params import SamplingParams
 from ..engine.waiting_queue import QueueFull
 from . import request_log
@@ -27,6 +28,7 @@ from .replies import PromptDetails, Usage
 from .serving import Serving
 
 if TYPE_CHECKING:
+    from ..engine.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
     from .tracing import RequestSpan
@@ -58,6 +60,7 @@ class Generation:
         params: the same for all of them.
         priority: lower runs earlier.
         deadline: when the last token must have come; None: the server's limit, from now on.
+        pooling: vectors of the prompts are wanted (``RequestOutput.pooled``).
     """
 
     def __init__(
@@ -67,16 +70,19 @@ class Generation:
         params: SamplingParams,
         priority: int = 0,
         deadline: Deadline | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
-        self._serving, self._priority = serving, priority
+        self._serving, self._priority, self._pooling = serving, priority, pooling
         self._began = time.monotonic()
         self._first_token_s: float | None = None
         self._reasons: list[str] = []
+        self._times: RequestTimes | None = None
+        """Those of the choice that ended last."""
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
@@ -153,6 +159,7 @@ class Generation:
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             finish_reasons=self._reasons,
             first_token_seconds=self._first_token_s,
+            **request_log.engine_seconds(self._times),
         )
 
     async def _next(self) -> Event | None:
@@ -179,6 +186,7 @@ class Generation:
             f"{self.id}-{index}",
             prompt=prompt.text,
             priority=self._priority,
+            pooling=self._pooling,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]
@@ -227,6 +235,8 @@ class Generation:
     def _event(self, index: int, update: Update, timer: RequestTimer) -> Event:
         timer.tokens(update.index, len(update.token_ids), time.monotonic())
         timer.engine_times(update.times)
+        if update.times is not None and update.times.finished is not None:
+            self._times = update.times
         self.completion_tokens += len(update.token_ids)
         self._cached_tokens[index] = max(self._cached_tokens[index], update.num_cached_tokens)
         if update.token_ids and self._first_token_s is None:

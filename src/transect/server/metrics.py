@@ -58,6 +58,9 @@ class EngineCollector:
             ("transect_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
             ("transect_preemptions", "Sequences put back to be recomputed for want of KV blocks", stats.preemptions),
             ("transect_engine_steps", "Steps of the engine", stats.steps),
+            ("transect_timed_steps", "Steps whose time was measured", stats.timed_steps),
+            ("transect_step_seconds", "Time of the timed steps", stats.step_seconds),
+            ("transect_predicted_step_seconds", "Time predicted for the timed steps", stats.predicted_step_seconds),
         ):
             family = CounterMetricFamily(name, text)
             family.add_metric([], value)

@@ -71,7 +71,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**64 - 1)]
 
 
-def _shape(sentence: str) -> WrapValidator:
+def shape(sentence: str) -> WrapValidator:
     """Replace a union's many complaints by one: ``<field> must be <sentence>``."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -87,7 +87,7 @@ Prompt = Annotated[
     str | list[str] | list[TokenId] | list[list[TokenId]],
     AnyPrompt,
 ]
-Stop = Annotated[str | Listed[str], _shape("a string or a list of strings")]
+Stop = Annotated[str | Listed[str], shape("a string or a list of strings")]
 
 
 class Body(BaseModel):
@@ -127,7 +127,7 @@ class TextPart(Body):
 
 Content = Annotated[
     str | Listed[TextPart],
-    _shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)'),
+    shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)'),
 ]
 
 
@@ -177,9 +177,11 @@ class StreamOptions(Body):
 PASSED_ON = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if "log" not in field.name and field.name != "structured_outputs"
+    if "log" not in field.name
+    and field.name not in ("structured_outputs", "bad_words_token_ids", "truncate_prompt_tokens")
 )
-"""What goes to ``SamplingParams`` under the same name; logit_bias, logprobs and structured outputs differ in form."""
+"""What goes to ``SamplingParams`` under the same name; logit_bias, logprobs and structured outputs differ in form, and
+prompts are cut before they get there."""
 
 
 class SamplingBody(Body):
@@ -211,6 +213,10 @@ class SamplingBody(Body):
     min_tokens: Whole | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Listed[TokenId] | None = None
+    allowed_token_ids: Listed[TokenId] | None = None
+    bad_words: Listed[str] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Whole | None = None

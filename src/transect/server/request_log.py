@@ -11,7 +11,10 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from ..engine.outputs import RequestTimes
 
 log = logging.getLogger("transect.requests")
 
@@ -35,6 +38,24 @@ def note(**facts: Any) -> None:
     record = _record.get()
     if record is not None:
         record.update(facts)
+
+
+def engine_seconds(times: RequestTimes | None) -> dict[str, float]:
+    """The stretches of a request's life in the engine, in seconds: ``queue``, ``prefill`` (to its first token) and
+    ``decode``; none where it did not come to all of them."""
+    if times is None or times.first_scheduled is None or times.first_token is None or times.finished is None:
+        return {}
+    marks = (times.arrival, times.first_scheduled, times.first_token, times.finished)
+    names = ("queue_seconds", "prefill_seconds", "decode_seconds")
+    return {name: round(b - a, 6) for name, a, b in zip(names, marks, marks[1:], strict=False)}
+
+
+def server_timing(facts: dict[str, Any]) -> bytes | None:
+    """The value of a ``Server-Timing`` header (W3C), in milliseconds; None before a request has ended."""
+    if "queue_seconds" not in facts:
+        return None
+    parts = (f"{name};dur={1e3 * facts[f'{name}_seconds']:.3f}" for name in ("queue", "prefill", "decode"))
+    return ", ".join(parts).encode()
 
 
 def end(method: str, path: str, status: int, seconds: float, request_id: str, facts: dict[str, Any]) -> None:

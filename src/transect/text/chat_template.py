@@ -11,6 +11,7 @@ What templates may use is what transformers gives them: ``messages``, ``add_gene
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +34,15 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         bos, eos: the text of the model's special tokens, which templates write out.
+        day: the day that ``strftime_now`` prints, at midnight; None: now.
 
     Raises:
         ValueError: the source is not valid Jinja; the message says where.
     """
 
-    def __init__(self, source: str, bos: str = "", eos: str = "") -> None:
+    def __init__(self, source: str, bos: str = "", eos: str = "", *, day: datetime.date | None = None) -> None:
         self.source = source
-        self._bos, self._eos = bos, eos
+        self._bos, self._eos, self._day = bos, eos, day
         try:
             self._template, tree = compile_template(source)
             self._wants_parts = _reads_parts(tree)
@@ -52,9 +54,9 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"the chat template cannot be compiled ({_describe(error)}): correct it") from error
 
-    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """For another process, which compiles it anew."""
-        return ChatTemplate, (self.source, self._bos, self._eos)
+        return _again, (self.source, self._bos, self._eos, self._day)
 
     @classmethod
     def from_source(cls, source: ModelSource) -> ChatTemplate | None:
@@ -65,7 +67,8 @@ class ChatTemplate:
         """
         if source.kind == "shape" and not (source.path / "tokenizer.json").is_file():
             return None
-        return cls.from_gguf(source.gguf.metadata) if source.kind == "gguf" else cls.from_hf(source.path)
+        folder = source.text_folder
+        return cls.from_gguf(source.gguf.metadata) if folder is None else cls.from_hf(folder)
 
     @classmethod
     def from_hf(cls, directory: Path) -> ChatTemplate | None:
@@ -81,12 +84,16 @@ class ChatTemplate:
         return None if template is None else cls(template, bos, eos)
 
     def with_source(self, source: str) -> ChatTemplate:
-        """Another template with the same special tokens.
+        """Another template with the same special tokens and day.
 
         Raises:
             ValueError: it is not valid Jinja.
         """
-        return ChatTemplate(source, self._bos, self._eos)
+        return ChatTemplate(source, self._bos, self._eos, day=self._day)
+
+    def dated(self, day: datetime.date) -> ChatTemplate:
+        """The same template, which takes ``day`` for today."""
+        return ChatTemplate(self.source, self._bos, self._eos, day=day)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The text to encode with ``parse_special=True`` and ``add_special_tokens=False``.
@@ -104,6 +111,7 @@ class ChatTemplate:
         variables = {
             "bos_token": self._bos,
             "eos_token": self._eos,
+            **({} if self._day is None else {"strftime_now": self._day.strftime}),
             **kwargs,
             "messages": normal_messages(messages, as_parts=self._wants_parts),
             "add_generation_prompt": add_generation_prompt,
@@ -127,6 +135,10 @@ class ChatTemplate:
                 "what the model's template supports"
             ) from error
         return "".join(pieces)
+
+
+def _again(source: str, bos: str, eos: str, day: datetime.date | None) -> ChatTemplate:
+    return ChatTemplate(source, bos, eos, day=day)
 
 
 def _describe(error: Exception) -> str:

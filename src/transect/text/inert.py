@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 _KEY_DIGITS, _NUMBER_DIGITS = 30, 6
@@ -37,6 +39,25 @@ class ChatEncoder(Protocol):
     def encode_chat(self, text: str, mask: Mask, add_special_tokens: bool = ...) -> list[int]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Spellings:
+    """What to look for: any of the special tokens, or a beginning of one."""
+
+    pattern: re.Pattern[str] | None
+    beginnings: frozenset[str]
+    longest: int
+
+
+@lru_cache(maxsize=16)
+def _spellings(specials: tuple[str, ...]) -> _Spellings:
+    ordered = sorted((text for text in specials if text), key=len, reverse=True)
+    return _Spellings(
+        re.compile("|".join(map(re.escape, ordered))) if ordered else None,
+        frozenset(text[:size] for text in ordered for size in range(1, len(text))),
+        max(map(len, ordered), default=0),
+    )
+
+
 class Mask:
     """Hides the spellings of special tokens in what users wrote, for one rendering.
 
@@ -45,10 +66,8 @@ class Mask:
     """
 
     def __init__(self, specials: Iterable[str]) -> None:
-        ordered = sorted((text for text in specials if text), key=len, reverse=True)
-        self._specials = re.compile("|".join(map(re.escape, ordered))) if ordered else None
-        self._beginnings = {text[:size] for text in ordered for size in range(1, len(text))}
-        self._longest = max(map(len, ordered), default=0)
+        found = _spellings(tuple(specials))
+        self._specials, self._beginnings, self._longest = found.pattern, found.beginnings, found.longest
         self._key = f"{secrets.randbelow(10**_KEY_DIGITS):0{_KEY_DIGITS}}"
         self._hidden: list[str] = []
         self._shown = re.compile(f"{self._key}([0-9]{{{_NUMBER_DIGITS}}})")

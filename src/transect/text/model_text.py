@@ -63,8 +63,8 @@ def load_text(
             "is another model's"
         )
     if chat_template is not None:
-        text = _template_text(chat_template)
-        marks = template if template is not None else ChatTemplate("", *_marks(tokens))
+        text = template_text(chat_template)
+        marks = template if template is not None else ChatTemplate("", *special_marks(tokens))
         template = marks.with_source(text)
     defaults = sampling_defaults(source, generation_config, override_generation_config)
     too_high = [end for end in defaults.eos_token_ids if end >= source.config.vocab_size]
@@ -92,8 +92,12 @@ def _tokenizer(
     return Tokenizer.from_gguf(metadata), ChatTemplate.from_gguf(metadata)
 
 
-def _template_text(given: str) -> str:
-    """The template: the text of a file, or what was given, where that can only be Jinja."""
+def template_text(given: str) -> str:
+    """The template: the text of a file, or what was given, where that can only be Jinja.
+
+    Raises:
+        ValueError: there is no such file.
+    """
     if "{{" in given or "{%" in given or "\n" in given:
         return given
     path = Path(given).expanduser()
@@ -106,7 +110,7 @@ def _template_text(given: str) -> str:
         ) from None
 
 
-def _marks(tokens: Tokenizer | NumberText) -> tuple[str, str]:
+def special_marks(tokens: Tokenizer | NumberText) -> tuple[str, str]:
     """The texts of the tokens that begin and end a text."""
     begin, ends = tokens.bos_token_id, tokens.eos_token_ids
     return "" if begin is None else tokens.token_text(begin), tokens.token_text(ends[0]) if ends else ""

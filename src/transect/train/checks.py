@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
-from .documents import Forms, chat_tokens, completion_tokens, text_tokens
+from .documents import Forms, answers_apart, chat_tokens, completion_tokens, text_tokens
 from .files import DataFile, find
-from .layouts import Chat, Completion, Form, Preference, Text
+from .layouts import Chat, Completion, Form, Preference, Rated, Text
 
 
 @dataclass(slots=True)
@@ -62,9 +62,13 @@ def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> 
         return len(completion_tokens(form, tokenizer)[0])
     if template is None:
         raise ValueError("this is a chat and the model brings no chat template")
-    if isinstance(form, Preference):
-        sides = ([*form.prompt, *form.chosen], [*form.prompt, *form.rejected])
-    else:
-        assert isinstance(form, Chat)
-        sides = (form.messages,)  # type: ignore[assignment]
-    return sum(len(chat_tokens(side, tokenizer, template, tools=form.tools)[0]) for side in sides)
+    if isinstance(form, Preference | Rated):
+        answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
+        sides = [[*form.prompt, *answer] for answer in answers]
+        return sum(
+            len(ids)
+            for side in sides
+            for ids, _ in answers_apart(side, tokenizer, template, tools=form.tools, first=len(side) - 1)
+        )
+    assert isinstance(form, Chat)
+    return len(chat_tokens(form.messages, tokenizer, template, tools=form.tools, first=form.first)[0])

@@ -18,7 +18,7 @@ from .config import DataConfig
 from .documents import Document, Reader
 from .files import find
 from .identity import stream_identity
-from .tokens import SUFFIX, TokenStream, join, open_tokens, token_dtype
+from .tokens import SUFFIX, TokenStream, check_ids, join, open_tokens, token_dtype
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ def load_stream(
     template: ChatTemplate | None = None,
     *,
     skip: bool = False,
+    apart: bool = False,
     tell: Callable[[str], None] = log.info,
 ) -> TokenStream:
     """Every document of the files; text and rows are tokenized in memory, token files are mapped.
@@ -38,6 +39,7 @@ def load_stream(
         tokenizer: needed for anything but token files.
         template: needed for chats.
         skip: leave out rows that cannot be used.
+        apart: make each answer of a chat a document.
         tell: is told of each file what was found in it.
 
     Raises:
@@ -52,7 +54,7 @@ def load_stream(
             continue
         if tokenizer is None:
             raise ValueError(f"the model brings no tokenizer to read {file.path} with: give a {SUFFIX} directory")
-        reader = Reader(tokenizer, template, skip=skip)
+        reader = Reader(tokenizer, template, skip=skip, apart=apart)
         streams.append(collect(reader.file(file), vocab_size, file.path))
         for tally in reader.tallies:
             tell(str(tally))
@@ -71,11 +73,7 @@ def collect(documents: Iterable[Document], vocab_size: int, path: Path, *, allow
     for ids, said in documents:
         if not ids:
             continue
-        if max(ids) >= vocab_size:
-            raise ValueError(
-                f"{path}: the tokenizer gives the token {max(ids)}, and the model knows {vocab_size}: use the model's "
-                "own tokenizer"
-            )
+        check_ids(max(ids), vocab_size, path)
         tokens.append(np.array(ids, dtype=token_dtype(vocab_size)))
         if said is not None:
             trained.append(np.array(said, dtype=bool))

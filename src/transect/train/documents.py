@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..text.chat_template import ChatTemplate
+from ..text.inert import ChatRendering
 from ..text.tokenizer import Tokenizer
 from .files import DataFile, Row
-from .layouts import Completion, Form, Layout, Preference, Text, detect
+from .layouts import Completion, Form, Layout, Preference, Rated, Text, detect
 
 Document = tuple[list[int], list[bool] | None]
 """Token ids, and which of them are trained on; None: all."""
@@ -88,11 +89,13 @@ class Forms:
 class Reader:
     """Documents of files for next-token prediction, with a model's tokenizer and chat template.
 
-    ``tallies`` tells what was found, a file at a time.
+    ``apart``: each answer of a chat is a document. ``tallies`` tells what was found, a file at a time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, skip: bool = False) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, skip: bool = False, apart: bool = False
+    ) -> None:
+        self._tokenizer, self._template, self._apart = tokenizer, template, apart
         self._forms = Forms(skip=skip)
 
     @property
@@ -109,18 +112,26 @@ class Reader:
 
     def rows(self, name: str, rows: Iterable[Row]) -> Iterator[Document]:
         """Documents of rows that were read already."""
-        return self._forms.read(name, rows, self._document)
+        for documents in self._forms.read(name, rows, self._documents):
+            yield from documents
 
-    def _document(self, form: Form) -> Document:
+    def _documents(self, form: Form) -> Sequence[Document]:
         if isinstance(form, Text):
-            return text_tokens(form.text, self._tokenizer), None
+            return [(text_tokens(form.text, self._tokenizer), None)]
         if isinstance(form, Completion):
-            return completion_tokens(form, self._tokenizer)
+            return [completion_tokens(form, self._tokenizer)]
         if isinstance(form, Preference):
             raise ValueError('rows with "chosen" and "rejected" are preferences: set objective = "dpo"')
+        if isinstance(form, Rated):
+            raise ValueError(
+                'rows with a "label" of true or false are judged answers: set objective = "kto", or remove the label'
+            )
         if self._template is None:
             raise ValueError("this is a chat and the model brings no chat template: set data.chat_template")
-        return chat_tokens(form.messages, self._tokenizer, self._template, tools=form.tools, first=form.first)
+        chat = form.messages, self._tokenizer, self._template
+        if self._apart:
+            return answers_apart(*chat, tools=form.tools, first=form.first)
+        return [chat_tokens(*chat, tools=form.tools, first=form.first)]
 
 
 def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -141,50 +152,98 @@ def chat_tokens(
     """A chat as the model will meet it when it serves, and which tokens the assistant said from message ``first`` on.
 
     Each answer is tokenized on its own after the text that opens it, as it is when a server renders the prompt and the
-    model goes on.
+    model goes on. As there, only the template writes special tokens: their spellings in messages are text.
 
     Raises:
         ValueError: malformed messages, none of the assistant's, or a template that does not render a conversation as a
             continuation of its beginning.
     """
-    variables: dict[str, Any] = {"tools": tools} if tools else {}
+    chat = _Rendered(messages, tokenizer, template, tools)
     ids: list[int] = []
     trained: list[bool] = []
     done = ""
-    for turn, message in enumerate(messages if isinstance(messages, list) else []):
-        if not isinstance(message, Mapping) or message.get("role") != "assistant":
-            continue
-        if turn:
-            opened = template.render(messages[:turn], add_generation_prompt=True, **variables)
-        else:
-            opened = header(message, template, **variables)
-        answered = template.render(messages[: turn + 1], add_generation_prompt=False, **variables)
+    for turn in chat.answers:
+        opened, answered = chat.opened(turn), chat.answered(turn)
         if not (opened.startswith(done) and answered.startswith(opened)):
             raise ValueError(
                 "the chat template renders earlier turns anew with every answer, so answers cannot be told apart: set "
-                "data.chat_template to a training template, or split the chats"
+                'data.turns = "apart", or data.chat_template to a training template'
             )
-        before = tokenizer.encode(opened[len(done) :], parse_special=True)
-        answer = tokenizer.encode(answered[len(opened) :], parse_special=True)
+        before, answer = chat.encode(opened[len(done) :]), chat.encode(answered[len(opened) :])
         ids += before + answer
         trained += [False] * len(before) + (said(answer, tokenizer) if turn >= first else [False] * len(answer))
         done = answered
-    if not any(trained):
-        template.render(messages, **variables)  # says what is wrong with them, if that is it
-        raise ValueError("the chat has no message of the assistant to learn from")
+    chat.check(trained)
     return ids, trained
 
 
-def header(message: Mapping[str, Any], template: ChatTemplate, **variables: Any) -> str:
-    """What a template writes before the content of a first message: a default system prompt, say, and the role."""
-    texts = [
-        template.render([{**message, "content": content}], add_generation_prompt=False, **variables)
-        for content in (message.get("content"), "0", "1")
-        if isinstance(content, str)
-    ]
-    shared = zip(*texts, strict=False)
-    size = next((at for at, letters in enumerate(shared) if len(set(letters)) > 1), min(map(len, texts)))
-    return texts[0][:size]
+def answers_apart(
+    messages: Any, tokenizer: Tokenizer, template: ChatTemplate, *, tools: list[Any] | None = None, first: int = 0
+) -> list[tuple[list[int], list[bool]]]:
+    """A document for each answer from message ``first`` on, after what a server would show the model at that turn; only
+    the answer is trained on. ValueError as for ``chat_tokens``."""
+    chat = _Rendered(messages, tokenizer, template, tools)
+    made = []
+    for turn in chat.answers:
+        if turn < first:
+            continue
+        opened, answered = chat.opened(turn), chat.answered(turn)
+        if not answered.startswith(opened):
+            raise ValueError("the chat template does not render an answer as the continuation of its prompt")
+        before, answer = chat.encode(opened), chat.encode(answered[len(opened) :])
+        made.append((before + answer, [False] * len(before) + said(answer, tokenizer)))
+    chat.check(made)
+    return made
+
+
+class _Rendered:
+    """A chat whose messages can spell no special token, and the texts of its beginnings."""
+
+    def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
+        self._inert = ChatRendering(tokenizer, messages, {"tools": tools} if tools else {})
+        self._template = template
+        self._messages: Any = self._inert.messages
+        turns = self._messages if isinstance(self._messages, list) else []
+        self.answers = [
+            turn for turn, each in enumerate(turns) if isinstance(each, Mapping) and each.get("role") == "assistant"
+        ]
+
+    def opened(self, turn: int) -> str:
+        """What stands before the answer ``turn``, up to where the model goes on."""
+        if turn:
+            return self._render(self._messages[:turn], add_generation_prompt=True)
+        return self._header(self._messages[0])
+
+    def answered(self, turn: int) -> str:
+        """The chat up to and with the answer ``turn``."""
+        return self._render(self._messages[: turn + 1], add_generation_prompt=False)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._inert.encoder.encode(text, parse_special=True)
+        return ids
+
+    def check(self, found: Any) -> None:
+        """ValueError if there is nothing to learn from, with what is wrong with the messages, if that is it."""
+        if not any(found):
+            self._render(self._messages, add_generation_prompt=True)
+            raise ValueError("the chat has no message of the assistant to learn from")
+
+    def _render(self, messages: Any, *, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(messages, add_generation_prompt, **self._inert.variables)
+        except ValueError as error:
+            raise ValueError(self._inert.shown(str(error))) from error
+
+    def _header(self, message: Mapping[str, Any]) -> str:
+        """What a template writes before the content of a first message: a default system prompt, say, and the role."""
+        texts = [
+            self._render([{**message, "content": content}], add_generation_prompt=False)
+            for content in (message.get("content"), "0", "1")
+            if isinstance(content, str)
+        ]
+        shared = zip(*texts, strict=False)
+        size = next((at for at, letters in enumerate(shared) if len(set(letters)) > 1), min(map(len, texts)))
+        return texts[0][:size]
 
 
 def said(answer: Sequence[int], tokenizer: Tokenizer) -> list[bool]:

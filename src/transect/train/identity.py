@@ -1,4 +1,5 @@
-"""What a run is of: its data, which tokens of it are trained on, and the base under its adapters.
+"""What a run is of: its data, which tokens of it are trained on, the base under its adapters or behind its reference,
+and its teacher.
 
 A checkpoint keeps a digest of each. A run that goes on compares them and names what has changed, so that a file that
 was replaced meanwhile does not change a run in silence.
@@ -21,6 +22,7 @@ WORDS = {
     "data": "the tokens of the data",
     "masks": "which tokens are trained on",
     "base": "the weights of the base model",
+    "teacher": "the weights of the teacher",
     "sizes": "data.seq_len, data.micro_batch or seed",
 }
 

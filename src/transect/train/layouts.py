@@ -1,8 +1,9 @@
-"""Rows of training data in the layouts that people have: told apart by their keys, and brought into one of four forms.
+"""Rows of training data in the layouts that people have: told apart by their keys, and brought into one of five forms.
 
 | layout | keys | form |
 |---|---|---|
 | preferences | ``chosen``, ``rejected``, with or without ``prompt``: strings or messages | ``Preference`` |
+| judged answers | ``prompt``, ``completion``: strings or messages; ``label``: true or false | ``Rated`` |
 | chat | ``messages``, with or without ``tools`` | ``Chat`` |
 | ShareGPT | ``conversations`` of ``from`` and ``value``, with or without ``system`` | ``Chat`` |
 | Alpaca | ``instruction``, ``output``, with or without ``input`` and ``system`` | ``Chat`` |
@@ -56,7 +57,17 @@ class Preference:
     tools: list[Any] | None = None
 
 
-Form = Text | Completion | Chat | Preference
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """An answer that was judged good or bad."""
+
+    prompt: Messages
+    completion: Messages
+    good: bool
+    tools: list[Any] | None = None
+
+
+Form = Text | Completion | Chat | Preference | Rated
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +198,32 @@ def _preference(row: Mapping[str, Any]) -> Preference:
     return Preference(prompt, sides[0], sides[1], _tools(row))
 
 
+VERDICTS = {"true": True, "false": False}
+
+
+def _is_rated(row: Mapping[str, Any]) -> bool:
+    """A label that is no verdict belongs to a row for something else."""
+    return "prompt" in row and "completion" in row and str(row.get("label")).lower() in VERDICTS
+
+
+def _rated(row: Mapping[str, Any]) -> Rated:
+    sides = []
+    for key, role in (("prompt", "user"), ("completion", "assistant")):
+        value = row[key]
+        sides.append([{"role": role, "content": _string(row, key)}] if isinstance(value, str) else _messages(row, key))
+    prompt, completion = sides
+    if completion[-1].get("role") != "assistant":
+        raise ValueError('"completion" must end with a message of the assistant')
+    return Rated(prompt, completion, VERDICTS[str(row["label"]).lower()], _tools(row))
+
+
 def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda row: all(key in row for key in keys)
 
 
 LAYOUTS = (
     Layout("preferences (chosen, rejected)", "the better answer", _has("chosen", "rejected"), _preference),
+    Layout("judged answers (prompt, completion, label)", "the answer, by its label", _is_rated, _rated),
     Layout("chat (messages)", "the assistant's messages", _has("messages"), _chat),
     Layout("ShareGPT (conversations)", "the assistant's messages", _has("conversations"), _sharegpt),
     Layout("Alpaca (instruction, input, output)", "the output", _has("instruction", "output"), _alpaca),
@@ -203,7 +234,7 @@ LAYOUTS = (
 """In the order in which they are tried."""
 
 KEYS = ("messages", "conversations", "instruction", "output", "prompt", "completion", "response", "question", "answer",
-        "text", "chosen", "rejected")  # fmt: skip
+        "text", "chosen", "rejected", "label")  # fmt: skip
 
 
 def detect(row: Mapping[str, Any]) -> Layout:

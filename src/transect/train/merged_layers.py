@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer, Stack
+from ..models.mlp import MLP
 from ..ops.activation import swiglu
 from ..ops.attention.packed import backward as flash_attention_backward
 from ..ops.attention.packed import flash_attention
@@ -108,6 +109,7 @@ class MergedLayer:
 
     def __init__(self, layer: Layer, plan: Plan, scratch: Scratch) -> None:
         attention, mlp = layer.attention, layer.mlp
+        assert isinstance(mlp, MLP)
         self.plan = plan
         self.head_dim, self.scale, self.window = attention.head_dim, attention.scale, attention.window
         self.qkv = product(attention.qkv, scratch)
@@ -264,6 +266,8 @@ def refusal(config: ModelConfig) -> str | None:
         return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
     if config.qk_norm:
         return "its queries and keys are normalised"
+    if config.beyond_stacks:
+        return f"it has {config.beyond_stacks[0]}"
     if config.qkv_bias or config.o_bias or config.mlp_bias:
         return "its matrices have biases"
     return None
@@ -302,7 +306,8 @@ def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
     """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged. ``whole``
     as in ``MergedLayers``."""
     if merged and model.norm.weight.is_cuda:
-        reason = refusal(model.config)
+        refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")
+        reason = refusal(model.config) or next(filter(None, refused), None)
         if not reason:
             return MergedLayers(model, plan, whole)
         log.info("the layers run operator by operator: %s", reason)

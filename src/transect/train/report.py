@@ -77,7 +77,8 @@ class RunLog:
 
     def evaluation(self, record: EvalRecord) -> None:
         """Write one measurement of the validation loss."""
-        self._write("evaluation", asdict(record))
+        values = asdict(record)
+        self._write("evaluation", values | values.pop("extra"))
 
     def mfu(self, records: Sequence[StepRecord]) -> float | None:
         """The share of the device's matrix rate that the steps' useful FLOPs are; None where one is not known."""
@@ -172,8 +173,9 @@ class Terminal:
     def evaluation(self, record: EvalRecord) -> None:
         """Show a validation loss."""
         bits = "" if record.bits_per_byte is None else f", {record.bits_per_byte:.3f} bits per byte"
+        bits += "".join(f", {name} {value:.3f}" for name, value in record.extra.items())
         self._progress.console.print(
-            f"step {record.step}: validation loss {record.loss:.4f}{bits} ({record.labels} tokens)", highlight=False
+            f"step {record.step}: validation loss {record.loss:.4f}{bits} ({record.labels} labels)", highlight=False
         )
 
 

@@ -8,13 +8,14 @@ they are of the same input, cut the same way, by the same tokenizer.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,6 +25,8 @@ import numpy as np
 from ..models.resolve import resolve
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from .chat import run_template
+from .config import DataConfig
 from .data import collect
 from .documents import Reader
 from .files import DataFile, Row, find, json_object
@@ -55,6 +58,7 @@ def tokenize(
     model: str,
     *,
     workers: int | None = None,
+    chats: DataConfig | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[int, int]:
@@ -63,6 +67,7 @@ def tokenize(
     Args:
         model: whose tokenizer and chat template to use; what ``resolve`` takes.
         workers: processes; None: one for each core.
+        chats: how chats are rendered: ``chat_template``, ``turns`` and ``date``.
         progress: is told how many bytes of how many are done.
 
     Returns:
@@ -83,7 +88,7 @@ def tokenize(
     if not chunks:
         raise ValueError("there is no text in the input: name files that hold some")
     parts = output / "parts"
-    _prepare(output, parts, chunks, tokenizer.fingerprint)
+    chats = _prepare(output, parts, chunks, tokenizer.fingerprint, chats or DataConfig())
     missing = [i for i in range(len(chunks)) if not (parts / f"{i:06}.npz").exists()]
     total = sum(chunk.end - chunk.start for chunk in chunks)
     done = total - sum(chunks[i].end - chunks[i].start for i in missing)
@@ -91,7 +96,9 @@ def tokenize(
     context = get_context("spawn")
     count = max(1, min(workers or len(os.sched_getaffinity(0)), len(missing) or 1))
     with ProcessPoolExecutor(count, mp_context=context) as pool:
-        futures = {pool.submit(_tokenize_chunk, model, chunks[i], str(parts / f"{i:06}.npz")): i for i in missing}
+        futures = {
+            pool.submit(_tokenize_chunk, model, chats, chunks[i], str(parts / f"{i:06}.npz")): i for i in missing
+        }
         try:
             for future in as_completed(futures):
                 future.result()
@@ -145,33 +152,40 @@ def _lines(chunk: Chunk) -> Iterator[Row]:
             yield f"{chunk.path}, line {number}", json_object(line)
 
 
-def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str) -> None:
-    """Keep the existing parts if they belong to this very plan, else begin anew."""
+def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str, chats: DataConfig) -> DataConfig:
+    """Keep the existing parts if they belong to this very plan, else begin anew.
+
+    Returns:
+        ``chats`` with the date of the first part.
+    """
     stamps = {chunk.path: os.stat(chunk.path) for chunk in chunks}
     files = {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
     plan = {"tokenizer": tokenizer, "files": files, "chunks": [asdict(chunk) for chunk in chunks]}
+    plan["chats"] = [chats.chat_template, chats.turns, chats.date]
     key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-    saved = parts / "plan"
+    saved, begun = parts / "plan", parts / "date"
     if not (saved.exists() and saved.read_text() == key):
         shutil.rmtree(output, ignore_errors=True)
         parts.mkdir(parents=True)
+        begun.write_text(chats.date or datetime.date.today().isoformat())
         saved.write_text(key)
+    return replace(chats, date=begun.read_text())
 
 
 @cache
-def _reader(model: str) -> tuple[Tokenizer, ChatTemplate | None, int]:
+def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | None, int]:
     """The tokenizer and template of this worker, loaded once."""
     source = resolve(model, load_format="dummy" if Path(model).is_dir() else "auto")
     tokenizer = Tokenizer.from_source(source)
     assert isinstance(tokenizer, Tokenizer)
-    return tokenizer, ChatTemplate.from_source(source), source.config.vocab_size
+    return tokenizer, run_template(source, tokenizer, chats), source.config.vocab_size
 
 
-def _tokenize_chunk(model: str, chunk: Chunk, target: str) -> None:
+def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
-    tokenizer, template, vocab_size = _reader(model)
+    tokenizer, template, vocab_size = _reader(model, chats)
     source = DataFile(Path(chunk.path), chunk.kind, chunk.zipped)
-    reader = Reader(tokenizer, template)
+    reader = Reader(tokenizer, template, apart=chats.turns == "apart")
     documents = reader.rows(chunk.path, _lines(chunk)) if chunk.whole_lines else reader.file(source)
     stream = collect(documents, vocab_size, source.path, allow_empty=True)
     part = Path(f"{target}.{os.getpid()}.part")

@@ -11,17 +11,20 @@ One step, in the order it happens (``Trainer.step``):
    the kernel changes nothing if loss or norm are not finite.
 
 Everything that decides the next step is in ``Trainer.snapshot``: weights, optimizer state, the position in the data,
-the step, the last losses. There is no dropout and so no random state; the order of the data is a function of the seed.
+the step, the last losses. There is no random state: the order of the data and the masks of dropout are functions of the
+seed and the step.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +32,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..models.adapter_peft import read_adapter
 from ..models.load import fill, stored_weights
+from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
@@ -39,11 +44,12 @@ from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .identity import base_identity, compare
+from .lora import take_adapter
 from .memory import fit
 from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
-from .objectives.base import Objective
+from .objectives.base import Objective, StepFailed
 from .optim import build as build_optimizer
 from .schedule import factor
 
@@ -81,6 +87,8 @@ class EvalRecord:
     loss: float
     labels: int
     bits_per_byte: float | None
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the objective, such as a reward."""
 
 
 class Listener(Protocol):
@@ -108,6 +116,13 @@ class _Reading:
         return found
 
 
+def _dated(config: TrainConfig, checkpoint: Checkpoint | None) -> TrainConfig:
+    """With the day that chat templates take for today: a run's own, wherever it goes on."""
+    kept = {} if checkpoint is None else checkpoint.state["config"]["data"]
+    day = config.data.date or kept.get("date") or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, date=day))
+
+
 class Trainer:
     """A run that can take steps, measure itself, and be stopped and taken up again at any step.
 
@@ -124,17 +139,36 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, checkpoint: Checkpoint | None = None, *, allow_changed: Collection[str] = ()
     ) -> None:
-        self.config = config
+        config = self.config = _dated(config, checkpoint)
+        self.told: list[str] = []
+        """What a person should know of the run before it starts."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.memory = fit(config, source_of(config).config, device_of(config.device))
-        self.trainable: Trainable = build(config)
+        begun = config
+        if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
+            begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
+        source = source_of(begun)
+        if config.data.seq_len > source.config.max_position:
+            raise ValueError(
+                f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {source.config.max_position} "
+                f"positions: set data.seq_len to at most {source.config.max_position}"
+            )
+        self.memory = fit(begun, source.config, device_of(config.device))
+        self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
-            config.optimizer, self.trainable.parameters, master_weights=config.precision == "mixed"
+            config.optimizer,
+            self.trainable.parameters,
+            master_weights=config.precision == "mixed" or self.trainable.adapted,
+            seed=config.seed,
         )
+        if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
+            self.told.append(
+                'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
+                'learning rates are most: "stochastic" keeps them on average, precision = "mixed" exactly'
+            )
         self._flops = TrainingFlops(self.trainable.source.config, frozen=config.task in ("lora", "qlora"))
         self.identity = self.objective.identity()
         """Digests of what the run is of; every checkpoint keeps them."""
@@ -156,17 +190,20 @@ class Trainer:
             TrainingStopped: the loss or a gradient is not finite, or the loss has jumped.
         """
         begin = time.perf_counter()
-        before = Position(self.objective.position.epoch, self.objective.position.index)
+        before = copy(self.objective.position)
         batches = self.objective.batches(self.steps_done)
         labels = sum(batch.num_labels for batch in batches)
         on_device = [batch.to(self.device) for batch in batches]
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
             for index, batch in enumerate(on_device):
+                self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
                 if batch.num_labels:
                     loss = self.objective.loss(batch) * (batch.num_labels / labels)
                     loss.backward()  # type: ignore[no-untyped-call]
                     losses[index] = loss.detach()
+                    if len(on_device) > 1:
+                        self.optimizer.gather()
         norm = self.optimizer.gradient_norm().to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
@@ -201,8 +238,8 @@ class Trainer:
         found = self.objective.evaluate()
         if found is None:
             return None
-        loss, labels, size = found
-        return EvalRecord(self.steps_done, loss, labels, loss * labels / math.log(2) / size if size else None)
+        bits = found.loss * found.labels / math.log(2) / found.bytes if found.bytes else None
+        return EvalRecord(self.steps_done, found.loss, found.labels, bits, found.extra)
 
     def run(self, listeners: Sequence[Listener] = (), should_stop: Callable[[], bool] = lambda: False) -> Path:
         """Train to the end, or until ``should_stop`` is true after a step; a checkpoint is written either way.
@@ -212,13 +249,20 @@ class Trainer:
 
         Raises:
             TrainingStopped: see ``step``; nothing is written of the failed step.
+            StepFailed: a step could not begin; a checkpoint of the steps before it is written.
             ValueError: a checkpoint could not be written.
         """
         config = self.config
         with Writer(config.run_dir, config.keep) as writer:
             saved = self._taken_up_at
             while self.steps_done < config.steps and not should_stop():
-                record = self.step()
+                try:
+                    record = self.step()
+                except StepFailed as failure:
+                    if self.steps_done and saved != self.steps_done:
+                        writer.save(self.snapshot())
+                        writer.wait()
+                    raise StepFailed(f"step {self.steps_done + 1}: {failure}; {self._whole()}") from failure
                 for listener in listeners:
                     listener.step(record)
                 if config.eval_every and self.steps_done % config.eval_every == 0:
@@ -235,10 +279,9 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
-        weights = self.trainable.snapshot()
+        write = self.trainable.snapshot()
         tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
-        if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told
-            tensors |= {f"weight/{k}": p.detach().to("cpu", copy=True) for k, p in self.trainable.parameters.items()}
+        tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
             "config": self.config.to_dict(),
             "position": asdict(self.objective.position),
@@ -246,7 +289,7 @@ class Trainer:
             "optimizer_steps": self.optimizer.steps,
             "losses": list(self.watch.losses),
         }
-        return Snapshot(self.steps_done, lambda folder: self.trainable.write(weights, folder), tensors, state)
+        return Snapshot(self.steps_done, write, tensors, state)
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
@@ -254,19 +297,17 @@ class Trainer:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
         with torch.no_grad():
-            if self.trainable.adapted:
+            if self.trainable.adapted and is_adapter(checkpoint.path):
+                take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
+            elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights
                 for name, parameter in self.trainable.parameters.items():
                     if f"weight/{name}" not in checkpoint.tensors:
                         raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                     parameter.copy_(checkpoint.tensors[f"weight/{name}"])
             else:
                 fill(self.model, stored_weights(resolve(str(checkpoint.path))))
-        moments = {
-            name.removeprefix("optimizer/"): t
-            for name, t in checkpoint.tensors.items()
-            if name.startswith("optimizer/")
-        }
-        self.optimizer.load_state_tensors(moments, state["optimizer_steps"])
+        self.optimizer.load_state_tensors(_below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
+        self.objective.load_state(_below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
         self.steps_done = checkpoint.step
@@ -340,3 +381,8 @@ class Trainer:
         if record is not None:
             for listener in listeners:
                 listener.evaluation(record)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose name begins with ``prefix``, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

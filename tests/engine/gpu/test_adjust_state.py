@@ -47,3 +47,11 @@ def test_lines_of_those_that_are_gone_are_taken_and_the_table_grows():
     assert state.line(draw(3, [0], []), 1, 3) == first[0] and state.generation == 0  # 1 was not in steps 2 and 3
     assert state.line(draw(4, [0], []), 1, 3) not in first and state.generation == 1
     assert len(state.counts) == len(state.bias) == 4
+
+
+def test_only_allowed_tokens_have_a_bias_that_is_finite():
+    state = AdjustState(6, torch.device("cpu"), lines=2)
+    params = SamplingParams(allowed_token_ids=[1, 4], logit_bias={4: 2.5, 5: 9.0})
+    line = state.line(draw(3, [1], [], params), 1, 1)
+    inf = torch.inf
+    assert state.bias[line].tolist() == [-inf, 0.0, -inf, -inf, 2.5, -inf]

@@ -1,4 +1,5 @@
-"""What adjusts the logits of requests with a bias, penalties or min_tokens, kept on the device from step to step.
+"""What adjusts the logits of requests with a bias, allowed tokens, penalties or min_tokens, kept on the device from
+step to step.
 
 Each such choice has a line in two tables of ``ops/sampling/adjust_logits.py``: how often it has used each token, and
 its bias (-inf where a token must not be drawn now). The device adds a step's tokens to the counts itself, so nothing is
@@ -82,8 +83,12 @@ class AdjustState:
 
     def _bias_of(self, draw: Draw, position: int) -> np.ndarray:
         bias = np.zeros(self.bias.shape[1], np.float32)
+        allowed = draw.params.allowed_token_ids
+        if allowed is not None:
+            bias[:] = -np.inf
+            bias[list(allowed)] = 0.0
         for token, value in (draw.params.logit_bias or {}).items():
-            bias[token] = value
+            bias[token] += value
         bias[list(draw.masked_at(position))] = -np.inf
         return bias
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ...models.resolve import ModelSource
+from ...parallel.load import shard_of
+from ...parallel.mesh import Mesh
 from ..config import EngineConfig
 from ..kv_size import KVSize
 from .capture import capture
@@ -71,8 +73,10 @@ def build_gpu(
     device: torch.device,
     compilers: Compilers | None = None,
     began: float | None = None,
+    mesh: Mesh | None = None,
 ) -> GPUParts:
-    """Load the model, size the cache, capture graphs; ``began``: when torch's import did (``time.perf_counter``).
+    """Load the model, size the cache, capture graphs; ``began``: when torch's import did (``time.perf_counter``);
+    ``mesh``: this process is one of several ranks.
 
     Raises:
         ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.
@@ -81,12 +85,14 @@ def build_gpu(
     times = StartupTimes() if began is None else StartupTimes(_last=began)
     if began is not None:
         times.done("torch")
-    setup = set_up(config, source.config, device)
+    setup = set_up(config, source.config if mesh is None else shard_of(source.config, mesh).local, device)
     times.done("CUDA")
-    loaded = load(setup, source, compilers, times)
+    loaded = load(setup, source, compilers, times, mesh)
     measured = measure(setup, loaded.model)
     times.done("dry run")
     account, cache = size(setup, loaded, measured)
+    if mesh is not None:
+        cache = KVSize.least(mesh.world.exchange(cache))
     runner, cache_bytes = capture(setup, loaded.model, cache, times)
     report = (*account.lines(cache_bytes), f"start-up: {times}")
     for line in report:

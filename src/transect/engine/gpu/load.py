@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from ...models.fused_stack import Fusions
 from ...models.load import load_on_device
 from ...models.resolve import ModelSource
 from ...models.weights.int4_serving import kinds_for
+from ...parallel.load import load_shard_on_device
+from ...parallel.mesh import Mesh
 from . import warm_kernels
 from .compilers import Compilers
 from .setup import Setup
@@ -47,8 +50,14 @@ def check_triton_cache() -> None:
         log.warning("Triton cannot write to %s, and will fail for kernels that it does not hold: %s", folder, advice)
 
 
-def load(setup: Setup, source: ModelSource, compilers: Compilers | None, times: StartupTimes) -> Loaded:
-    """Have the kernels compiled, load the weights meanwhile, wait for the kernels.
+def load(
+    setup: Setup,
+    source: ModelSource,
+    compilers: Compilers | None,
+    times: StartupTimes,
+    mesh: Mesh | None = None,
+) -> Loaded:
+    """Have the kernels compiled, load the weights (or this rank's part) meanwhile, wait for the kernels.
 
     Raises:
         ValueError: a file of the model is at fault.
@@ -70,9 +79,9 @@ def load(setup: Setup, source: ModelSource, compilers: Compilers | None, times: 
     warming = warm_kernels.start(work, setup.ops, setup.device, compilers, setup.asked)
     if warming.collected:
         times.done(f"{warming.collected} kernels found")
-    model = load_on_device(
+    read = partial(load_on_device, device=setup.device) if mesh is None else partial(load_shard_on_device, mesh=mesh)
+    model = read(
         source,
-        device=setup.device,
         dtype=setup.dtype,
         ops=setup.ops,
         max_positions=setup.limits["max_model_len"],

@@ -108,6 +108,6 @@ class SequenceTable:
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
         penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        self.adjusted[slot] = bool(penalised or params.logit_bias)
+        self.adjusted[slot] = penalised or draw.biased
         self.masked_until[slot] = draw.min_position if draw.stop_ids else 0
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs

@@ -157,7 +157,9 @@ def runner_tricks(
 
 def graph_tokens(config: ModelConfig) -> int:
     """Prompt tokens up to which a step is launched slower, kernel by kernel, than it is computed."""
-    weights = config.n_layers * (config.dim * (2 * config.q_dim + 2 * config.kv_dim) + 3 * config.dim * config.ffn_dim)
+    weights = config.n_layers * (
+        config.dim * (2 * config.q_dim + 2 * config.kv_dim) + 3 * config.dim * config.widest_mlp
+    )
     return int(config.n_layers * LAUNCHES * LAUNCH_SECONDS * MULTIPLIES / (2 * weights))
 
 

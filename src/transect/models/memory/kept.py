@@ -89,7 +89,7 @@ def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend
     """One layer. ``element``: bytes of a number in the compute dtype. ``first``: under adapters nothing below the first
     layer is trained, so the norm at its start keeps nothing."""
     wide = max(4, element)
-    dim, heads, q, kv, ffn = config.dim, config.n_heads, config.q_dim, config.kv_dim, config.ffn_dim
+    dim, heads, q, kv, ffn = config.dim, config.n_heads, config.q_dim, config.kv_dim, config.widest_mlp
     plain = backend == "cpu" and element != 4
 
     def norm(width: int, rows: int = 1) -> float:
@@ -112,6 +112,8 @@ def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend
     else:
         mlp += (3 * wide if backend == "cpu" else element) * ffn
     mlp += element * ffn * reads.down
+    if config.moe is not None:  # what each expert says of a token, and the router's scores
+        mlp += element * dim * config.moe.per_token + 8 * config.moe.experts
     return LayerKept(attention, mlp, element * dim)
 
 

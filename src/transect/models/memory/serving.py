@@ -66,8 +66,9 @@ def largest_step(config: ModelConfig, plan: ServingPlan) -> int:
     """Activations of a step full of prompt tokens, or the logits of a step full of sequences, with their sampling."""
     tokens, e = plan.max_num_batched_tokens, plan.element
     attention = 2 * config.q_dim + 2 * config.kv_dim
-    mlp = (3 if config.gated_mlp else 2) * config.ffn_dim
-    activations = e * tokens * (3 * config.dim + max(attention, mlp))
+    mlp = (3 if config.gated_mlp else 2) * config.widest_mlp
+    copies = 0 if config.moe is None else config.moe.per_token  # what each expert says of a token
+    activations = e * tokens * ((3 + copies) * config.dim + max(attention, mlp))
     rows = min(plan.max_num_seqs, tokens)
     return activations + rows * config.vocab_size * (e + 4 + 4)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import ModelConfig
-from ..shapes import linear_shapes, weight_shapes
+from ..shapes import largest_matrix, linear_shapes, weight_shapes
 from ..storage import int4_format
 from .kept import Backend, Kept, LayerKept, Reads, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
@@ -30,6 +30,8 @@ LOSS_CHUNK = 1024
 """Tokens whose logits the fused loss holds on a GPU; twice as many for narrow models (``ops/linear_cross_entropy``)."""
 LOSS_ELEMENTS = 2**23
 """Logits that the loss in torch holds (``ops/linear_cross_entropy_torch``), and log-probabilities (``train/``)."""
+DISTILLATION_PARTS = 4
+"""So many times fewer rows of logits exist at once in a distillation (``train/divergence``)."""
 CUBLAS_WORKSPACE = 32 * 2**20
 """What torch gives to cuBLAS on Hopper, once for each of the two threads that multiply (forward, backward)."""
 MARGIN = {"gpu": 0.05, "cpu": 0.10}
@@ -49,13 +51,17 @@ class TrainingPlan:
         micro_batch: tokens of one forward pass.
         accumulate: micro-batches to a step: with more than one, gradients are there during the next forward pass.
         rollouts: tokens that the paged cache of ``grpo`` holds while it draws answers.
+        reference: what is trained is kept a second time, as it was when the run began.
+        teacher: numbers of the frozen model that is distilled.
         backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
         merged: on a GPU, each layer is one node (``merged.py``).
         whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
+        targets: last parts of the names of what has an adapter: matrices of the layers, ``embed``, ``head``.
+        saved: weights that are trained whole beside adapters, by canonical name without ``.weight``.
     """
 
     task: Task = "finetune"
-    objective: Literal["next_token", "dpo", "grpo"] = "next_token"
+    objective: Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"] = "next_token"
     precision: Literal["float32", "bfloat16", "mixed"] = "float32"
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     checkpointing: Kept = "none"
@@ -66,14 +72,27 @@ class TrainingPlan:
     targets: tuple[str, ...] = TARGETS
     group: int = 64
     rollouts: int = 0
+    reference: bool = False
+    teacher: int = 0
     backend: Backend = "gpu"
     merged: bool = False
     whole: int = 0
+    saved: tuple[str, ...] = ()
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the matrix that gives the logits has a gradient."""
+        return not self.adapted or "head" in self.targets or bool({"embed", "head"} & set(self.saved))
 
     @property
     def element(self) -> int:
         """Bytes of a number in the compute dtype."""
         return 4 if self.precision == "float32" else 2
+
+    @property
+    def master(self) -> bool:
+        """Whether the optimizer has float32 copies of what is trained: with mixed precision, and of adapters."""
+        return self.precision == "mixed" or (self.adapted and self.element < 4)
 
     @property
     def adapted(self) -> bool:
@@ -91,17 +110,20 @@ def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[i
         return weight_shapes(config)
     found: dict[str, tuple[int, ...]] = {}
     for layer in range(config.n_layers):
-        for name, ((outputs, inputs), _) in linear_shapes(config).items():
+        for name, ((outputs, inputs), _) in linear_shapes(config, layer).items():
             if name.split(".")[1] in plan.targets:
                 found[f"layers.{layer}.{name}.a"] = (plan.rank, inputs)
                 found[f"layers.{layer}.{name}.b"] = (outputs, plan.rank)
-    return found
+    for name in {"embed", "head"} & set(plan.targets):
+        found |= {f"{name}.a": (plan.rank, config.dim), f"{name}.b": (config.vocab_size, plan.rank)}
+    shapes = weight_shapes(config)
+    return found | {f"{name}.weight": shapes[f"{name}.weight"] for name in plan.saved}
 
 
 def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     """What the optimizer keeps for one parameter, its master copy not counted."""
     size = math.prod(shape)
-    each = 4 if plan.precision == "mixed" else plan.element
+    each = 4 if plan.master else plan.element
     if plan.optimizer == "adamw8bit":
         return 8 * size if size < SMALL_PARAMETER else -(-size // BLOCK) * (2 * BLOCK + 8)
     if plan.optimizer == "muon" and _by_muon(name, shape):
@@ -112,7 +134,7 @@ def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
 def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     """What the optimizer needs beside the state while it changes one parameter."""
     size = math.prod(shape)
-    master = plan.precision == "mixed"
+    master = plan.master
     each = 4 if master else plan.element
     if plan.optimizer == "adamw" and plan.backend == "gpu":
         return 0  # one kernel over all of them
@@ -141,6 +163,8 @@ class _Account:
         self.e = plan.element
         self.trained = trained_shapes(config, plan)
         self.reads = plan.reads(config)
+        self.sums = 4 * _count(self.trained) if plan.accumulate > 1 and self.e < 4 else 0
+        """Gradients of 16 bits are added up in float32."""
         self.terms: list[Term] = []
         checkpointed = config.n_layers - plan.whole
         self.plans: list[Kept] = [*[plan.checkpointing] * checkpointed, *["none"] * plan.whole]  # type: ignore[list-item]
@@ -169,7 +193,9 @@ class _Account:
             whole_gradient,
             f"{_count(self.trained)} trained numbers of {self.e} bytes; all of them exist when the optimizer steps",
         )
-        earlier = {"gradients": whole_gradient} if plan.accumulate > 1 else {}
+        if self.sums:
+            self.term("gradient sums", self.sums, "float32, over the micro-batches of a step")
+        earlier = {"gradients": self.sums or whole_gradient} if plan.accumulate > 1 else {}
         kept = self.kept_bytes(self.config.n_layers)
         self.term("activations", kept, self.why_kept())
         phases = [*self.loading(), Phase("before the first step", static)]
@@ -193,7 +219,7 @@ class _Account:
             step,
             f"{plan.optimizer} at its largest parameter, {largest}" if step else "one kernel changes all in place",
         )
-        held = {**static, "gradients": whole_gradient, "optimizer temporaries": step}
+        held = {**static, "gradients": self.sums or whole_gradient, "optimizer temporaries": step}
         phases.append(Phase("optimizer step", held))
         if plan.backend == "cpu":
             copy = static["weights"] + static["optimizer state"] + static["master weights"]
@@ -220,16 +246,22 @@ class _Account:
             why = f"frozen, {numbers} numbers in 4 bits with scale and zero for each {plan.group}, {rest} of {e} bytes"
         else:
             packed, why = e * _count(shapes), f"{frozen}{_count(shapes)} numbers of {e} bytes"
-        adapters = e * _count(self.trained) if plan.adapted else 0
+        beside = {name: shape for name, shape in self.trained.items() if not name.endswith(".weight")}
+        adapters = e * _count(beside) if plan.adapted else 0
         if adapters and plan.merged and plan.task != "qlora":
             adapters += e * self.beside * config.n_layers  # they have a second place, beside the weights
         if adapters:
             why += f"; adapters {gib(adapters)}"
         held["weights"] = self.term("weights", packed + adapters, why)
-        master = 4 * _count(self.trained) if plan.precision == "mixed" else 0
-        held["master weights"] = self.term("master weights", master, "float32 copies of what is trained (mixed)")
+        master = 4 * _count(self.trained) if plan.master else 0
+        held["master weights"] = self.term("master weights", master, "float32 copies of what is trained")
         state = sum(state_bytes(name, shape, plan) for name, shape in self.trained.items())
         held["optimizer state"] = self.term("optimizer state", state, f"{plan.optimizer}: {_STATE[plan.optimizer]}")
+        if plan.reference:
+            why = "what is trained, as it was when the run began"
+            held["reference"] = self.term("reference", e * _count(self.trained), why)
+        if plan.teacher:
+            held["teacher"] = self.term("teacher", e * plan.teacher, f"frozen, {plan.teacher} numbers of {e} bytes")
         batch = 24 * plan.micro_batch * plan.accumulate
         held["batch"] = self.term("batch", batch, "tokens, labels and positions of all micro-batches")
         others = plan.adapted or plan.merged or plan.objective != "next_token" or plan.optimizer == "muon"
@@ -246,7 +278,7 @@ class _Account:
         if self.plan.task != "qlora":
             return []
         whole = self.e * _count(weight_shapes(self.config))
-        largest = max(outputs * inputs for (outputs, inputs), _ in linear_shapes(self.config).values())
+        largest = largest_matrix(self.config)
         quantizing = self.term("quantizing", 13 * largest, "the largest matrix in float32, its codes twice more")
         return [Phase("loading and quantizing", {"weights": whole, "quantizing": quantizing})]
 
@@ -284,10 +316,17 @@ class _Account:
         config, plan, e = self.config, self.plan, self.e
         wide, vocab = 4, config.vocab_size
         dx = e * plan.micro_batch * config.dim
-        numbers = 0 if plan.adapted else vocab * config.dim
+        numbers = vocab * config.dim if plan.trains_head else 0
         rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab))
         half = e if e < wide else 0
         before = wide + half if rows < plan.micro_batch else 0  # the part before is there until the next is made
+        if plan.objective == "distill":
+            rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab // DISTILLATION_PARTS))
+            made = dx + numbers * (wide + (e if half else 0))
+            why = (
+                f"logits of {rows} tokens of both models at a time, and the gradients dx and dW that are made with them"
+            )
+            return made + rows * vocab * 7 * wide, 2 * (dx + e * numbers), why
         if plan.objective != "next_token":
             forward = rows * vocab * (half + 2 * wide)
             backward = dx + numbers * (wide + e) + rows * vocab * (half + wide + before)
@@ -315,7 +354,7 @@ class _Account:
         tokens = plan.micro_batch
         # The head's gradient is there, and that of the final norm.
         above = self.gradient_bytes("head.") + self.gradient_bytes("norm.")
-        if config.tied_embeddings and not plan.adapted:
+        if config.tied_embeddings and plan.trains_head:
             above += self.table
         phases = []
         for layer in range(config.n_layers - 1, -1, -1):
@@ -335,7 +374,7 @@ class _Account:
                 (f"backward of layer {layer}, attention", base - done, above + half, in_attention),
             )
             for name, activations, gradients, temporaries in inside:
-                whole = self.gradient_bytes("") if plan.accumulate > 1 else gradients
+                whole = self.gradient_bytes("") if plan.accumulate > 1 and not self.sums else gradients + self.sums
                 held = {"activations": activations, "gradients": whole, "backward temporaries": temporaries}
                 phases.append(Phase(name, {**static, **held}))
             above += self.gradient_bytes(prefix)
@@ -345,7 +384,7 @@ class _Account:
         """Held on top of an MLP's activations at the worst moment of its gradient."""
         config, plan, e = self.config, self.plan, self.e
         tokens, wide = plan.micro_batch, max(4, self.e)
-        ffn = config.ffn_dim
+        ffn = config.widest_mlp
         stream = e * config.dim * tokens
         if plan.backend == "cpu" and (e != 4 or not config.gated_mlp):
             # Upstream gradient, and that of each factor, in float32.
@@ -367,7 +406,7 @@ class _Account:
         """A 4-bit weight made dense, the largest."""
         if self.plan.task != "qlora":
             return 0
-        size = max(outputs * inputs for (outputs, inputs), _ in linear_shapes(self.config).values())
+        size = largest_matrix(self.config)
         return size * (self.e if self.plan.backend == "gpu" else max(8, 2 * self.e))
 
     def why_temporaries(self) -> str:
@@ -376,9 +415,9 @@ class _Account:
 
     def end_of_backward(self, static: dict[str, int]) -> Phase:
         """All gradients are there; with tied embeddings the table has two, which are added."""
-        second = self.table if not self.plan.adapted and self._table_has_two else 0
+        second = self.table if self.plan.trains_head and self._table_has_two else 0
         stream = self.e * self.plan.micro_batch * self.config.dim
-        held = {"gradients": self.gradient_bytes(""), "backward temporaries": second + stream}
+        held = {"gradients": self.gradient_bytes("") + self.sums, "backward temporaries": second + stream}
         return Phase("end of the backward pass", {**static, **held})
 
     @property
@@ -394,7 +433,7 @@ _STATE = {
 
 
 def _by_muon(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and "layers." in name
+    return len(shape) == 2 and "layers." in name and "router" not in name and "experts_" not in name
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -49,6 +49,9 @@ class Dense(Weight):
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.ops.linear(x_TI, self.weight, self.bias)
 
+    def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+        return self.ops.grouped_linear(x, self.weight, starts, order, self.bias)
+
     def dense(self) -> Tensor:
         return self.weight
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 
 from ..decoder import Decoder
 from ..storage import Storage
-from .packed import PackedEmbedding
 
 
 def storage_of_model(model: Decoder, *, activation: float = 16, kv: float = 16) -> Storage:
@@ -17,14 +16,12 @@ def storage_of_model(model: Decoder, *, activation: float = 16, kv: float = 16) 
             count = sizes[name.split(".", 2)[2]]
             count[0] += weight.nbytes
             count[1] += weight.out_features * weight.in_features
-    embed = model.embed
-    table = embed.table.format.bits if isinstance(embed, PackedEmbedding) else 8 * embed.weight.element_size()
     bits = {name: 8 * size / numbers for name, (size, numbers) in sizes.items()}
     whole = [sum(column) for column in zip(*sizes.values(), strict=True)]
     linear = 8 * whole[0] / whole[1]
     return Storage(
         linear=linear,
-        embed=table,
+        embed=model.embed.bits,
         head=model.head.format.bits,
         norm=8 * model.norm.weight.element_size(),
         activation=activation,

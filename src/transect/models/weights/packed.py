@@ -7,6 +7,7 @@ values that dequantizing would give.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,6 +69,23 @@ class Packed(Weight):
     def forward(self, x_TI: Tensor) -> Tensor:
         return self._library.linear(x_TI, self.matrix)
 
+    def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+        """One product for each expert that has rows; an expert is some whole groups of rows, else values are made."""
+        experts = len(starts) - 1
+        each = self.out_features // experts
+        if each % GROUP_ROWS:
+            return super().grouped(x, starts, order)
+        matrix = self.matrix
+        size = matrix.data.numel() // experts
+        rows = x if order is None else x[order.long() // max(1, len(order) // max(1, len(x)))]
+        out = rows.new_empty(len(rows), each, dtype=torch.float32)
+        for e, (first, end) in enumerate(pairwise(starts.tolist())):
+            if end > first:
+                bias = None if matrix.bias is None else matrix.bias[e * each : (e + 1) * each]
+                own = replace(matrix, n=each, data=matrix.data[e * size : (e + 1) * size], bias=bias)
+                out[first:end] = self._library.linear(rows[first:end].contiguous(), own)
+        return out
+
     def dense(self) -> Tensor:
         return self._library.rows(self.matrix, torch.arange(self.out_features))
 
@@ -125,6 +143,11 @@ class PackedEmbedding(torch.nn.Module):
     def shape(self) -> tuple[int, int]:
         """Rows, and numbers of one."""
         return self.table.shape
+
+    @property
+    def bits(self) -> float:
+        """Bits of a number."""
+        return self.table.format.bits
 
     def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
         """Take the values of a file, of this shape."""

@@ -16,6 +16,7 @@ ability                what it returns                                          
 ``training_part``      what it brings to a merged training product                          merged layers
 ``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
 ``tie``                whether it can share an embedding's table                            ``Decoder``
+``grouped``            the product of each row with the matrix of its expert                ``MoE``
 =====================  ===================================================================  ==================
 
 Shapes: T tokens, I inputs, O outputs.
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ...formats.ggml_blocks import QuantizedTensor
+from ...ops.moe import grouped_linear
 from ...ops.opset import OpSet
 from ...ops.registry import Cost
 from ..cost import product_cost
@@ -182,6 +184,11 @@ class Weight(nn.Module):
         values = torch.empty(self.out_features, self.in_features, device=like.device, dtype=like.dtype)
         self.load(values.normal_(0.0, std, generator=generator), Staging(like.device))
 
+    def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+        """Itself as a stack of equal matrices, one below the other, each for the rows of its expert:
+        ``ops/moe/grouped_linear.py`` has the shapes. By default the values it stands for are made, of all experts."""
+        return grouped_linear.reference(x, self.dense().to(x.dtype), starts, order, self.bias)
+
     def rows(self, index_T: Tensor) -> Tensor:
         """Rows of the matrix, ``[T, I]``: an embedding look-up."""
         return self.dense()[index_T]
@@ -221,6 +228,10 @@ class Weight(nn.Module):
 
         bias = None if self.bias is None else self.bias.detach().float().contiguous()
         return replace(pack(library, self.dense().detach().float()), bias=bias)
+
+    def refuses_merging(self) -> str | None:
+        """Why it cannot be part of a merged training product, as a sentence; None if it can."""
+        return None
 
     def training_part(self) -> TrainingPart:
         """What it brings to a merged training product. By default its dense values, written anew each time.

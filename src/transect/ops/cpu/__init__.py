@@ -9,6 +9,7 @@ Read in this order:
 * ``norm.h``       RMSNorm, LayerNorm, rotary embedding
 * ``stack.h``      all decoder layers in one call
 * ``products.h``, ``document_attention.h``, ``training.h``   training: dense products, attention, the rest; and back
+* ``rounding.h``   float32 to bfloat16 by chance, for optimizers
 * ``native.cpp``   the C interface
 * ``build.py``     finds a compiler, builds, caches
 * ``library.py``   the same interface as Python functions on tensors

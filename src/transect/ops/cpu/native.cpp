@@ -1,6 +1,7 @@
 // The C interface of the CPU kernels: raw pointers and plain structs, so that any compiler builds it and ctypes calls it.
 #include "document_attention.h"
 #include "products.h"
+#include "rounding.h"
 #include "stack.h"
 #include "training.h"
 
@@ -132,6 +133,11 @@ void transect_rotate(Pool* pool, int64_t tokens, int64_t heads, int64_t half, co
 void transect_cross_entropy(Pool* pool, int64_t rows, int64_t n, float* logits, const int64_t* labels, float scale,
                             float* loss) {
   cross_entropy(*pool, rows, n, logits, labels, scale, loss);
+}
+
+void transect_round_by_chance(Pool* pool, int64_t n, const float* x, bf16* y, int64_t first, uint64_t seed, uint32_t step,
+                              uint32_t tensor, int shift) {
+  round_by_chance(*pool, n, x, y, first, seed, step, tensor, shift);
 }
 
 void transect_attention_forward(Pool* pool, const DocumentAttention* a, float* out, float* lse) {

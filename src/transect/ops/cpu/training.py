@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Kernels:
             "rms_norm_backward": [p, n, n, p, p, p, p, p],
             "rotate": [p, n, n, n, p, n, p, p, f, p],
             "cross_entropy": [p, n, n, p, p, f, p],
+            "round_by_chance": [p, n, p, p, n, c_uint64, c_uint32, c_uint32, c_int],
             "attention_forward": [p, p, p, p],
             "attention_backward": [p, p, p, p, p, p, p, p],
         }
@@ -135,6 +136,17 @@ class Kernels:
             y.data_ptr(),
         )  # fmt: skip
         return y
+
+    def round_by_chance(
+        self, x: Tensor, out: Tensor, first: int, seed: int, step: int, tensor: int, shift: int
+    ) -> None:
+        """``out`` bfloat16 <- ``x``; see ``ops/optim/rounding.py``. Both contiguous; ``first`` is a multiple of 4."""
+        _check(x)
+        if out.dtype != torch.bfloat16 or out.numel() != x.numel() or not out.is_contiguous() or first % 4:
+            raise ValueError("round_by_chance needs a contiguous bfloat16 of the same size, from a multiple of 4 on")
+        self._c.transect_round_by_chance(
+            self._pool, x.numel(), x.data_ptr(), out.data_ptr(), first, seed % 2**64, step % 2**32, tensor, shift
+        )
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, scale: float) -> Tensor:
         """Each row's loss ``[rows]``; ``logits [rows, V]`` become ``scale`` times their gradient, in place.

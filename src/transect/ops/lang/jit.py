@@ -62,6 +62,16 @@ def kernel(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
+def kernel_of_numbers(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """As ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is compiled once for
+    all of their values, also for 1 and multiples of 16."""
+
+    def made(function: Callable[..., Any]) -> Any:
+        return function if triton is None else triton.jit(function, do_not_specialize=list(names))
+
+    return made
+
+
 def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     """``Implementation.load`` of a Triton launcher.
 

@@ -7,7 +7,8 @@ s scales the gradient (clipping). The kernel reads it from the device, so the ho
 not a number, nothing changes: a step with a bad gradient is skipped before the host knows about it. With a float32
 master copy of w the update happens there, and w is the rounded copy.
 
-Shapes: w, g, m, v of one shape, any number of dimensions; float32 inside, each result rounded once. w, m, v (and the
+Shapes: w, g, m, v of one shape, any number of dimensions; float32 inside, each result rounded once, to the nearest or
+by chance (``rounding.py``). g may be float32 beside weights in 16 bits: a sum over micro-batches. w, m, v (and the
 master copy) change in place; no gradient.
 Source: Loshchilov & Hutter 2017, arXiv:1711.05101.
 
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..lang.jit import TRITON_TARGETS, available, kernel, require, tl
+from ..lang.jit import TRITON_TARGETS, available, kernel, kernel_of_numbers, require, tl
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from .rounding import block_words, rounded
 
 BLOCK = 4096
 SEEN = 4
@@ -37,7 +39,8 @@ SEEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The numbers of one step. ``correction1`` is c1 and ``correction2`` c2 above."""
+    """The numbers of one step. ``correction1`` is c1 and ``correction2`` c2 above; ``seed`` and ``number`` (of the
+    step) choose the bits of rounding by chance."""
 
     rate: float
     beta1: float
@@ -45,6 +48,8 @@ class Step:
     eps: float
     correction1: float
     correction2: float
+    seed: int = 0
+    number: int = 0
 
 
 def reference(
@@ -66,16 +71,19 @@ def _step(rate: float, steps: int) -> Step:
     return Step(rate, 0.9, 0.95, 1e-8, 1 - 0.9**steps, (1 - 0.95**steps) ** 0.5)
 
 
-@kernel
+@kernel_of_numbers("number", "low", "high")
 def _adamw_kernel(
     table_ptr, owner_ptr, first_ptr, scale_ptr, tensors, rate, beta1, beta2, eps, correction1, correction2,
-    weight_type: tl.constexpr, state_type: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    number, low, high,
+    weight_type: tl.constexpr, gradient_type: tl.constexpr, state_type: tl.constexpr, MASTER: tl.constexpr,
+    CHANCE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program p: BLOCK elements of tensor ``owner[p]`` from ``first[p]`` on.
 
     ALIGNED: every address and every number of elements is a multiple of 16, so accesses may be 16 bytes wide.
-    The table has a row of ``tensors`` numbers for each of: address of w, g, m, v, master; elements; bits of the decay.
+    The table has a row of ``tensors`` numbers for each of: address of w, g, m, v, master; elements; bits of the decay;
+    the tensor's own number. CHANCE: round w, m and v by chance, with the bits of step ``number`` and of the seed, whose
+    halves are ``low`` and ``high``.
     """
     program = tl.program_id(0)
     owner = tl.load(owner_ptr + program)
@@ -83,7 +91,7 @@ def _adamw_kernel(
     row = table_ptr + owner
     size = tl.load(row + 5 * tensors)
     w_base = tl.load(row).to(tl.pointer_type(weight_type))
-    g_base = tl.load(row + tensors).to(tl.pointer_type(weight_type))
+    g_base = tl.load(row + tensors).to(tl.pointer_type(gradient_type))
     m_base = tl.load(row + 2 * tensors).to(tl.pointer_type(state_type))
     v_base = tl.load(row + 3 * tensors).to(tl.pointer_type(state_type))
     master_base = tl.load(row + 4 * tensors).to(tl.pointer_type(tl.float32))
@@ -108,11 +116,21 @@ def _adamw_kernel(
     m = m + (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
     w = w * (1.0 - rate * decay) - rate / correction1 * (m / (tl.sqrt(v) / correction2 + eps))
-    tl.store(m_base + at, m.to(state_type), mask=inside)
-    tl.store(v_base + at, v.to(state_type), mask=inside)
-    if MASTER:
-        tl.store(master_base + at, w, mask=inside)
-    tl.store(w_base + at, w.to(weight_type), mask=inside)
+    if CHANCE:
+        tensor = tl.load(row + 7 * tensors).to(tl.uint32)
+        words = block_words(
+            tl.load(first_ptr + program), number.to(tl.uint32), tensor, low.to(tl.uint32, bitcast=True),
+            high.to(tl.uint32, bitcast=True), BLOCK,
+        )  # fmt: skip
+        tl.store(m_base + at, rounded(m, words, 16), mask=inside)
+        tl.store(v_base + at, rounded(v, words, 8), mask=inside)
+        tl.store(w_base + at, rounded(w, words, 0), mask=inside)
+    else:
+        tl.store(m_base + at, m.to(state_type), mask=inside)
+        tl.store(v_base + at, v.to(state_type), mask=inside)
+        if MASTER:
+            tl.store(master_base + at, w, mask=inside)
+        tl.store(w_base + at, w.to(weight_type), mask=inside)
 
 
 @kernel
@@ -139,6 +157,8 @@ class FusedAdamW:
     Args:
         weights, ms, vs: contiguous, weights of one dtype and moments of one dtype. masters: float32, or empty.
         decays: the weight decay of each.
+        chance: round weights and moments, which must be bfloat16 then, by chance. numbers: by which they choose their
+            bits; their places if empty.
 
     Raises:
         ValueError: tensors that do not fit each other or are not contiguous.
@@ -151,12 +171,18 @@ class FusedAdamW:
         vs: Sequence[Tensor],
         decays: Sequence[float],
         masters: Sequence[Tensor] = (),
+        *,
+        chance: bool = False,
+        numbers: Sequence[int] = (),
     ) -> None:
         require("adamw", *weights, *ms, *vs, *masters)
         if len({w.dtype for w in weights}) != 1 or len({s.dtype for s in (*ms, *vs)}) != 1:
             raise ValueError("adamw: the weights must be of one dtype, and so must the moments")
         if not all(t.is_contiguous() for t in (*weights, *ms, *vs, *masters)):
             raise ValueError("adamw: weights and moments must be contiguous")
+        if chance and ({w.dtype for w in (*weights, *ms)} != {torch.bfloat16} or masters):
+            raise ValueError("adamw: rounding by chance is for weights and moments in bfloat16 without master copies")
+        self._chance = chance
         device = weights[0].device
         self._kept = (tuple(weights), tuple(ms), tuple(vs), tuple(masters))
         everything = (*weights, *ms, *vs, *masters)
@@ -166,6 +192,7 @@ class FusedAdamW:
         addresses = [[t.data_ptr() for t in part] for part in (weights, weights, ms, vs)]
         rows = [
             *addresses, [t.data_ptr() for t in masters] or [0] * count, [w.numel() for w in weights], bits,
+            list(numbers) or list(range(count)),
         ]  # fmt: skip
         self._table = torch.tensor(rows, dtype=torch.int64).to(device)
         blocks = [-(-w.numel() // BLOCK) for w in weights]
@@ -184,9 +211,10 @@ class FusedAdamW:
         aligned = self._aligned and all(g.data_ptr() % 16 == 0 for g in gradients)
         _adamw_kernel[(len(self._owners),)](
             self._table, self._owners, self._first, scale, len(weights), numbers.rate, numbers.beta1, numbers.beta2,
-            numbers.eps, numbers.correction1, numbers.correction2,
-            weight_type=_kind(weights[0]), state_type=_kind(ms[0]), MASTER=bool(masters), ALIGNED=aligned,
-            BLOCK=BLOCK,
+            numbers.eps, numbers.correction1, numbers.correction2, numbers.number, _signed(numbers.seed),
+            _signed(numbers.seed >> 32),
+            weight_type=_kind(weights[0]), gradient_type=_kind(gradients[0]), state_type=_kind(ms[0]),
+            MASTER=bool(masters), CHANCE=self._chance, ALIGNED=aligned, BLOCK=BLOCK,
             num_warps=8,
         )  # fmt: skip
 
@@ -211,6 +239,12 @@ class FusedAdamW:
             self._table[1].copy_(fresh.pin_memory() if self._table.is_cuda else fresh, non_blocking=True)
             self._addresses = addresses
         return held
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as an int32, which every launch is given alike."""
+    word &= 0xFFFFFFFF
+    return word - 2**32 if word >= 2**31 else word
 
 
 def _kind(x: Tensor) -> Any:
@@ -311,11 +345,14 @@ def _kernels() -> Sequence[Kernel]:
     arguments = {
         "table_ptr": "*i64", "owner_ptr": "*i32", "first_ptr": "*i64", "scale_ptr": "*fp32", "tensors": "i32",
         **dict.fromkeys(("rate", "beta1", "beta2", "eps", "correction1", "correction2"), "fp32"),
+        **dict.fromkeys(("number", "low", "high"), "i32"),
     }  # fmt: skip
     constants = {
         "weight_type": tl.bfloat16,
+        "gradient_type": tl.bfloat16,
         "state_type": tl.bfloat16,
         "MASTER": False,
+        "CHANCE": False,
         "ALIGNED": True,
         "BLOCK": BLOCK,
     }
@@ -323,6 +360,7 @@ def _kernels() -> Sequence[Kernel]:
     squares = {"gradient_type": tl.bfloat16, "ALIGNED": True, "BLOCK": BLOCK}
     return [
         Kernel("adamw", _adamw_kernel, arguments, constants, warps=8),
+        Kernel("adamw_by_chance", _adamw_kernel, arguments, {**constants, "CHANCE": True}, warps=8),
         Kernel("squares", _squares_kernel, tables, squares, warps=8),
     ]
 

@@ -188,8 +188,9 @@ def _run(
         weights = [_upstream(o, 1000 + draw + i).to(dtype) for i, o in enumerate(outputs)]
     if with_gradient and op.differentiable:
         names = [key for key in op.differentiable if _floating(arguments.get(key))]
-        upstream = [w.to(o.dtype) for w, o in zip(weights, outputs, strict=True)]
-        gradients = torch.autograd.grad(outputs, [arguments[key] for key in names], upstream)
+        pairs = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
+        reached, upstream = [o for o, _ in pairs], [w for _, w in pairs]
+        gradients = torch.autograd.grad(reached, [arguments[key] for key in names], upstream)
         found |= {f"gradient of {key}": value for key, value in zip(names, gradients, strict=True)}
     return found, weights
 

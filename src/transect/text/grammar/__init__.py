@@ -11,6 +11,7 @@ why it was chosen. In the order of a request:
 * ``compiler.py``    GrammarCompiler: from a grammar to a constraint, off the step, with limits; keeps what comes again
 * ``checker.py``     a process that compiles a grammar first, where it can be ended
 * ``constraint.py``  GrammarConstraint: the state of one answer; masks of many answers at once
+* ``bad_words.py``   WithoutSequences: token sequences that an answer must not have
 
 Nothing here imports torch.
 """

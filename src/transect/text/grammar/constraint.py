@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .bad_words import WithoutSequences
+
 FEW = 4
 """So many masks are made one after another; more of them by several threads."""
 
@@ -63,19 +65,41 @@ class GrammarConstraint:
 
 
 class MaskFiller:
-    """Masks of a step's rows, by several threads where there are several rows."""
+    """Masks of a step's rows, by several threads where there are several rows under grammars."""
 
     def __init__(self) -> None:
         self._executor: Any = None
 
-    def __call__(self, constraints: Sequence[GrammarConstraint], words: np.ndarray) -> list[str | None]:
-        """Fill row i of int32 ``[rows, W]`` for constraint i; for each what is wrong, or None."""
-        if len(constraints) <= FEW:
-            return [constraint.fill(words[row]) for row, constraint in enumerate(constraints)]
+    def __call__(self, constraints: Sequence[Any], words: np.ndarray) -> list[str | None]:
+        """Fill row i of int32 ``[rows, W]`` for constraint i (``GrammarConstraint``, or ``WithoutSequences`` around
+        one); for each what is wrong, or None."""
+        problems: list[str | None] = [None] * len(constraints)
+        grammars: list[tuple[GrammarConstraint, int]] = []
+        for row, constraint in enumerate(constraints):
+            inner = getattr(constraint, "inner", constraint)
+            if isinstance(inner, GrammarConstraint):
+                grammars.append((inner, row))
+            else:
+                problems[row] = constraint.fill(words[row])
+        self._fill(grammars, words, problems)
+        for row, constraint in enumerate(constraints):
+            if isinstance(constraint, WithoutSequences) and constraint.inner is not None and problems[row] is None:
+                constraint.amend(words[row])
+        return problems
+
+    def _fill(
+        self, grammars: Sequence[tuple[GrammarConstraint, int]], words: np.ndarray, problems: list[str | None]
+    ) -> None:
+        if len(grammars) <= FEW:
+            for constraint, row in grammars:
+                problems[row] = constraint.fill(words[row])
+            return
         if self._executor is None:
             import llguidance
 
             self._executor = llguidance.LLExecutor()
-        pairs = [(constraint._matcher, row) for row, constraint in enumerate(constraints)]
+        pairs = [(constraint._matcher, row) for constraint, row in grammars]
         self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.strides[0], len(words))
-        return [each._complaint() if each._matcher.is_error() else None for each in constraints]
+        for constraint, row in grammars:
+            if constraint._matcher.is_error():
+                problems[row] = constraint._complaint()

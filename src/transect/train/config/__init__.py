@@ -18,7 +18,8 @@ learning_rate = 2e-5
 An unknown key is an error that names the nearest known one.
 
 * ``run.py``: the run; read it first. ``data.py``: what it trains on. ``optim.py``: how it changes weights.
-* ``adapters.py``: adapters. ``objectives.py``: the settings of each objective.
+* ``adapters.py``: adapters. ``objectives.py``: the settings of each objective. ``router.py``: losses on routers.
+* ``defaults.py``: what the task decides where a file leaves it out, and names that other trainers have.
 * ``parse.py``: plain values to these classes, and what is wrong with them.
 """
 
@@ -26,18 +27,23 @@ from __future__ import annotations
 
 from .adapters import LoRAConfig
 from .data import DataConfig
-from .objectives import DPOConfig, GRPOConfig
+from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
+from .router import RouterConfig
 from .run import Checkpointing, Precision, Task, TrainConfig
 
 __all__ = [
     "Checkpointing",
     "DPOConfig",
     "DataConfig",
+    "DistillConfig",
     "GRPOConfig",
+    "KTOConfig",
     "LoRAConfig",
+    "ORPOConfig",
     "OptimizerConfig",
     "Precision",
+    "RouterConfig",
     "ScheduleConfig",
     "Task",
     "TrainConfig",

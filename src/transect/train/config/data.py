@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,13 @@ class DataConfig:
             be in any layout of ``layouts.py``; of a chat the assistant's tokens are trained on.
         on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
             (``skip``) and counted.
+        chat_template: ``auto``: the model's own, or where that renders earlier turns anew with every answer, what it
+            says with every turn kept (``chat.py``); ``model``: the model's own; else a file with a Jinja template, or
+            the template itself.
+        turns: of a chat with several answers, ``together``: one document; ``apart``: a document for each answer, after
+            what a server would show the model at that turn, which any template can render.
+        date: the day, such as ``2026-01-31``, that chat templates take for today; empty: the one on which the run
+            begins. A run that goes on keeps it.
         seq_len: longest document, in tokens; longer ones are cut (text) or left out with a count (chats).
         micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
     """
@@ -25,11 +33,19 @@ class DataConfig:
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
     on_bad_row: Literal["stop", "skip"] = "stop"
+    chat_template: str = "auto"
+    turns: Literal["together", "apart"] = "together"
+    date: str = ""
     seq_len: int = 1024
     micro_batch: int = 4096
 
     def __post_init__(self) -> None:
         positive(self, "seq_len", "micro_batch")
+        if self.date:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError:
+                raise ValueError(f"data.date must be a day such as 2026-01-31, not {self.date!r}") from None
         if self.micro_batch < self.seq_len:
             raise ValueError(
                 f"data.micro_batch ({self.micro_batch} tokens) is smaller than data.seq_len ({self.seq_len}): raise it "

@@ -1,21 +1,104 @@
-"""The settings of each objective."""
+"""The settings that belong to one objective each: ``[dpo]``, ``[kto]``, ``[orpo]``, ``[grpo]`` and ``[distill]``.
+
+Defaults are those of TRL where it has such a setting.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-from .parse import positive
+Objective = Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+PAIRWISE = ("dpo", "kto", "orpo", "grpo")
+"""Objectives that need the log-probability of each token, not its cross entropy alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOConfig:
-    """Preference pairs: ``beta`` is how strongly the model is held to where it began."""
+    """Preference pairs.
+
+    Attributes:
+        beta: how strongly the model is held to where it began.
+        loss: ``sigmoid`` (DPO), ``hinge`` (SLiC), ``ipo`` (a margin of 1 / (2 beta) for each token), or ``robust``
+            (unbiased under labels of which ``label_smoothing`` are wrong).
+        label_smoothing: the share of pairs whose sides are thought to be swapped; for ``sigmoid`` and ``robust``.
+    """
 
     beta: float = 0.1
+    loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"dpo.beta must be greater than 0, not {self.beta}")
+        _above(self, "dpo", 0, "beta")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"dpo.label_smoothing must be at least 0 and less than 0.5, not {self.label_smoothing}")
+        if self.label_smoothing and self.loss in ("hinge", "ipo"):
+            raise ValueError(f'dpo.label_smoothing means nothing for dpo.loss = "{self.loss}": leave it out')
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError('dpo.loss = "robust" needs dpo.label_smoothing: the share of wrong labels, such as 0.1')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KTOConfig:
+    """Answers that are good or bad, each on its own.
+
+    Attributes:
+        beta: how strongly the model is held to where it began.
+        desirable_weight, undesirable_weight: how much a good and a bad answer count.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _above(self, "kto", 0, "beta")
+        _at_least(self, "kto", 0, "desirable_weight", "undesirable_weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ORPOConfig:
+    """Preference pairs without a reference model.
+
+    Attributes:
+        beta: the weight of the odds ratio beside the cross entropy of the chosen side.
+        train_prompt: the cross entropy counts the prompt's tokens too, as in TRL; false: the answer's alone.
+    """
+
+    beta: float = 0.1
+    train_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        _above(self, "orpo", 0, "beta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillConfig:
+    """The distribution of a larger model as the target of every trained token.
+
+    Attributes:
+        teacher: the larger model: what ``model`` may be. Its tokenizer must be the same.
+        divergence: ``forward``: KL(teacher || student), which covers all that the teacher says; ``reverse``:
+            KL(student || teacher), which seeks its likeliest; ``jsd``: the Jensen-Shannon divergence between.
+        mixture: the teacher's share of the mixture in ``jsd``.
+        temperature: both models' logits are divided by it.
+        weight: the share of the divergence in the loss; the rest is the cross entropy of the data's own tokens.
+    """
+
+    teacher: str = ""
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    mixture: float = 0.5
+    temperature: float = 1.0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _above(self, "distill", 0, "temperature")
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"distill.weight must be greater than 0 and at most 1, not {self.weight}")
+        if not 0 < self.mixture < 1:
+            raise ValueError(f"distill.mixture must lie between 0 and 1, not {self.mixture}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,23 +106,90 @@ class GRPOConfig:
     """Reinforcement learning from rewards.
 
     Attributes:
-        reward: ``module:function`` that is called as ``function(answer_text, record)`` and returns a number; ``record``
-            is the prompt's line of the data. ``exact`` is 1 where the answer, stripped, equals the line's ``answer``.
-        prompts, group: prompts of a step, and answers to each.
-        max_tokens, temperature: for each answer.
-        clip: how far the ratio to the model that drew the answer may leave 1 before it counts no more.
+        reward: one or several functions. ``exact`` is 1 where the answer, stripped, equals the row's ``answer``.
+            ``module:function`` or ``path/to/file.py:function`` is called as ``function(answer_text, record)``;
+            ``record`` is the prompt's row of the data. It returns a number, or None where it has nothing to say.
+        reward_weights: what each function's reward is multiplied by in the sum; empty: 1.
+        prompts, group: prompts of a rollout, and answers to each.
+        minibatches: optimizer steps in which the answers of a rollout are used once.
+        iterations: how often they are used in all: a rollout lasts ``iterations * minibatches`` steps.
+        max_tokens: of each answer.
+        temperature, top_p, top_k, min_p: how answers are drawn; the log-probabilities are those of that distribution.
+        clip: how far below 1 the ratio to the model that drew the answer may fall before it counts no more.
+        clip_high: the same above 1; 0: as ``clip``.
+        beta: weight of the KL divergence from the model as it was when the run began; 0: none, and nothing is kept.
+        loss: what the tokens' losses are divided by. ``dapo``: all tokens of the step. ``grpo``: each answer's tokens,
+            then the answers. ``dr_grpo``: answers times ``max_tokens``. ``bnpo``: the tokens of each micro-batch.
+        scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
+            ``none``.
+        mask_truncated: answers that ended at ``max_tokens`` are not trained on; they still count in their group.
     """
 
-    reward: str = "exact"
+    reward: tuple[str, ...] = ("exact",)
+    reward_weights: tuple[float, ...] = ()
     prompts: int = 8
     group: int = 8
+    minibatches: int = 1
+    iterations: int = 1
     max_tokens: int = 64
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     clip: float = 0.2
+    clip_high: float = 0.0
+    beta: float = 0.0
+    loss: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    mask_truncated: bool = False
 
     def __post_init__(self) -> None:
-        positive(self, "prompts", "max_tokens")
+        if isinstance(self.reward, str):
+            object.__setattr__(self, "reward", (self.reward,))
+        _at_least(self, "grpo", 1, "prompts", "minibatches", "iterations", "max_tokens")
+        _at_least(self, "grpo", 0, "top_k", "clip_high", "beta")
+        _above(self, "grpo", 0, "temperature")
         if self.group < 2:
             raise ValueError(f"grpo.group must be at least 2: answers are judged against each other, not {self.group}")
-        if not self.temperature > 0:
-            raise ValueError(f"grpo.temperature must be greater than 0, not {self.temperature}")
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(
+                f"grpo.top_p must lie in (0, 1] and grpo.min_p in [0, 1], not {self.top_p} and {self.min_p}"
+            )
+        if not 0 < self.clip < 1:
+            raise ValueError(f"grpo.clip must lie between 0 and 1, not {self.clip}")
+        if not self.reward:
+            raise ValueError('grpo.reward names no function: give "exact" or "module:function"')
+        if self.reward_weights and len(self.reward_weights) != len(self.reward):
+            raise ValueError(
+                f"grpo.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} functions of "
+                "grpo.reward: give one for each"
+            )
+        if self.minibatches > self.prompts * self.group:
+            raise ValueError(
+                f"grpo.minibatches ({self.minibatches}) is more than the {self.prompts * self.group} answers of a "
+                "rollout: lower it"
+            )
+
+    @property
+    def steps_a_rollout(self) -> int:
+        """Optimizer steps that the answers of one rollout are used for."""
+        return self.iterations * self.minibatches
+
+    @property
+    def truncated(self) -> bool:
+        """Whether answers are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+def _above(config: Any, table: str, bound: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > bound):
+            raise ValueError(f"{table}.{name} must be greater than {bound:g}, not {value}")
+
+
+def _at_least(config: Any, table: str, bound: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value >= bound):
+            raise ValueError(f"{table}.{name} must be at least {bound:g}, not {value}")

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import difflib
+import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
+
+from .defaults import hint
 
 
 def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
-    """``kind`` from values by name; ``where`` stands before a name in messages.
+    """``kind`` from values by name; ``where`` stands before a name in messages. ``kind.OTHER_NAMES`` are further names
+    of its fields.
 
     Raises:
         ValueError: an unknown or missing name, or a value of another type.
     """
-    hints = typing.get_type_hints(kind)
+    kinds = typing.get_type_hints(kind)
     names = [item.name for item in dataclasses.fields(kind)]
     arguments = {}
-    for key, value in values.items():
+    other_names: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
+    for given, value in values.items():
+        key = other_names.get(given, given)
+        if key in arguments:
+            raise ValueError(f"the setting {where}{key} is given twice, under two names")
         if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
-            raise ValueError(f"the setting {where}{key} is not known; {hint}")
-        arguments[key] = _value(hints[key], value, where + key)
+            raise ValueError(f"the setting {where}{key} is not known; {hint(where, key, names)}")
+        arguments[key] = _value(kinds[key], value, where + key)
     missing = [
         item.name
         for item in dataclasses.fields(kind)
@@ -46,11 +52,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where} must be one of {', '.join(map(str, get_args(hint)))}, not {value!r}")
         return value
     if get_origin(hint) is tuple:
-        if isinstance(value, str):
+        item_kind = get_args(hint)[0]
+        if isinstance(value, str) and item_kind is str:
             value = [value]
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{where} must be a list of strings, not {value!r}")
-        return tuple(value)
+        kinds: Any = str if item_kind is str else (int, float)
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, kinds) for item in value):
+            raise ValueError(f"{where} must be a list of {'strings' if item_kind is str else 'numbers'}, not {value!r}")
+        return tuple(map(item_kind, value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wanted = get_args(hint) or (hint,)
@@ -67,3 +75,28 @@ def positive(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
+
+
+def overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A copy of nested values with ``key=value`` settings in it; a value is TOML, or a bare word.
+
+    Raises:
+        ValueError: not of this form, or a key below something that is no table.
+    """
+    made = copy.deepcopy(dict(values))
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes key=value, such as optimizer.clip=0.5, not {setting!r}")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        *tables, name = key.strip().split(".")
+        place = made
+        for table in tables:
+            place = place.setdefault(table, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"the setting {key} is not known: {table} is no table")
+        place[name] = value
+    return made

@@ -1,7 +1,10 @@
 """What a run minimises: each objective makes its micro-batches and their loss; the trainer's loop is the same for all.
 
 * ``base.py``: what the loop asks of an objective. ``next_token.py``: pretraining and fine-tuning.
-* ``dpo.py``: preference pairs. ``grpo.py``: reinforcement learning from rewards, with rollouts by the engine.
+* ``dpo.py``, ``orpo.py``: preference pairs. ``kto.py``: answers that are good or bad. ``preferences.py``: what these
+  share; ``examples.py``: their data.
+* ``grpo.py``: reinforcement learning from rewards, with rollouts by the engine.
+* ``distill.py``: the distribution of a larger model.
 """
 
 from __future__ import annotations
@@ -21,10 +24,22 @@ def build(config: TrainConfig, trainable: Trainable) -> Objective:
         from .dpo import DPO
 
         return DPO(config, trainable)
+    if config.objective == "orpo":
+        from .orpo import ORPO
+
+        return ORPO(config, trainable)
+    if config.objective == "kto":
+        from .kto import KTO
+
+        return KTO(config, trainable)
     if config.objective == "grpo":
         from .grpo import GRPO
 
         return GRPO(config, trainable)
+    if config.objective == "distill":
+        from .distill import Distillation
+
+        return Distillation(config, trainable)
     from .next_token import NextToken
 
     return NextToken(config, trainable)

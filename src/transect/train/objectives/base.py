@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -11,34 +11,70 @@ from ..batches import Batch
 from ..data import Position
 
 
-class Objective(Protocol):
+class StepFailed(ValueError):
+    """A step cannot begin, because something outside failed (a reward function, say). Nothing of the run has changed,
+    so it can be saved and taken up again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A measurement on validation data.
+
+    Attributes:
+        loss: mean over ``labels``; lower is better.
+        bytes: bytes of text that the labels spell; 0: not known.
+        extra: further numbers, such as a reward.
+    """
+
+    loss: float
+    labels: int
+    bytes: int = 0
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class Objective:
     """Makes the micro-batches of each step, and their loss.
 
-    ``position`` is where in its data it is; setting it to what it was makes the same batches again.
+    ``position`` is where in its data it is; setting it to what it was, and giving ``state`` back, makes the same
+    batches again.
     """
 
     position: Position
 
     def described(self) -> Sequence[str]:
         """What was read from each file, for the start of a run."""
-        ...
+        raise NotImplementedError
 
     def batches(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of ``step`` (from 0), on the host. A micro-batch counts by its ``num_labels``."""
-        ...
+        """The micro-batches of ``step`` (from 0), on the host. A micro-batch counts by its ``num_labels``.
+
+        Raises:
+            StepFailed: they cannot be made; the position is what it was.
+        """
+        raise NotImplementedError
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss over the labels of a micro-batch that is on the model's device."""
-        ...
+        raise NotImplementedError
 
     def metrics(self) -> Mapping[str, float]:
         """Further numbers of the last step, for the log."""
-        ...
+        return {}
 
-    def evaluate(self) -> tuple[float, int, int] | None:
-        """Validation: mean loss, number of labels, and bytes of text that these are (0: unknown); None without data."""
-        ...
+    def evaluate(self) -> Evaluation | None:
+        """Validation; None without data."""
+        raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
         """Digests by part (``identity.py``): where they are the same, the same position means the same batches."""
-        ...
+        raise NotImplementedError
+
+    def state(self) -> Mapping[str, Tensor]:
+        """What the next steps need beside the position, as tensors on the CPU: answers that were drawn before the last
+        step, say. Copies that later steps do not change."""
+        return {}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what ``state`` gave. ValueError if it is of another objective."""
+        if tensors:
+            raise ValueError("the checkpoint holds the state of another objective")

@@ -1,4 +1,4 @@
-r"""Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300), without a reference model or a critic.
+r"""Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300), without a critic.
 
 For each prompt the engine draws a group of answers with the model as it is now. An answer's advantage is its reward
 measured against its group:
@@ -7,21 +7,24 @@ measured against its group:
 
 and each of its tokens t, drawn with log-probability o_t, has the loss
 
-    ratio = exp(log p(t) - o_t)        loss = -min(ratio A_i, clip(ratio, 1 - c, 1 + c) A_i)
+    ratio = exp(log p(t) - o_t)        k = exp(log p0(t) - log p(t)) - (log p0(t) - log p(t)) - 1
+    l_t = -min(ratio A_i, clip(ratio, 1 - clip, 1 + clip_high) A_i) + beta k
 
-averaged over all tokens of the step. Each batch of answers is used for one optimizer step, so the ratio is 1 up to the
-rounding between the engine's arithmetic and the trainer's; ``ratio`` in the log shows how far that is, and the clip
-only guards. A group whose rewards are all alike teaches nothing and adds nothing. Both log-probabilities are of the
-model itself, before temperature.
+with p0 the model as it was when the run began (``reference.py``). ``loss`` says what the sum of the l_t is divided by:
+Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), DAPO (Yu et al. 2025, arXiv:2503.14476), BNPO as TRL has it.
+
+The answers of a rollout are used for ``iterations * minibatches`` optimizer steps. In the first the ratio is 1 up to
+the rounding between the engine's arithmetic and the trainer's; ``ratio`` in the log shows how far from 1 it went. All
+log-probabilities are of the distribution that drew the answers: temperature and cuts included (``drawn.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,35 +32,24 @@ import torch
 from torch import Tensor
 
 from ...engine.sampling_params import SamplingParams
+from ...text.inert import chat_tokens
+from ..answers import AnswerBatch, Rollout, advantages, token_weights
 from ..batches import IGNORE, Batch, best_fit
 from ..config import TrainConfig
 from ..data import Position
-from ..files import find
-from ..logprobs import batch_logprobs
+from ..drawn import Cut, kept_tokens
+from ..identity import base_identity
+from ..logprobs import batch_hidden, token_logprobs
 from ..model import Trainable
+from ..reference import Reference
+from ..rewards import Judge, read_prompts
 from ..rollout import Answer, roll_out
-
-Reward = Callable[[str, Mapping[str, Any]], float]
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerBatch(Batch):
-    """Prompts with their answers. For each token that predicts one of the answer's: ``old_T`` its log-probability when
-    it was drawn, ``advantage_T`` its answer's advantage; 0 elsewhere. Both float32."""
-
-    old_T: Tensor
-    advantage_T: Tensor
-
-    def to(self, device: torch.device) -> AnswerBatch:
-        moved = Batch.to(self, device)
-        return AnswerBatch(
-            moved.tokens_T, moved.labels_T, moved.positions_T, moved.cu_seqlens, self.num_labels, self.longest,
-            self.old_T.to(device), self.advantage_T.to(device),
-        )  # fmt: skip
+from ..tokens import check_ids
+from .base import Evaluation, Objective
 
 
-class GRPO:
-    """See ``Objective``."""
+class GRPO(Objective):
+    """See ``Objective``. Making it copies the reference, so the model must still have its first weights then."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
         if trainable.tokenizer is None or trainable.template is None:
@@ -65,67 +57,188 @@ class GRPO:
         self._config, self._trainable = config, trainable
         self._tokenizer = trainable.tokenizer
         self.position = Position()
-        self._records = read_prompts(config.data.train)
-        self._prompts = []
-        for record in self._records:
-            prompt = record["prompt"]
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            self._prompts.append(self._tokenizer.encode(trainable.template.render(messages), parse_special=True))
-        room = config.data.seq_len - config.grpo.max_tokens
-        if max(map(len, self._prompts)) > room:
-            raise ValueError(
-                f"a prompt has {max(map(len, self._prompts))} tokens; data.seq_len leaves room for {room} beside an "
-                "answer: raise it or lower grpo.max_tokens"
-            )
-        self._reward = reward_function(config.grpo.reward)
-        self._seen: list[tuple[Tensor, int]] = []
+        settings = config.grpo
+        self._judge = Judge(settings.reward, settings.reward_weights)
+        self._records, self._prompts = self._read(config.data.train, "data.train")
+        self._held_out = self._read(config.data.validation, "data.validation") if config.data.validation else None
+        self._cut = Cut(settings.top_k, settings.top_p, settings.min_p)
+        self._reference = Reference(trainable) if settings.beta else None
+        self._rollout: Rollout | None = None
+        self._next = 0
         self._summary: dict[str, float] = {}
+        self._seen: list[tuple[Tensor, int]] = []
 
     def described(self) -> Sequence[str]:
-        return [f"{len(self._prompts)} prompts from {', '.join(self._config.data.train)}"]
+        files = ", ".join(self._config.data.train)
+        lines = [f"{len(self._prompts)} prompts from {files}; rewards: {', '.join(self._judge.names)}"]
+        if self._reference is not None:
+            lines.append(f"the reference is a copy of what is trained: {self._reference.nbytes / 2**20:.1f} MiB")
+        return lines
 
     def batches(self, step: int) -> Sequence[Batch]:
-        settings, model = self._config.grpo, self._trainable.model
-        chosen = self._choose(settings.prompts)
-        params = SamplingParams(n=settings.group, temperature=settings.temperature, max_tokens=settings.max_tokens)
-        answers = roll_out(
-            model,
-            [self._prompts[i] for i in chosen],
-            params,
-            eos_token_ids=self._tokenizer.eos_token_ids,
-            seed=self._config.seed * 100_003 + step,
-        )
-        rewards = np.array([self._judge(answer, chosen) for answer in answers]).reshape(len(chosen), settings.group)
-        deviation = rewards - rewards.mean(1, keepdims=True)
-        advantages = (deviation / (rewards.std(1, keepdims=True) + 1e-4)).ravel()
-        lengths = [len(answer.token_ids) for answer in answers]
-        self._summary = {"reward": float(rewards.mean()), "answer_tokens": float(np.mean(lengths))}
+        settings = self._config.grpo
+        rollout = self._rollout
+        if rollout is None or step - int(rollout.begun) >= settings.steps_a_rollout:
+            before = copy(self.position)
+            try:
+                rollout = self._draw(step)
+            except BaseException:
+                self.position = before
+                raise
+            self._rollout = rollout
+        self._next = step + 1
         self._seen = []
-        sizes = np.array([len(self._prompts[chosen[a.prompt]]) + len(a.token_ids) for a in answers])
-        groups = best_fit(np.arange(len(answers)), sizes, self._config.data.micro_batch)
-        return [self._pack([answers[i] for i in group], advantages[group], chosen) for group in groups]
+        part = (step - int(rollout.begun)) % settings.minibatches
+        order = np.arange(len(rollout))
+        if settings.minibatches > 1:
+            key = [self._config.seed, int(rollout.begun)]
+            order = np.random.Generator(np.random.Philox(key=key)).permutation(order)
+        return self._micro_batches(rollout, np.array_split(order, settings.minibatches)[part])
 
     def loss(self, batch: Batch) -> Tensor:
         assert isinstance(batch, AnswerBatch)
-        clip = self._config.grpo.clip
+        settings = self._config.grpo
+        model = self._trainable.model
         used = batch.labels_T != IGNORE
-        new = batch_logprobs(self._trainable.model, batch)[used]
+        hidden_TD, head_VD = batch_hidden(model, batch), model.head.dense()
+        new = token_logprobs(
+            hidden_TD, head_VD, batch.labels_T, temperature=settings.temperature, kept=batch.kept
+        )[used]  # fmt: skip
+        advantage, weight = batch.advantage_T[used], batch.weight_T[used]
         ratio = torch.exp(new - batch.old_T[used])
-        advantage = batch.advantage_T[used]
-        objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-        self._seen.append(((ratio.detach() - 1).abs().max(), batch.num_labels))
-        return -objective.mean()
+        within = ratio.clamp(1 - settings.clip, 1 + (settings.clip_high or settings.clip))
+        losses = -torch.minimum(ratio * advantage, within * advantage)
+        divergence = torch.zeros_like(losses)
+        if len(batch.reference_T):
+            further = batch.reference_T[used] - new
+            divergence = further.exp() - further - 1
+            losses = losses + settings.beta * divergence
+        clipped = (ratio * advantage > within * advantage).float()
+        furthest = (ratio.detach() - 1).abs().max()
+        seen = torch.stack([furthest, clipped.mean(), divergence.detach().mean()])
+        self._seen.append((seen, batch.num_labels))
+        return (losses * weight).sum()
 
     def metrics(self) -> Mapping[str, float]:
-        furthest = max(float(distance) for distance, _ in self._seen)
-        return {**self._summary, "ratio": 1 + furthest}
+        found = dict(self._summary)
+        if self._seen:
+            values = torch.stack([seen for seen, _ in self._seen]).double().cpu().numpy()
+            share = np.array([labels for _, labels in self._seen]) / sum(labels for _, labels in self._seen)
+            found["ratio"] = 1 + float(values[:, 0].max())
+            found["clipped"] = float(share @ values[:, 1])
+            if self._reference is not None:
+                found["kl"] = float(share @ values[:, 2])
+        return found
 
-    def evaluate(self) -> tuple[float, int, int] | None:
-        return None
+    def evaluate(self) -> Evaluation | None:
+        """The greedy answers to the held-out prompts; the loss is minus their mean reward."""
+        if self._held_out is None:
+            return None
+        records, prompts = self._held_out
+        params = SamplingParams(temperature=0.0, max_tokens=self._config.grpo.max_tokens)
+        answers = self._answers(prompts, params, seed=0)
+        total = self._judge.total(self._rewards(answers, records))
+        reward = 0.0 if np.isnan(total).all() else float(np.nanmean(total))
+        tokens = float(np.mean([len(answer.token_ids) for answer in answers]))
+        return Evaluation(-reward, len(answers), extra={"reward": reward, "answer_tokens": tokens})
 
     def identity(self) -> dict[str, str]:
         records = json.dumps([self._records, self._prompts], sort_keys=True, ensure_ascii=False, default=str)
-        return {"data": hashlib.sha256(records.encode()).hexdigest(), "sizes": str(self._config.seed)}
+        found = {"data": hashlib.sha256(records.encode()).hexdigest(), "sizes": str(self._config.seed)}
+        if self._reference is not None:
+            found["base"] = base_identity(self._trainable.source)
+        return found
+
+    def state(self) -> Mapping[str, Tensor]:
+        rollout = self._rollout
+        if rollout is None or self._next - int(rollout.begun) >= self._config.grpo.steps_a_rollout:
+            return {}
+        summary = {f"summary/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self._summary.items()}
+        return {**rollout.state(), **summary}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        if tensors:
+            self._rollout = Rollout.from_state(tensors)
+            self._summary = {
+                name.removeprefix("summary/"): float(value)
+                for name, value in tensors.items()
+                if name.startswith("summary/")
+            }
+
+    def _read(self, paths: Sequence[str], setting: str) -> tuple[list[dict[str, Any]], list[list[int]]]:
+        """The rows of prompts, and the prompts as tokens."""
+        template = self._trainable.template
+        assert template is not None
+        records = read_prompts(paths, setting)
+        prompts = []
+        for record in records:
+            prompt = record["prompt"]
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            tools = {"tools": record["tools"]} if record.get("tools") else {}
+            prompts.append(chat_tokens(template, self._tokenizer, messages, **tools)[1])
+        check_ids(max(map(max, prompts)), self._trainable.source.config.vocab_size, setting)
+        room = self._config.data.seq_len - self._config.grpo.max_tokens
+        if max(map(len, prompts)) > room:
+            raise ValueError(
+                f"a prompt of {setting} has {max(map(len, prompts))} tokens; data.seq_len leaves room for {room} "
+                "beside an answer: raise it or lower grpo.max_tokens"
+            )
+        return records, prompts
+
+    # ---- a rollout ---------------------------------------------------------------------------------------------------
+
+    def _draw(self, step: int) -> Rollout:
+        settings = self._config.grpo
+        chosen = self._choose(settings.prompts)
+        params = SamplingParams(
+            n=settings.group, temperature=settings.temperature, max_tokens=settings.max_tokens, top_p=settings.top_p,
+            top_k=settings.top_k, min_p=settings.min_p,
+        )  # fmt: skip
+        prompts = [self._prompts[i] for i in chosen]
+        answers = self._answers(prompts, params, seed=self._config.seed * 100_003 + step)
+        rewards = self._rewards(answers, [self._records[i] for i in chosen])
+        total = self._judge.total(rewards).reshape(len(chosen), settings.group)
+        self._summarise(rewards, total, answers)
+        ends = set(self._tokenizer.eos_token_ids)
+        rollout = Rollout(
+            begun=torch.tensor(step),
+            prompt_A=torch.tensor([chosen[answer.prompt] for answer in answers]),
+            length_A=torch.tensor([len(answer.token_ids) for answer in answers]),
+            advantage_A=torch.from_numpy(advantages(total, settings.scale_rewards).ravel()),
+            truncated_A=torch.tensor([answer.token_ids[-1] not in ends for answer in answers]),
+            tokens_N=torch.tensor([token for answer in answers for token in answer.token_ids]),
+            old_N=torch.tensor([value for answer in answers for value in answer.logprobs]),
+            reference_N=torch.empty(0),
+            kept_N=torch.empty(0, dtype=torch.int32),
+            kept_ids=torch.empty(0, dtype=torch.int32),
+        )
+        if settings.truncated or settings.temperature != 1.0:  # the engine's log-probabilities are of the raw logits
+            self._score(rollout)
+        if self._reference is not None:
+            with self._reference.in_place():
+                rollout.reference_N = self._logprobs(rollout)
+        return rollout
+
+    def _answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Answer]:
+        ends = self._tokenizer.eos_token_ids
+        return roll_out(self._trainable.model, prompts, params, eos_token_ids=ends, seed=seed)
+
+    def _rewards(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """What each function says to each answer, ``[answers, functions]``."""
+        texts = [self._tokenizer.decode(answer.token_ids) for answer in answers]
+        return np.array([self._judge(text, records[a.prompt]) for text, a in zip(texts, answers, strict=True)])
+
+    def _summarise(self, rewards: np.ndarray, total: np.ndarray, answers: Sequence[Answer]) -> None:
+        judged = total[~np.isnan(total)]
+        self._summary = {
+            "reward": float(judged.mean()) if len(judged) else 0.0,
+            "alike": float(np.mean([len(np.unique(group[~np.isnan(group)])) < 2 for group in total])),
+            "answer_tokens": float(np.mean([len(answer.token_ids) for answer in answers])),
+        }
+        if len(self._judge.names) > 1:
+            for name, column in zip(self._judge.names, rewards.T, strict=True):
+                said = column[~np.isnan(column)]
+                self._summary[f"reward/{name.rpartition(':')[2]}"] = float(said.mean()) if len(said) else 0.0
 
     def _choose(self, count: int) -> list[int]:
         """Take the next prompts, in the shuffled order of their epoch."""
@@ -140,64 +253,69 @@ class GRPO:
             self.position = Position(self.position.epoch + whole, 0 if whole else index)
         return chosen
 
-    def _judge(self, answer: Answer, chosen: list[int]) -> float:
-        text = self._tokenizer.decode(answer.token_ids)
-        value = float(self._reward(text, self._records[chosen[answer.prompt]]))
-        if value != value or value in (float("inf"), -float("inf")):
-            raise ValueError(f"the reward of the answer {text!r} is {value}: the reward function must return a number")
-        return value
+    # ---- what the optimizer steps need of it -------------------------------------------------------------------------
 
-    def _pack(self, answers: Sequence[Answer], advantages: np.ndarray, chosen: list[int]) -> AnswerBatch:
-        tokens: list[int] = []
-        labels: list[int] = []
-        positions: list[int] = []
-        bounds, old, advantage = [0], [], []
-        for answer, value in zip(answers, advantages, strict=True):
-            prompt = self._prompts[chosen[answer.prompt]]
-            whole = [*prompt, *answer.token_ids]
-            tokens += whole
-            positions += range(len(whole))
-            labels += [IGNORE] * (len(prompt) - 1) + list(answer.token_ids) + [IGNORE]
-            old += [0.0] * (len(prompt) - 1) + list(answer.logprobs) + [0.0]
-            advantage += [0.0] * (len(prompt) - 1) + [float(value)] * len(answer.token_ids) + [0.0]
-            bounds.append(len(tokens))
-        return AnswerBatch(
-            torch.tensor(tokens),
-            torch.tensor(labels),
-            torch.tensor(positions),
-            torch.tensor(bounds, dtype=torch.int32),
-            sum(label != IGNORE for label in labels),
-            int(np.diff(bounds).max()),
-            torch.tensor(old),
-            torch.tensor(advantage),
+    def _packed(self, rollout: Rollout) -> list[list[int]]:
+        """All answers in as few micro-batches as may be."""
+        sizes = rollout.sizes(self._prompts)
+        return best_fit(np.arange(len(rollout)), sizes, self._config.data.micro_batch)
+
+    @torch.no_grad()
+    def _score(self, rollout: Rollout) -> None:
+        """Log-probabilities in the distribution that drew the answers, and what could be drawn."""
+        if self._config.grpo.truncated:
+            counts: list[Tensor] = [torch.empty(0)] * len(rollout)
+            ids: list[Tensor] = list(counts)
+            model = self._trainable.model
+            for group in self._packed(rollout):
+                batch = rollout.pack(group, self._prompts).to(self._trainable.device)
+                hidden_TD, head_VD = batch_hidden(model, batch), model.head.dense()
+                kept = kept_tokens(hidden_TD, head_VD, batch.labels_T, self._config.grpo.temperature, self._cut)
+                count_T = kept.bounds.diff()
+                for place, answer in enumerate(group):
+                    first, last = batch.cu_seqlens[place : place + 2].tolist()
+                    used = batch.labels_T[first:last] != IGNORE
+                    counts[answer] = count_T[first:last][used].int().cpu()
+                    ids[answer] = kept.ids_N[kept.bounds[first] : kept.bounds[last]].int().cpu()
+            rollout.kept_N, rollout.kept_ids = torch.cat(counts), torch.cat(ids)
+        rollout.old_N = self._logprobs(rollout)
+
+    @torch.no_grad()
+    def _logprobs(self, rollout: Rollout) -> Tensor:
+        """The log-probabilities of all tokens under the weights that are in place, ``[N]`` on the CPU."""
+        model = self._trainable.model
+        found: list[Tensor] = [torch.empty(0)] * len(rollout)
+        for group in self._packed(rollout):
+            batch = rollout.pack(group, self._prompts).to(self._trainable.device)
+            values_T = token_logprobs(
+                batch_hidden(model, batch), model.head.dense(), batch.labels_T,
+                temperature=self._config.grpo.temperature, kept=batch.kept,
+            )  # fmt: skip
+            for place, answer in enumerate(group):
+                first, last = batch.cu_seqlens[place : place + 2].tolist()
+                used = batch.labels_T[first:last] != IGNORE
+                found[answer] = values_T[first:last][used].float().cpu()
+        return torch.cat(found)
+
+    def _micro_batches(self, rollout: Rollout, order: np.ndarray) -> list[Batch]:
+        """The micro-batches of one optimizer step over the answers ``order``."""
+        settings = self._config.grpo
+        lengths = rollout.length_A.numpy()
+        masked = rollout.truncated_A.numpy() & settings.mask_truncated
+        usable = order[~masked[order]]
+        if not len(usable):  # nothing to learn from: a step without labels changes nothing
+            batch = rollout.pack([int(order[0])], self._prompts)
+            batch.labels_T.fill_(IGNORE)
+            return [replace(batch, num_labels=0)]
+        groups = best_fit(usable, rollout.sizes(self._prompts), self._config.data.micro_batch)
+        tokens = max(1.0, float(lengths[~masked].sum()) / settings.minibatches)
+        weights = token_weights(
+            settings.loss, groups, lengths, answers=len(order), tokens=tokens, max_tokens=settings.max_tokens
         )
-
-
-def read_prompts(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows with a ``prompt``: a string or messages. ValueError names the place of a bad row."""
-    records = []
-    for file in find(list(paths)):
-        if file.kind in ("text", "tokens"):
-            raise ValueError(f'{file.path} holds no prompts: objective = "grpo" needs rows with a "prompt"')
-        for where, row in file.rows():
-            if isinstance(row, ValueError):
-                raise ValueError(f"{where}: {row}")
-            if not row.get("prompt"):
-                raise ValueError(f'{where} needs a "prompt"; its keys are {", ".join(map(str, row))}')
-            records.append(dict(row))
-    if not records:
-        raise ValueError("no prompts: name a file with them in data.train")
-    return records
-
-
-def reward_function(name: str) -> Reward:
-    """``exact``, or the function that ``module:function`` names. ValueError if there is none."""
-    if name == "exact":
-        return lambda answer, record: float(answer.strip() == str(record.get("answer", "")).strip())
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'grpo.reward must be "exact" or "module:function"; {name!r} is not there ({error})') from None
-    reward: Reward = found
-    return reward
+        made = []
+        labels = int(lengths[usable].sum())
+        for group in groups:
+            # The trainer weighs a micro-batch by its share of the labels; here the weights have said it all.
+            share = sum(int(lengths[answer]) for answer in group) / labels
+            made.append(rollout.pack(group, self._prompts, {answer: weights[answer] / share for answer in group}))
+        return list(made)

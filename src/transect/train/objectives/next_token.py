@@ -8,25 +8,32 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..balance import Balance
 from ..batches import IGNORE, Batch
 from ..config import TrainConfig
 from ..data import Loader, Position, load_stream
 from ..loss import batch_loss, evaluate, token_loss
 from ..model import Trainable
+from .base import Evaluation, Objective
 
 
-class NextToken:
+class NextToken(Objective):
     """See ``Objective``."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
-        self._trainable = trainable
+        self._config, self._trainable = config, trainable
         self._accumulate = config.accumulate
         self._loss = token_loss(trainable.device)
+        self._balance = Balance(trainable.model, config.router)
         vocab_size = trainable.source.config.vocab_size
         tools = vocab_size, trainable.tokenizer, trainable.template
         ahead = trainable.device.type != "cpu"
         self._described: list[str] = []
-        reading: dict[str, Any] = {"skip": config.data.on_bad_row == "skip", "tell": self._described.append}
+        reading: dict[str, Any] = {
+            "skip": config.data.on_bad_row == "skip",
+            "apart": config.data.turns == "apart",
+            "tell": self._described.append,
+        }
         stream = load_stream(config.data.train, *tools, **reading)
         self.loader = Loader(stream, config.data, config.seed, ahead=ahead)
         self.validation: Loader | None = None
@@ -35,7 +42,7 @@ class NextToken:
             held_out = load_stream(config.data.validation, *tools, **reading)
             self.validation = Loader(held_out, config.data, config.seed)
 
-    @property
+    @property  # type: ignore[override]
     def position(self) -> Position:
         return self.loader.position
 
@@ -50,18 +57,20 @@ class NextToken:
         return [next(self.loader) for _ in range(self._accumulate)]
 
     def loss(self, batch: Batch) -> Tensor:
-        return batch_loss(self._trainable.model, batch, self._loss)
+        with self._balance.watching():
+            loss = batch_loss(self._trainable.model, batch, self._loss)
+        return loss + self._balance.loss()
 
     def metrics(self) -> Mapping[str, float]:
-        return {}
+        return self._balance.last
 
-    def evaluate(self) -> tuple[float, int, int] | None:
+    def evaluate(self) -> Evaluation | None:
         if self.validation is None:
             return None
         loss, labels = evaluate(self._trainable.model, self.validation.one_epoch(), self._loss)
         if self._validation_bytes is None:
             self._validation_bytes = self._count_bytes(self.validation)
-        return loss, labels, self._validation_bytes
+        return Evaluation(loss, labels, self._validation_bytes)
 
     def _count_bytes(self, loader: Loader) -> int:
         """Bytes of text that the labels of an epoch spell, the same in every one; special tokens spell none. 0 without

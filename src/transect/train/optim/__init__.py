@@ -20,8 +20,8 @@ __all__ = ["AdamW", "AdamW8bit", "Muon", "Optimizer", "build"]
 
 
 def build(
-    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, master_weights: bool = False
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, master_weights: bool = False, seed: int = 0
 ) -> Optimizer:
-    """The optimizer that ``config`` names, over the parameters that it is to change."""
+    """The optimizer that ``config`` names, over the parameters that it is to change; ``seed`` is that of the run."""
     kind = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}[config.name]
-    return kind(config, parameters, master_weights=master_weights)
+    return kind(config, parameters, master_weights=master_weights, seed=seed)

@@ -4,8 +4,8 @@ r"""AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101).
     w <- (1 - lr decay) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
 
 The moments have the weight's dtype (float32 with master weights). In 16 bits a step is computed in float32 and weight
-and moments are rounded once, at its end, on every device. The order of operations is that of torch's, so a float32 run
-agrees with it to rounding.
+and moments are rounded once, at its end, on every device: by chance, or to the nearest. The order of operations is that
+of torch's, so a float32 run agrees with it to rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.optim.adamw import FusedAdamW, Step
+from ...ops.optim.rounding import FIRST, SECOND, WEIGHT
 from .base import Optimizer
 
 
@@ -37,28 +38,33 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        given = {name: p for name, p in self.parameters.items() if p.grad is not None}
-        if not given or not self.skips or len({p.dtype for p in given.values()}) > 1:
+        given = self.gradients()
+        dtypes = {gradient.dtype for gradient in given.values()}
+        if not given or not self.skips or len(dtypes) > 1 or len({self.parameters[n].dtype for n in given}) > 1:
             return super().gradient_norm()
-        return self._tables(given).norm([p.grad for p in given.values() if p.grad is not None])
+        return self._tables(tuple(given)).norm(list(given.values()))
 
-    def _tables(self, parameters: Mapping[str, nn.Parameter]) -> FusedAdamW:
+    def _tables(self, names: tuple[str, ...]) -> FusedAdamW:
         """The address tables of these parameters, which are the same in every step."""
-        names = tuple(parameters)
         if self._fused is None or self._fused[0] != names:
-            weights, states = list(parameters.values()), [self.state[name] for name in names]
+            weights, states = [self.parameters[name] for name in names], [self.state[name] for name in names]
             masters = [state["master"] for state in states if "master" in state]
             tables = FusedAdamW(
-                weights, [s["m"] for s in states], [s["v"] for s in states], [self.decay(w) for w in weights], masters
+                weights,
+                [s["m"] for s in states],
+                [s["v"] for s in states],
+                [self.decay(w) for w in weights],
+                masters,
+                chance=self.config.rounding == "stochastic" and not masters and weights[0].dtype == torch.bfloat16,
+                numbers=[self.numbers[name] for name in names],
             )
             self._fused = names, tables
         return self._fused[1]
 
-    def update_all(self, parameters: Mapping[str, nn.Parameter], factor: float, scale: Tensor | None) -> None:
-        if not parameters or not self.skips:
-            super().update_all(parameters, factor, scale)
+    def update_all(self, gradients: Mapping[str, Tensor], factor: float, scale: Tensor | None) -> None:
+        if not gradients or not self.skips:
+            super().update_all(gradients, factor, scale)
             return
-        weights = list(parameters.values())
         config = self.config
         numbers = Step(
             config.learning_rate * factor,
@@ -67,36 +73,43 @@ class AdamW(Optimizer):
             config.eps,
             1 - config.beta1**self.steps,
             math.sqrt(1 - config.beta2**self.steps),
+            self.seed,
+            self.steps,
         )
-        one = torch.ones((), device=weights[0].device) if scale is None else scale
-        self._tables(parameters).step([w.grad for w in weights if w.grad is not None], numbers, one)
+        given = list(gradients.values())
+        one = torch.ones((), device=given[0].device) if scale is None else scale
+        self._tables(tuple(gradients)).step(given, numbers, one)
 
-    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float, scale: Tensor | None) -> None:
         state = self.state[name]
-        adamw_update(self, weight, gradient, state["m"], state["v"], factor)
+        adamw_update(self, name, weight, gradient, state["m"], state["v"], factor, scale)
 
 
 def adamw_update(
     optimizer: Optimizer,
+    name: str,
     weight: Tensor,
     gradient: Tensor,
     m: Tensor,
     v: Tensor,
     factor: float,
+    scale: Tensor | None = None,
     decay: float | None = None,
 ) -> None:
-    """The formula above, in place on ``weight``, ``m`` and ``v``; ``decay`` is ``optimizer.decay(weight)`` if None."""
+    """The formula above, in place on ``weight``, ``m`` and ``v`` of the parameter ``name``; ``decay`` is
+    ``optimizer.decay(weight)`` if None."""
     decay = optimizer.decay(weight) if decay is None else decay
     if weight.dtype != torch.float32:
         flat = (weight.detach().view(-1), gradient.reshape(-1), m.view(-1), v.view(-1))
-        for narrow in zip(*(t.split(AdamW.WIDE) for t in flat), strict=True):
-            wide = [part.float() for part in narrow]
-            adamw_update(optimizer, wide[0], wide[1], wide[2], wide[3], factor, decay)
-            for index in (0, 2, 3):
-                narrow[index].copy_(wide[index])
+        for part, narrow in enumerate(zip(*(t.split(AdamW.WIDE) for t in flat), strict=True)):
+            wide = [narrow[0].float(), optimizer.widened(narrow[1], scale), narrow[2].float(), narrow[3].float()]
+            adamw_update(optimizer, name, wide[0], wide[1], wide[2], wide[3], factor, None, decay)
+            for index, shift in ((0, WEIGHT), (2, FIRST), (3, SECOND)):
+                optimizer.keep(name, narrow[index], wide[index], part * AdamW.WIDE, shift)
         return
     config = optimizer.config
     rate = config.learning_rate * factor
+    gradient = optimizer.widened(gradient, scale)
     weight.mul_(1 - rate * decay)
     m.lerp_(gradient, 1 - config.beta1)
     v.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)

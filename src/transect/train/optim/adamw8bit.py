@@ -39,10 +39,10 @@ class AdamW8bit(Optimizer):
             "v_scale": torch.zeros(blocks, 1, device=device),
         }
 
-    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float, scale: Tensor | None) -> None:
         state = self.state[name]
         if "m_scale" not in state:
-            adamw_update(self, weight, gradient, state["m"], state["v"], factor)
+            adamw_update(self, name, weight, gradient, state["m"], state["v"], factor, scale)
             return
         numbers, gradients = weight.detach().view(-1), gradient.reshape(-1)
         decay = self.decay(weight)
@@ -54,8 +54,8 @@ class AdamW8bit(Optimizer):
                 F.pad(values.float(), (0, m.numel() - len(own))).view_as(m)
                 for values in (own, gradients[first * BLOCK : (first + CHUNK) * BLOCK])
             )
-            adamw_update(self, flat, grad, m, v, factor, decay=decay)
-            own.copy_(flat.view(-1)[: len(own)])
+            adamw_update(self, name, flat, grad, m, v, factor, scale, decay)
+            self.keep(name, own, flat.view(-1)[: len(own)], first * BLOCK)
             part["m"].copy_(encode_signed(m, part["m_scale"]))
             part["v"].copy_(encode_positive(v, part["v_scale"]))
 

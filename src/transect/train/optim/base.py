@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ...ops.optim.rounding import WEIGHT, Draws, round_into
 from ..config import OptimizerConfig
 
 
@@ -15,18 +16,27 @@ class Optimizer:
 
     ``state[name][kind]`` is a tensor; with it, the number of steps and the parameters a run can go on to the last bit.
     A parameter without a gradient is left alone. With ``master_weights`` the update is made on a float32 copy, kept in
-    ``state[name]["master"]``, and the parameter is that copy rounded.
+    ``state[name]["master"]``, and the parameter is that copy rounded. What is kept in bfloat16 is computed in float32
+    and rounded once, at the end of the step, as ``config.rounding`` says; ``seed`` decides how chance falls.
     """
 
     def __init__(
-        self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, master_weights: bool = False
+        self,
+        config: OptimizerConfig,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        master_weights: bool = False,
+        seed: int = 0,
     ) -> None:
         if not parameters:
             raise ValueError("there is nothing to train: every parameter is frozen")
         self.config = config
         self.parameters = dict(parameters)
+        self.numbers = {name: number for number, name in enumerate(self.parameters)}
         self.master_weights = master_weights
+        self.seed = seed
         self.steps = 0
+        self._sums: dict[str, Tensor] = {}
         self.state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters.items():
             state = self.new_state(name, parameter)
@@ -38,9 +48,43 @@ class Optimizer:
         """The state of one parameter at the start."""
         raise NotImplementedError
 
-    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
-        """Change ``weight`` (the parameter, or its master copy) in place; ``factor`` scales the learning rate."""
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float, scale: Tensor | None) -> None:
+        """Change ``weight`` (the parameter, or its master copy) in place.
+
+        Args:
+            gradient: float32, or in the parameter's dtype.
+            factor: scales the learning rate.
+            scale: see ``step``.
+        """
         raise NotImplementedError
+
+    def keep(self, name: str, kept: Tensor, wide: Tensor, first: int = 0, shift: int = WEIGHT) -> None:
+        """Write ``wide``, float32, to ``kept``, a part of the state or the parameter called ``name``, in its dtype.
+
+        Args:
+            first: the number of its first element within the parameter.
+            shift: which random bits; see ``ops/optim/rounding.py``.
+        """
+        if kept.dtype == torch.bfloat16 and self.config.rounding == "stochastic":
+            round_into(kept, wide, Draws(self.seed, self.steps, self.numbers[name]), first, shift)
+        else:
+            kept.copy_(wide)
+
+    def gather(self) -> None:
+        """Add the gradients of a micro-batch in 16 bits to sums in float32, where later ones are not lost. Those in
+        float32 add up where they are."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and parameter.dtype != torch.float32:
+                if name in self._sums:
+                    self._sums[name].add_(parameter.grad)
+                else:
+                    self._sums[name] = parameter.grad.float()
+                parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient of each parameter that has one."""
+        found = {name: self._sums.get(name, p.grad) for name, p in self.parameters.items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     @property
     def skips(self) -> bool:
@@ -56,33 +100,37 @@ class Optimizer:
             scale: a float32 scalar that every gradient is multiplied by, from ``clip_scale``.
         """
         self.steps += 1
-        self.update_all({name: p for name, p in self.parameters.items() if p.grad is not None}, factor, scale)
+        self.update_all(self.gradients(), factor, scale)
 
-    def update_all(self, parameters: Mapping[str, nn.Parameter], factor: float, scale: Tensor | None) -> None:
-        """Update parameters, all of which have a gradient, one after another."""
-        for name, parameter in parameters.items():
-            gradient = parameter.grad
-            assert gradient is not None
-            if scale is not None:
-                gradient.mul_(scale.to(gradient.dtype))
+    def update_all(self, gradients: Mapping[str, Tensor], factor: float, scale: Tensor | None) -> None:
+        """Update the parameters that have a gradient, one after another."""
+        for name, gradient in gradients.items():
+            parameter = self.parameters[name]
             master = self.state[name].get("master")
             if master is None:
-                self.update(name, parameter, gradient, factor)
+                self.update(name, parameter, gradient, factor, scale)
             else:
-                self.update(name, master, gradient.float(), factor)
+                self.update(name, master, gradient, factor, scale)
                 parameter.copy_(master)
 
     def zero_grad(self) -> None:
         """Forget the gradients and give their memory back."""
+        self._sums = {}
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """The 2-norm of all gradients together, a float32 scalar; NaN or infinite if one of them is."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = list(self.gradients().values())
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros(())]
         return torch.stack(norms).norm()
+
+    @staticmethod
+    def widened(gradient: Tensor, scale: Tensor | None) -> Tensor:
+        """The gradient times ``scale`` in float32, where that rounds nothing away; in place where it is float32."""
+        wide = gradient.float()
+        return wide if scale is None else wide.mul_(scale)
 
     @staticmethod
     def clip_scale(norm: Tensor, most: float) -> Tensor:

@@ -5,8 +5,8 @@ For a matrix of a layer with gradient G:
     M <- mu M + G        U = G + mu M (Nesterov)        W <- (1 - lr decay) W - lr sqrt(max(1, rows / columns)) O(U)
 
 O(U) replaces U's singular values by about 1: with X = U / |U|, five rounds of X <- a X + (b A + c A^2) X with A = X X^T
-drive every singular value towards 1 (between 0.7 and 1.2, which is near enough). Embeddings, the head, norms and biases
-are left to AdamW, with its own learning rate.
+drive every singular value towards 1 (between 0.7 and 1.2, which is near enough). Embeddings, the head, norms, biases,
+routers and experts are left to AdamW, with its own learning rate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...ops.optim.rounding import FIRST
 from .adamw import adamw_update
 from .base import Optimizer
 
@@ -27,26 +28,29 @@ class Muon(Optimizer):
     @staticmethod
     def takes(name: str, parameter: Tensor) -> bool:
         """Whether a parameter is updated by Muon."""
-        return parameter.ndim == 2 and "layers." in name
+        return parameter.ndim == 2 and "layers." in name and "router" not in name and "experts_" not in name
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         dtype = torch.float32 if self.master_weights else parameter.dtype
         kinds = ("momentum",) if self.takes(name, parameter) else ("m", "v")
         return {kind: torch.zeros_like(parameter, dtype=dtype) for kind in kinds}
 
-    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float) -> None:
+    def update(self, name: str, weight: Tensor, gradient: Tensor, factor: float, scale: Tensor | None) -> None:
         state = self.state[name]
         if "momentum" not in state:
-            adamw_update(self, weight, gradient, state["m"], state["v"], factor)
+            adamw_update(self, name, weight, gradient, state["m"], state["v"], factor, scale)
             return
-        config, momentum = self.config, state["momentum"]
-        gradient = gradient.to(momentum.dtype)
+        config, gradient = self.config, self.widened(gradient, scale)
+        momentum, wide = state["momentum"].float(), weight.detach().float()
         momentum.mul_(config.muon_momentum).add_(gradient)
         rate = config.muon_learning_rate * factor
-        weight.mul_(1 - rate * self.decay(weight))
+        wide.mul_(1 - rate * self.decay(weight))
         stretch = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
         direction = orthogonal(gradient.add(momentum, alpha=config.muon_momentum))
-        weight.add_(direction.to(weight.dtype), alpha=-rate * stretch)
+        wide.add_(direction, alpha=-rate * stretch)
+        if weight.dtype != torch.float32:
+            self.keep(name, state["momentum"], momentum, shift=FIRST)
+            self.keep(name, weight, wide)
 
 
 def orthogonal(x: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""``transect top``: what a server does now, again every second."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    url: Annotated[str, typer.Argument(help="The server, such as http://localhost:8000; or a decision log.")],
+    window: Annotated[float, typer.Option(help="Seconds that are looked at.", min=0.1)] = 10.0,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="TRANSECT_API_KEY")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+) -> None:
+    """Live view of a server: where the time of its steps goes, MBU and MFU, the queue, KV blocks, who waits and why."""
+    import time
+    from json import dumps
+
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from ..explain.live import view
+    from ..explain.rates import rates_for
+    from ..explain.sources import open_log
+    from ..explain.work import StepWork
+
+    def look() -> str:
+        log = open_log(url, api_key)
+        found = view(log, StepWork.of(log.header, rates_for(log.header, preset)), window=window)
+        return dumps(found.to_dict()) if json else "\n".join(found.lines())
+
+    if once or not url.startswith("http"):
+        print(look())
+        return
+    if json:
+        while True:
+            print(look(), flush=True)
+            time.sleep(every)
+    with Live(Text(look()), console=Console(), refresh_per_second=4) as screen:
+        while True:
+            time.sleep(every)
+            screen.update(Text(look()))

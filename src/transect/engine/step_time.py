@@ -1,0 +1,167 @@
+"""How long steps take on this device: learned from the steps themselves, so that the next ones can be sized by time.
+
+A step's time is a sum of parts:
+
+    seconds = base + f(tokens) + a * keys + b * pairs
+
+``base`` is what any step takes: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
+(1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
+the positions of the cache that rows of one token attend to, ``pairs`` those of all tokens of prompts.
+
+The parts are the state of a Kalman filter (Kalman 1960), and every measured step corrects those that it consists of, by
+as much as is unknown of each. Nothing is assumed of the device: the first step sets the scale, and what has not been
+seen is taken to cost as much a token as that first step did. So steps grow carefully, a little beyond what is known.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+from .batch import ScheduledBatch
+
+KNOTS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+"""Tokens of a step between which its time is taken to rise in a straight line."""
+NOISE = 0.05
+"""How far one measured step may be off, as a share of its time."""
+DRIFT = 1e-3
+"""How far a part may wander from one step to the next, as a share of what was unknown of it at first."""
+DEVIATIONS = 3.0
+SMOOTHING = 0.02
+"""The share of the newest step in ``StepTimes.error``."""
+SURPRISE = 3.0
+"""A step this many times longer than predicted says little (something else ran), and corrects by so much at most."""
+
+Part = tuple[int, float]
+"""A part of the time, and how much of it a step has."""
+_BASE, _KEYS, _PAIRS = 0, len(KNOTS), len(KNOTS) + 1
+"""Places of the parts; those of the tokens lie between, one for each stretch between two knots."""
+
+
+class StepLoad(NamedTuple):
+    """What there is to do in a step."""
+
+    tokens: int
+    keys: int = 0
+    """Positions that rows of one token read from the cache, in all."""
+    pairs: int = 0
+    """Positions that the tokens of longer rows attend to, summed over these tokens."""
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> StepLoad:
+        """The work of a planned step."""
+        tokens = keys = pairs = 0
+        for row in batch.rows:
+            new = row.num_tokens
+            tokens += new
+            if new == 1:
+                keys += row.start + 1
+            else:
+                pairs += new * row.start + new * (new + 1) // 2
+        return cls(tokens, keys, pairs)
+
+
+class StepTimes:
+    """Learns from measured steps, and predicts others. Times are seconds."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Steps learned from."""
+        self.error = 0.0
+        """How far predictions are off, as a share of the time: a smoothed mean."""
+        self.measured = self.predicted = 0.0
+        """Seconds of those steps, in all, and what had been predicted for them."""
+        self._parts = [0.0] * (_PAIRS + 1)
+        self._unknown = [[0.0] * (_PAIRS + 1) for _ in self._parts]
+        """Covariance of ``_parts``."""
+        self._first = [0.0] * (_PAIRS + 1)
+        """What was unknown of each at first."""
+
+    def predict(self, load: StepLoad) -> float:
+        """How long a step will take; 0 before the first was measured."""
+        return self._expected(_parts_of(load))
+
+    def soonest(self, load: StepLoad) -> float:
+        """When a step may be over already: the prediction less ``DEVIATIONS`` of its standard deviation."""
+        parts = _parts_of(load)
+        expected = self._expected(parts)
+        variance = sum(share * self._covariance(part, parts) for part, share in parts)
+        return expected - DEVIATIONS * math.sqrt(max(variance, 0.0) + (self.error * expected) ** 2)
+
+    def learn(self, load: StepLoad, seconds: float) -> None:
+        """Take in how long a step took; what took no time teaches nothing."""
+        if seconds <= 0:
+            return
+        parts = _parts_of(load)
+        if not self.steps:
+            self._begin(load, seconds)
+        expected = self._expected(parts)
+        self.steps += 1
+        self.measured += seconds
+        self.predicted += expected
+        seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
+        self.error += SMOOTHING * (abs(seconds - expected) / seconds - self.error)
+        spread = [self._covariance(part, parts) for part in range(len(self._parts))]
+        variance = sum(share * spread[part] for part, share in parts) + (NOISE * max(expected, seconds)) ** 2
+        for part, covariance in enumerate(spread):
+            gain = covariance / variance
+            self._parts[part] += gain * (seconds - expected)
+            row = self._unknown[part]
+            self._unknown[part] = [known - gain * other for known, other in zip(row, spread, strict=True)]
+        for part, _ in parts:
+            self._unknown[part][part] += (DRIFT * self._first[part]) ** 2
+
+    def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int) -> int:
+        """How many tokens a step may have so that it takes no longer than ``seconds``.
+
+        Args:
+            beside: what the step does in any case; its tokens are part of the answer.
+            context: positions that each token beyond those attends to.
+            limit: the largest answer.
+        """
+        least = beside.tokens
+
+        def fits(tokens: int) -> bool:
+            more = tokens - least
+            return self.predict(StepLoad(tokens, beside.keys, beside.pairs + more * context)) <= seconds
+
+        low, high = least, max(limit, least)
+        if fits(high):
+            return high
+        while high - low > max(1, low // 32):  # to 3%, as good as predictions are
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _expected(self, parts: list[Part]) -> float:
+        return sum(share * self._parts[part] for part, share in parts)
+
+    def _covariance(self, part: int, parts: list[Part]) -> float:
+        row = self._unknown[part]
+        return sum(share * row[other] for other, share in parts)
+
+    def _begin(self, load: StepLoad, seconds: float) -> None:
+        """The first step: half of it may be the base, half its tokens; the rest is unknown by as much as it would be if
+        the step had been nothing else."""
+        each = seconds / load.tokens
+        widths = [each * (after - before) for before, after in pairwise(KNOTS)]
+        attention = [0.1 * seconds / max(load.keys, 4096), 0.1 * seconds / max(load.pairs, 1 << 20)]
+        self._first = [seconds, *widths, *attention]
+        self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0]
+        for part, first in enumerate(self._first):
+            self._unknown[part][part] = first**2
+
+
+def _parts_of(load: StepLoad) -> list[Part]:
+    """The parts that a step has something of."""
+    parts: list[Part] = [(_BASE, 1.0)]
+    for place, (before, after) in enumerate(pairwise(KNOTS), 1):
+        if load.tokens <= before:
+            break
+        parts.append((place, min((load.tokens - before) / (after - before), 1.0)))
+    if load.keys:
+        parts.append((_KEYS, load.keys))
+    if load.pairs:
+        parts.append((_PAIRS, load.pairs))
+    return parts

@@ -1,0 +1,160 @@
+"""A decision log as it is read: steps with their rows and times, requests with their lives (no torch).
+
+The engine writes events (``engine/decisions.py``). Here they become ``Step`` and ``Life`` objects, and the events stay
+beside them in their order, for who wants to run them again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..engine.decisions import Aborted, Added, Done, Header, Planned, Record, read_records
+
+StepRow = tuple[int, int, int]
+"""Sequence number, first position, tokens."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One engine step. Times are seconds on the engine's clock; ``at`` is None where the log ends before it."""
+
+    number: int
+    rows: list[StepRow]
+    planned: Planned
+    at: float | None = None
+    begins: float = 0.0
+    """When it was submitted and the step before was done."""
+    waited: float = 0.0
+    committed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From ``begins`` to ``at``."""
+        return (self.at or self.begins) - self.begins
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it computes."""
+        return sum(row[2] for row in self.rows)
+
+
+@dataclass(slots=True)
+class Life:
+    """One request, as the log saw it."""
+
+    added: Added
+    ends: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
+    """By choice: why it ended, its output tokens, the hashes of its full blocks."""
+    steps: list[tuple[int, StepRow]] = field(default_factory=list)
+    """(index into ``RunLog.steps``, row) of every row of its choices."""
+
+
+@dataclass(slots=True)
+class RunLog:
+    """A whole log, or as much of it as there is.
+
+    Attributes:
+        events: all records after the header, in their order.
+        steps: those that were planned, in their order.
+        requests: by id, in the order of their arrival at the scheduler. An id that was used again has its last life.
+        complete: whether it begins with the start of the engine.
+    """
+
+    header: Header
+    events: list[Record]
+    steps: list[Step]
+    requests: dict[str, Life]
+    lives: list[Life]
+    complete: bool
+
+    def life(self, name: str) -> Life:
+        """The request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
+
+        Raises:
+            ValueError: there is none, or more than one.
+        """
+        bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
+        bare = bare.removeprefix("resp_").removeprefix("msg_")
+        found = [key for key in self.requests if key in (name, bare) or key.startswith(f"{bare}-")]
+        if not found:
+            raise ValueError(f"the log has no request {name!r}: it ended too long ago, or never came")
+        if len(found) > 1 and name not in found:
+            raise ValueError(f"{name!r} is several requests ({', '.join(found[:5])}): give one of these")
+        return self.requests[name if name in found else found[0]]
+
+
+def load(path: str | Path) -> RunLog:
+    """The log in a file.
+
+    Raises:
+        ValueError: there is no such file, or it is no decision log.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): give a file that --decision-log wrote") from None
+    return build(read_records(data))
+
+
+def build(records: Iterable[Record], *, complete: bool = True) -> RunLog:
+    """A log from its records, the header first.
+
+    ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
+    that are missing are left out.
+    """
+    events = list(records)
+    header = events.pop(0)
+    assert isinstance(header, Header)
+    log = RunLog(header, events, [], {}, [], complete)
+    by_number: dict[int, Step] = {}
+    of_seq: dict[int, tuple[Life, int]] = {}
+    last: list[StepRow] | None = [] if complete else None
+    done_at = header.began
+    for event in events:
+        if isinstance(event, Added):
+            life = Life(event)
+            log.requests[event.request_id] = life
+            log.lives.append(life)
+            for choice in range(event.n):
+                of_seq[event.first_seq + choice] = life, choice
+        elif isinstance(event, Planned):
+            if not event.step:
+                continue
+            rows = last_rows_on(last) if event.rows is None else rows_of(event.rows)
+            last = rows
+            if rows is None:
+                continue
+            step = Step(event.step, rows, event)
+            by_number[event.step] = step
+            index = len(log.steps)
+            log.steps.append(step)
+            for row in rows:
+                if row[0] in of_seq:
+                    of_seq[row[0]][0].steps.append((index, row))
+        elif isinstance(event, Done):
+            found = by_number.pop(event.step, None)
+            if found is not None:
+                found.at, found.waited, found.committed = event.at, event.waited, event.committed
+                found.begins = max(found.planned.at, done_at)
+                done_at = event.at
+        if isinstance(event, (Done, Aborted)):
+            for seq, reason, count, digests in event.ended:
+                if seq in of_seq:
+                    owner, choice = of_seq[seq]
+                    owner.ends[choice] = reason, count, digests
+    return log
+
+
+def rows_of(packed: bytes) -> list[StepRow]:
+    """The rows of a ``Planned`` record."""
+    numbers = array("I")
+    numbers.frombytes(packed)
+    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+
+
+def last_rows_on(rows: Sequence[StepRow] | None) -> list[StepRow] | None:
+    """The rows of a step that goes on from these with one token each; None where these are not known."""
+    return None if rows is None else [(seq, start + count, 1) for seq, start, count in rows]

@@ -1,0 +1,152 @@
+"""``MoE``: a mixture of experts as the feed-forward half of a layer.
+
+The router scores experts in float32, the step's rows are sorted by expert, each expert multiplies its rows, and a
+token's results are added up with the router's weights (``ops/moe/``). No shape depends on where tokens go, so a CUDA
+graph can capture it.
+
+Shapes: T tokens, k experts of each, R = T k rows, D model dim, F width of an expert, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.opset import OpSet
+from .config import ModelConfig
+from .config_moe import MoEConfig
+from .weights.dense import Dense
+from .weights.projection import Half, Projection
+from .weights.weight import Kinds, Weight
+
+Watch = Callable[[Tensor, Tensor], object]
+
+SLOPE = 1.702
+"""Of the sigmoid in the clamped SwiGLU."""
+
+
+class Router(nn.Module):
+    """``x [T, D] -> logits [T, E]`` in float32, whatever the model computes in. ``score_bias`` is no part of them."""
+
+    bias: nn.Parameter | None
+    score_bias: Tensor | None
+
+    def __init__(
+        self,
+        moe: MoEConfig,
+        dim: int,
+        ops: OpSet,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight = nn.Parameter(torch.empty(moe.experts, dim, device=device, dtype=dtype))
+        bias = torch.empty(moe.experts, device=device, dtype=dtype) if moe.router_bias else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        wide = torch.zeros(moe.experts, device=device, dtype=torch.float32) if moe.score_bias else None
+        self.register_buffer("score_bias", wide)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        bias = None if self.bias is None else self.bias.to(wide)
+        logits_TE: Tensor = self.ops.linear(x_TD.to(wide), self.weight.to(wide), bias)
+        return logits_TE
+
+
+class SharedRouter(nn.Module):
+    """``x [T, D] -> [T, 1]``: how much the shared experts count."""
+
+    def __init__(
+        self, dim: int, ops: OpSet, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out_T1: Tensor = self.ops.linear(x_TD, self.weight)
+        return out_T1.sigmoid()
+
+
+class MoE(Half):
+    """``[T, D] -> [T, D]``. The matrices of all experts are one ``Weight`` each, one expert below the other:
+    ``experts_gate``, ``experts_up`` ``[E F, D]`` and ``experts_down`` ``[E D, F]``.
+
+    ``watch``, where it is set, is told the router's logits ``[T, E]`` and the experts ``[T, k]`` of each call: the
+    losses that balance experts are made of them (``train/balance.py``).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        ops: OpSet,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        kinds: Kinds | None = None,
+    ) -> None:
+        super().__init__()
+        self.moe, self.ops = moe, ops
+        self.watch: Watch | None = None
+        gate = partial(ops.expert_gating, k=moe.per_token, score=moe.score, renormalize=moe.renormalize)
+        self._gate = partial(gate, scale=moe.scale, groups=moe.groups, groups_kept=moe.groups_kept)
+
+        def matrix(name: str, inputs: int, outputs: int, bias: bool) -> Weight:
+            kind = Dense if kinds is None else kinds(f"mlp.{name}")
+            return kind(outputs, inputs, bias, ops=ops, device=device, dtype=dtype)
+
+        n, dim, width = moe.experts, config.dim, moe.expert_dim
+        self.router = Router(moe, dim, ops, device=device, dtype=dtype)
+        self.experts_gate = matrix("experts_gate", dim, n * width, moe.bias)
+        self.experts_up = matrix("experts_up", dim, n * width, moe.bias)
+        self.experts_down = matrix("experts_down", width, n * dim, moe.bias)
+        self.shared_gate_up: Projection | None = None
+        self.shared_router: SharedRouter | None = None
+        if moe.shared_dim:
+            self.shared_gate = matrix("shared_gate", dim, moe.shared_dim, False)
+            self.shared_up = matrix("shared_up", dim, moe.shared_dim, False)
+            self.shared_gate_up = Projection(shared_gate=self.shared_gate, shared_up=self.shared_up)
+            self.shared_down = matrix("shared_down", moe.shared_dim, dim, False)
+        if moe.shared_gate:
+            self.shared_router = SharedRouter(dim, ops, device=device, dtype=dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        logits_TE = self.router(x_TD)
+        weights_Tk, experts_Tk = self._gate(logits_TE, self.router.score_bias)
+        if self.watch is not None:
+            self.watch(logits_TE, experts_Tk)
+        order_R, places_R, starts_E1 = self.ops.expert_order(experts_Tk, self.moe.experts)
+        gate_RF = self.experts_gate.grouped(x_TD, starts_E1, order_R)
+        up_RF = self.experts_up.grouped(x_TD, starts_E1, order_R)
+        y_RD = self.experts_down.grouped(self._activated(gate_RF, up_RF), starts_E1)
+        out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
+        return out_TD if self.shared_gate_up is None else out_TD + self._shared(x_TD, self.shared_gate_up)
+
+    def _activated(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+        clamp = self.moe.clamp
+        if clamp is None:
+            out: Tensor = self.ops.swiglu(gate_RF, up_RF)
+            return out
+        gate_RF, up_RF = gate_RF.clamp(max=clamp), up_RF.clamp(-clamp, clamp)
+        return (up_RF + 1) * gate_RF * torch.sigmoid(SLOPE * gate_RF)
+
+    def _shared(self, x_TD: Tensor, gate_up: Projection) -> Tensor:
+        out_TD = self.shared_down(self.ops.swiglu(*gate_up.apart(x_TD)))
+        return out_TD if self.shared_router is None else self.shared_router(x_TD) * out_TD
+
+    def projections(self) -> dict[str, Weight]:
+        """What it multiplies by, under the names of ``shapes.EXPERT_PROJECTIONS`` (experts' gate and up apart)."""
+        found: dict[str, Weight] = {
+            "experts_gate": self.experts_gate,
+            "experts_up": self.experts_up,
+            "experts_down": self.experts_down,
+        }
+        if self.shared_gate_up is not None:
+            found |= {"shared_gate_up": self.shared_gate_up, "shared_down": self.shared_down}
+        return found

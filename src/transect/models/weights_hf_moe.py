@@ -1,0 +1,35 @@
+"""Where Hugging Face checkpoints keep experts and routers: names below ``model.layers.N.``, by family.
+
+An expert is a tensor of its own; ``{}`` stands for its number.
+"""
+
+from __future__ import annotations
+
+_MIXTRAL = {
+    "experts_gate": "block_sparse_moe.experts.{}.w1",
+    "experts_up": "block_sparse_moe.experts.{}.w3",
+    "experts_down": "block_sparse_moe.experts.{}.w2",
+    "router": "block_sparse_moe.gate",
+}
+_COMMON = {
+    "experts_gate": "mlp.experts.{}.gate_proj",
+    "experts_up": "mlp.experts.{}.up_proj",
+    "experts_down": "mlp.experts.{}.down_proj",
+    "router": "mlp.gate",
+    "shared_router": "mlp.shared_expert_gate",
+}
+
+
+def expert_tensor(architecture: str, inner: str, kind: str) -> str | None:
+    """The tensor of ``mlp.experts_up`` or the like, and of its ``weight``, ``bias`` or ``score_bias``; None for what is
+    no part of a mixture of experts."""
+    name = inner.removeprefix("mlp.")
+    names = _MIXTRAL if architecture == "mixtral" else _COMMON
+    if kind == "score_bias":
+        return f"{names['router']}.e_score_correction_bias"
+    if name in names:
+        return f"{names[name]}.{kind}"
+    if name.startswith("shared_"):
+        shared = "shared_expert" if architecture == "qwen2_moe" else "shared_experts"
+        return f"mlp.{shared}.{name.removeprefix('shared_')}_proj.{kind}"
+    return None

@@ -1,0 +1,7 @@
+"""Mixture of experts, in the order of a layer. Every shape follows from tokens, choices and experts, never from values.
+
+* ``gating.py``          which experts a token goes to, and with what weight
+* ``ordering.py``        the rows of a step sorted by expert
+* ``grouped_linear.py``  a product that takes each row's expert; its kernels in ``triton.py``
+* ``combining.py``       the weighted sum of what a token's experts say
+"""

@@ -1,0 +1,165 @@
+"""The kernels of ``grouped_linear.py``.
+
+Tiles of rows are dealt out on the device: expert e needs ``ceil(rows of e / BM)`` of them, and a program finds its
+expert from the running sum of these. The grid holds as many tiles as any routing can need, ``R / BM + min(E, R)``. So
+it follows from shapes alone and a CUDA graph can capture it; programs without a tile end at once.
+
+Shapes: R sorted rows, E experts, O outputs and I inputs of each.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..lang.jit import INTERPRETED, kernel, next_power_of_2, require, tl
+from ..lang.tiles import dot
+
+Tiling = tuple[int, int, int, int]
+"""BM, BN, BK, warps."""
+
+
+def tiling(rows: int, experts: int) -> Tiling:
+    """By the rows that an expert has on average; not tuned on any device yet."""
+    if INTERPRETED:
+        return 16, 16, 16, 4
+    each = rows / max(1, experts)
+    if each <= 16:
+        return 16, 64, 128, 4
+    return (64, 128, 64, 4) if each <= 96 else (128, 128, 64, 8)
+
+
+@kernel
+def _expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(expert, first row, end of the expert's rows) of a tile; the expert is E where there is no such tile."""
+    e = tl.arange(0, WIDTH)
+    first = tl.load(starts + e, e < E, 0)
+    last = tl.load(starts + e + 1, e < E, 0)
+    tiles = (last - first + BM - 1) // BM
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum(((ends <= tile) & (e < E)).to(tl.int32), 0)
+    mine = e == expert
+    row = tl.sum(tl.where(mine, first + (tile - ends + tiles) * BM, 0), 0)
+    return expert, row, tl.sum(tl.where(mine, last, 0), 0)
+
+
+@kernel
+def _product(  # type: ignore[no-untyped-def]
+    x, weight, bias, starts, order, out, N, K, E, k_choices,
+    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED."""
+    expert, row, end = _expert_of_tile(starts, tl.program_id(0), E, BM, WIDTH)
+    if expert < E:
+        r = row + tl.arange(0, BM)
+        inside = r < end
+        source = r
+        if ORDERED:
+            source = tl.load(order + r, inside, 0) // k_choices
+        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        at = weight + expert.to(tl.int64) * N * K
+        if TRANSPOSED:
+            at += n[None, :]
+        else:
+            at += n[None, :] * K
+        acc = tl.zeros([BM, BN], tl.float32)
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            a = tl.load(x + source.to(tl.int64)[:, None] * K + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
+            step = k[:, None] * N if TRANSPOSED else k[:, None]
+            b = tl.load(at + step, (n < N)[None, :] & (k < K)[:, None], 0.0)
+            acc = dot(a, b, acc)
+        if BIAS:
+            acc += tl.load(bias + expert * N + n, n < N, 0.0).to(tl.float32)[None, :]
+        place = out + r.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), inside[:, None] & (n < N)[None, :])
+
+
+@kernel
+def _weight_gradient(  # type: ignore[no-untyped-def]
+    g, x, starts, order, dw, db, O, I, k_choices,
+    ORDERED: tl.constexpr, BIAS: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """``dw[e, o, i] = sum over rows of e of g[r, o] x[r, i]``; an expert without rows gets zeros."""
+    expert = tl.program_id(0)
+    o = tl.program_id(1) * BO + tl.arange(0, BO)
+    i = tl.program_id(2) * BI + tl.arange(0, BI)
+    first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
+    acc = tl.zeros([BO, BI], tl.float32)
+    total = tl.zeros([BO], tl.float32)
+    for start in range(first, last, BR):
+        r = start + tl.arange(0, BR)
+        inside = r < last
+        source = r
+        if ORDERED:
+            source = tl.load(order + r, inside, 0) // k_choices
+        a = tl.load(g + r.to(tl.int64)[None, :] * O + o[:, None], inside[None, :] & (o < O)[:, None], 0.0)
+        b = tl.load(x + source.to(tl.int64)[:, None] * I + i[None, :], inside[:, None] & (i < I)[None, :], 0.0)
+        acc = dot(a, b, acc)
+        if BIAS:
+            total += tl.sum(a.to(tl.float32), 1)
+    row = expert.to(tl.int64) * O + o
+    tl.store(dw + row[:, None] * I + i[None, :], acc.to(dw.dtype.element_ty), (o < O)[:, None] & (i < I)[None, :])
+    if BIAS:
+        tl.store(db + row, total.to(db.dtype.element_ty), (o < O) & (tl.program_id(2) == 0))
+
+
+def triton_grouped_linear(
+    x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """``grouped_linear.reference`` in Triton; can be captured in a CUDA graph."""
+    experts = len(starts) - 1
+    outputs, inputs = weight.shape[0] // experts, weight.shape[1]
+    return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, False)
+
+
+def triton_input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """dL/dx of the sorted rows, ``[R, I]``."""
+    experts = len(starts) - 1
+    outputs, inputs = weight.shape[0] // experts, weight.shape[1]
+    return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, True)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor,
+    order: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    transposed: bool,
+) -> Tensor:
+    require("grouped_linear", x, weight)
+    x = x.contiguous()
+    experts = len(starts) - 1
+    rows = len(x) if order is None else len(order)
+    out = x.new_empty(rows, n)
+    if rows and n:
+        bm, bn, bk, warps = tiling(rows, experts)
+        tiles = rows // bm + min(experts, rows)
+        _product[(tiles, -(-n // bn))](
+            x, weight, weight if bias is None else bias.contiguous(), starts, starts if order is None else order, out,
+            n, k, experts, 1 if order is None else rows // len(x),
+            TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, WIDTH=next_power_of_2(experts),
+            BM=bm, BN=bn, BK=bk, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def triton_weight_gradient(
+    grad: Tensor, x: Tensor, starts: Tensor, order: Tensor | None, like: Tensor, biased: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(dL/dweight, dL/dbias or None); ``like`` is the weight."""
+    grad, x = grad.contiguous(), x.contiguous()
+    experts = len(starts) - 1
+    outputs, inputs = like.shape[0] // experts, like.shape[1]
+    dw = like.new_empty(like.shape)
+    db = like.new_empty(len(like)) if biased else None
+    bo, bi, br = (16, 16, 16) if INTERPRETED else (64, 64, 32)
+    _weight_gradient[(experts, -(-outputs // bo), -(-inputs // bi))](
+        grad, x, starts, starts if order is None else order, dw, dw if db is None else db, outputs, inputs,
+        1 if order is None else len(order) // max(1, len(x)),
+        ORDERED=order is not None, BIAS=biased, BO=bo, BI=bi, BR=br,
+    )  # fmt: skip
+    return dw, db

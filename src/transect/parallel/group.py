@@ -1,0 +1,85 @@
+"""``Group``: some ranks, and what they do together. The tensors may be on a CPU (gloo) or on GPUs (NCCL).
+
+Every rank of a group calls the same functions in the same order, with tensors of the same shape and dtype; that is all
+that keeps them together. On a GPU the calls are put on the current stream, and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Group:
+    """The ranks along one axis of a mesh. With one rank every function is free.
+
+    Args:
+        ranks: their numbers in the world, in order.
+        rank: the own place among them.
+        group: of torch; None where there is one rank.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
+        self.ranks, self.rank, self.group = ranks, rank, group
+
+    @classmethod
+    def alone(cls) -> Group:
+        """A group of one rank."""
+        return cls((0,), 0, None)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in the place of ``x``, the same to the bit on every rank."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """``[...]`` of each rank -> ``[ranks, ...]``, in the order of the ranks."""
+        if self.group is None:
+            return x[None]
+        out = x.new_empty(self.size, *x.shape)
+        _gather(out.flatten(0, 1) if x.ndim else out, x.contiguous(), group=self.group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """``[ranks * n, ...]`` of each rank -> the own ``[n, ...]`` of the sum."""
+        if self.group is None:
+            return x
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        _scatter(out, x.contiguous(), group=self.group)
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """``[ranks * n, ...]``: part i goes to rank i; what comes back is the part from each rank, in their order."""
+        if self.group is None:
+            return x
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        return out
+
+    def send(self, x: Tensor, to: int) -> dist.Work | None:
+        """Start sending to the rank at place ``to``; ``x`` must stay as it is until the work is done."""
+        return dist.isend(x.contiguous(), group=self.group, group_dst=to)
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Fill ``x`` with what the rank at place ``source`` sends."""
+        dist.recv(x, group=self.group, group_src=source)
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """``x`` of the rank at place ``source``, in the place of everybody's."""
+        if self.group is not None:
+            dist.broadcast(x, group=self.group, group_src=source)
+        return x

@@ -1,0 +1,262 @@
+"""Start the ranks: children of this process, or, under ``torchrun``, the processes that are there.
+
+``Ranks.start(4)`` makes this process rank 0 and starts three children (``python -m transect.parallel.rank``). They meet
+in a file in a private folder, and gloo takes ports that the system chooses; no port is fixed. Each child holds the end
+of a pipe from this process and ends when that closes, so none outlives it, however it ends. A child that ends before
+its time is noticed at once: ``failure`` says what is known of it, and whoever asked to be told is told.
+
+``Ranks.join()`` is for a program that ``torchrun`` has started on every rank, on one host or several.
+
+What the children do is a job: a function, named ``module:function``, that takes the ``World`` and an object::
+
+    ranks = Ranks.start(2)
+    ranks.call("mine:work", settings)      # on all ranks but this one ...
+    work(ranks.world, settings)            # ... and here
+    ranks.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .world import World
+
+BEGIN_S = 300.0
+"""For all ranks to import torch and meet."""
+END_S = 5.0
+"""For children to end by themselves."""
+NOTICE_S = 2.0
+"""Within which the end of a child is known after a connection to it broke."""
+
+
+class RankFailure(RuntimeError):
+    """A rank has ended, and the others cannot go on without it. The message says which, and what is known."""
+
+
+class Ranks:
+    """The ranks, seen from rank 0 (``start``) or from any of them (``join``)."""
+
+    def __init__(self, world: World, children: dict[int, subprocess.Popen[bytes]], folder: Path | None) -> None:
+        self.world = world
+        self.failure: str | None = None
+        """Why a child has ended before its time."""
+        self._children, self._folder = children, folder
+        self._closing = False
+        self._told: list[Callable[[str], object]] = []
+        for rank, child in children.items():
+            threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
+
+    @classmethod
+    def start(cls, size: int, device: str = "cpu", first_device: int = 0) -> Ranks:
+        """Make this process rank 0 of ``size``, and start the others on this host.
+
+        Args:
+            device: ``cpu``, or ``cuda``: rank i computes on GPU ``first_device`` + i.
+
+        Raises:
+            ValueError: there are not so many GPUs, or this process belongs to ranks already.
+            RankFailure: a rank ended before it had begun.
+        """
+        if dist.is_initialized():
+            raise ValueError(
+                "this process is one of several ranks already: end the engine that has them first (del llm), or start "
+                "this one in another process"
+            )
+        check_devices(size, device, first_device)
+        folder = Path(tempfile.mkdtemp(prefix="transect-ranks-"))
+        children: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for rank in range(1, size):
+                arguments = (str(folder), str(rank), str(size), device, str(first_device))
+                children[rank] = subprocess.Popen(
+                    [sys.executable, "-m", "transect.parallel.rank", *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=2,  # the output of a program is rank 0's
+                    process_group=0,  # a terminal's Ctrl-C is rank 0's business
+                )
+            _await(folder, children)
+            world = meet(folder, 0, size, device, first_device)
+        except BaseException:
+            for child in children.values():
+                child.kill()
+                child.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(world, children, folder)
+
+    @classmethod
+    def join(cls, device: str = "cpu") -> Ranks:
+        """The ranks that ``torchrun`` has started; see ``under_torchrun``.
+
+        Raises:
+            ValueError: this host has fewer GPUs than ranks.
+        """
+        local, on_host = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        check_devices(on_host, device)
+        if not dist.is_initialized():
+            place = _device(device, local)
+            dist.init_process_group(_backend(device), **_options(place))
+        return cls(World(_device(device, local)), {}, None)
+
+    def call(self, job: str, argument: Any) -> None:
+        """Have all other ranks run ``job`` (``module:function``) with their ``World`` and ``argument``, when they are
+        done with the one before. Rank 0 alone calls this."""
+        self.world.announce((job, argument))
+
+    def tell(self, listener: Callable[[str], object]) -> None:
+        """Have ``listener`` called, in another thread, when a child ends before its time."""
+        self._told.append(listener)
+
+    def check(self) -> None:
+        """See that no child has ended.
+
+        Raises:
+            RankFailure: one has.
+        """
+        if self.failure is not None:
+            raise RankFailure(self.failure)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for an error of rank 0: it may come of the end of another rank, of which more is known."""
+        if broken(error) and self._children:
+            until = time.monotonic() + NOTICE_S
+            while self.failure is None and time.monotonic() < until:
+                time.sleep(0.01)
+        if self.failure is not None:
+            return RankFailure(self.failure)
+        if broken(error):
+            return RankFailure("another rank has ended, and this one cannot go on without it")
+        return error
+
+    def close(self) -> None:
+        """End the children. Harmless when repeated."""
+        if self._closing:
+            return
+        self._closing = True
+        for child in self._children.values():
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+        until = time.monotonic() + END_S
+        for child in self._children.values():
+            try:
+                child.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the children by their ranks."""
+        return {rank: child.pid for rank, child in self._children.items()}
+
+    def _watch(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        code = child.wait()
+        if self._closing or self.failure is not None:
+            return
+        self.failure = _ended(rank, child.pid, code, self._folder)
+        for listener in self._told:
+            listener(self.failure)
+
+
+def under_torchrun() -> bool:
+    """Whether ``torchrun`` (or what sets the same variables) has started this process as one of several."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def check_devices(size: int, device: str, first_device: int = 0) -> None:
+    """See that there is a device for each rank of this host.
+
+    Raises:
+        ValueError: there are fewer GPUs.
+    """
+    if device == "cuda" and first_device + size > torch.cuda.device_count():
+        raise ValueError(
+            f"{size} ranks from GPU {first_device} on need {first_device + size} GPUs, and torch sees "
+            f"{torch.cuda.device_count()}: ask for fewer ranks, or give device='cpu'"
+        )
+
+
+def meet(folder: Path, rank: int, size: int, device: str, first_device: int) -> World:
+    """Join the ranks that meet in ``folder``; returns when all are there."""
+    store = dist.FileStore(str(folder / "store"), size)
+    place = _device(device, first_device + rank)
+    lonely = "GLOO_SOCKET_IFNAME" not in os.environ
+    if lonely:  # all ranks are here; the host's name may lead anywhere
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, **_options(place))
+        return World(place)
+    finally:
+        if lonely:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def broken(error: BaseException) -> bool:
+    """Whether an error says that the connection to another rank broke: then that one has ended."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "Broken pipe", "NCCL"))
+
+
+def arrived(folder: Path, rank: int) -> Path:
+    """The file that a child makes when it is about to meet the others."""
+    return folder / f"rank-{rank}"
+
+
+def last_words(folder: Path, rank: int) -> Path:
+    """The file in which a child says why it ends."""
+    return folder / f"rank-{rank}.error"
+
+
+def _backend(device: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+def _options(place: torch.device) -> dict[str, Any]:
+    return {"timeout": timedelta(seconds=BEGIN_S), **({"device_id": place} if place.type == "cuda" else {})}
+
+
+def _device(device: str, index: int) -> torch.device:
+    if device != "cuda":
+        return torch.device(device)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _await(folder: Path, children: dict[int, subprocess.Popen[bytes]]) -> None:
+    """Wait until every child is about to meet the others."""
+    until = time.monotonic() + BEGIN_S
+    while missing := [rank for rank in children if not arrived(folder, rank).exists()]:
+        for rank in missing:
+            code = children[rank].poll()
+            if code is not None:
+                raise RankFailure(_ended(rank, children[rank].pid, code, folder) + " while it started")
+        if time.monotonic() > until:
+            raise RankFailure(f"rank {missing[0]} has not begun within {BEGIN_S:.0f} s")
+        time.sleep(0.01)
+
+
+def _ended(rank: int, pid: int, code: int, folder: Path | None) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    words = ""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            words = last_words(folder, rank).read_text().strip()
+    return f"rank {rank} (process {pid}) {how}" + (f": {words}" if words else "")

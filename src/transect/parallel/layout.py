@@ -1,0 +1,73 @@
+"""``Layout``: how many ranks there are along each axis, and which place a rank has. Plain arithmetic, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+AXES = ("data", "pipeline", "tensor")
+"""From the outermost to the innermost: ranks of one tensor group are neighbours, so they share a host's fast links."""
+
+
+class Place(NamedTuple):
+    """Where a rank is along each axis, from 0."""
+
+    data: int
+    pipeline: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the axes. The ranks count along ``tensor`` first, then ``pipeline``, then ``data``.
+
+    Raises:
+        ValueError: a size is no whole number of at least 1.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}_parallel_size must be a whole number of at least 1, got {size!r}")
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """In the order of ``AXES``."""
+        return self.data, self.pipeline, self.tensor
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.data * self.pipeline * self.tensor
+
+    def place(self, rank: int) -> Place:
+        """Where ``rank`` is.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"there is no rank {rank} in a layout of {self.size} ranks ({self})")
+        rest, tensor = divmod(rank, self.tensor)
+        data, pipeline = divmod(rest, self.pipeline)
+        return Place(data, pipeline, tensor)
+
+    def rank(self, place: Place) -> int:
+        """The rank at a place."""
+        return (place.data * self.pipeline + place.pipeline) * self.tensor + place.tensor
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}"
+
+
+def share(size: int, part: int, parts: int) -> slice:
+    """Part ``part`` of ``size`` things in a row, cut into ``parts`` that differ by at most one thing: the first ones
+    are the larger."""
+    each, more = divmod(size, parts)
+    start = part * each + min(part, more)
+    return slice(start, start + each + (part < more))

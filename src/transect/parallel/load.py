@@ -1,0 +1,200 @@
+"""A rank's part of a model, built and filled: of every weight its slice is read, and nothing else.
+
+On a CPU the layers run one by one, because ranks add up between them; quantized weights stay packed and are multiplied
+by the C++ kernels where those can run. On a GPU the fused stack runs, with the sums between its kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..models.config import ModelConfig
+from ..models.decoder import Decoder
+from ..models.embedding import Embedding
+from ..models.fused_stack import FusedStack, Fusions
+from ..models.fused_stack import refusal as refusal_to_fuse
+from ..models.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
+from ..models.resolve import ModelSource
+from ..models.stored import Stored, StoredWeights, Values, within
+from ..models.weights.int4_serving import PANEL
+from ..models.weights.packed import Packed, PackedEmbedding
+from ..models.weights.weight import Kinds
+from ..ops.cpu.library import Library
+from ..ops.opset import OpSet, resolve_ops
+from .mesh import Mesh
+from .shards import Shard
+from .tensor import ShardedEmbedding, sharded_kinds
+
+
+def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
+    """The part of a model that this rank has.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
+    place, layout = mesh.place, mesh.layout
+    return Shard(config, place.tensor, layout.tensor, place.pipeline, layout.pipeline)
+
+
+def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
+    """The weights that a rank has, under the names of its model; reading one reads the rank's part alone."""
+    for name, stored in weights:
+        part = shard.part(name, stored.shape)
+        if part is not None:
+            yield shard.own_name(name), part_of(stored, part)
+
+
+def part_of(stored: Stored, part: tuple[slice, slice]) -> Stored:
+    """Some rows and columns of a weight, as a weight."""
+    bounds = [within(size, cut) for size, cut in zip(stored.shape, part, strict=False)]
+    shape = tuple(cut.stop - cut.start for cut in bounds)
+
+    def read(rows: slice, columns: slice) -> Values:
+        inner = [within(size, cut) for size, cut in zip(shape, (rows, columns), strict=False)]
+        moved = [slice(o.start + i.start, o.start + i.stop) for o, i in zip(bounds, inner, strict=True)]
+        return stored.read(*moved)
+
+    return Stored(shape, read)
+
+
+def load_shard(
+    source: ModelSource,
+    mesh: Mesh,
+    *,
+    dtype: str = "auto",
+    native: bool | None = None,
+    threads: int | None = None,
+    block_size: int = 16,
+    seed: int = 0,
+    deterministic: bool = False,
+    quantization: str | None = None,
+) -> tuple[Decoder, str, bool]:
+    """This rank's part of a model on the CPU; a sentence for the start-up line: what computes it, and why; and whether
+    that is the C++ kernels.
+
+    The arguments are those of ``models.load.load_model``.
+
+    Raises:
+        ValueError: as there, or the model or its file cannot be cut between so many ranks.
+    """
+    shard = shard_of(source.config, mesh)
+    library, why = kernels(
+        shard.local,
+        dtype=dtype,
+        native=native,
+        threads=threads,
+        block_size=block_size,
+        quantization=quantization,
+    )
+    if library is None:
+        model = _torch_model(source, shard, mesh, dtype, deterministic)
+    else:
+        why = f"{why}, layers one by one"
+        model = _packed_model(source, shard, mesh, library, half=dtype == "auto", int4=quantization == "int4")
+    weights = stored_weights(source, seed)
+    if quantization is not None:
+        refuse_adapter(source)
+        if library is not None:
+            check_groups(shard, PANEL * 4)
+        else:
+            weights = rounded_layers(weights)
+    return fill(model, shard_weights(weights, shard)).requires_grad_(False), why, library is not None
+
+
+def refuse_adapter(source: ModelSource) -> None:
+    """ValueError if a model with an adapter is to be cut and rounded to 4 bits."""
+    if source.adapter is not None:
+        raise ValueError(
+            "int4 over several devices takes no adapter: leave one of them out, or merge the adapter first (transect "
+            "export --merge)"
+        )
+
+
+def load_shard_on_device(
+    source: ModelSource,
+    *,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    ops: OpSet,
+    max_positions: int,
+    seed: int = 0,
+    fusions: Fusions | None = None,
+    kinds: Kinds | None = None,
+) -> Decoder:
+    """This rank's part of a model on its GPU; the arguments are those of ``models.load.load_on_device``.
+
+    Raises:
+        ValueError: as there, or the model cannot be cut between so many ranks.
+    """
+    device = mesh.world.device
+    shard = shard_of(source.config, mesh)
+    if kinds is not None:
+        refuse_adapter(source)
+        check_groups(shard, PANEL * 4)
+    model = Decoder(shard.local, "meta", dtype, ops=ops, kinds=sharded_kinds(kinds, shard, mesh.tensor))
+    shard_embedding(model, shard, mesh, dtype)
+    model = allocated(model, device)
+    with progress(source) as advance:
+        weights = shard_weights(stored_weights(source, seed, dtype, device), shard)
+        fill(model, weights, advance=advance if mesh.world.rank == 0 else None)
+    if refusal_to_fuse(source.config) is None:
+        model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
+    return model
+
+
+def shard_embedding(model: Decoder, shard: Shard, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Put this rank's part of the embedding into a model that is on ``meta``."""
+    if mesh.tensor.size == 1:
+        return
+    tokens = shard.vocabulary
+    table = Embedding(tokens.stop - tokens.start, shard.model.dim, device="meta", dtype=dtype)
+    model.embed = ShardedEmbedding(table, mesh.tensor, tokens)  # type: ignore[assignment]
+    model.tie_weights()
+
+
+def check_groups(shard: Shard, group: int) -> None:
+    """See that no rank's part ends within a group of numbers that share a scale, when weights are made 4-bit.
+
+    Raises:
+        ValueError: one does.
+    """
+    local = shard.local
+    for name, size in (("o", local.q_dim), ("down", local.ffn_dim)):
+        if shard.ranks > 1 and size % group:
+            raise ValueError(
+                f"quantization rounds groups of {group} numbers of a row together, and {shard.ranks} ranks would have "
+                f"{size} columns of {name} each: take fewer ranks, or leave quantization out"
+            )
+
+
+def _torch_model(source: ModelSource, shard: Shard, mesh: Mesh, dtype: str, deterministic: bool) -> Decoder:
+    number_type = kv_dtype(dtype)
+    ops = resolve_ops("cpu", batch_invariant=deterministic or number_type is torch.float32)
+    model = Decoder(shard.local, "meta", number_type, ops=ops, kinds=sharded_kinds(None, shard, mesh.tensor))
+    shard_embedding(model, shard, mesh, number_type)
+    return model.to_empty(device="cpu")
+
+
+def _packed_model(
+    source: ModelSource, shard: Shard, mesh: Mesh, library: Library, *, half: bool, int4: bool
+) -> Decoder:
+    packed = partial(Packed, library=library, half=half)
+    in_layers = partial(packed, int4=int4)
+    kinds = sharded_kinds(lambda name: packed if name == "head" else in_layers, shard, mesh.tensor)
+    model = Decoder(shard.local, "meta", torch.float32, kinds=kinds)
+    tokens = shard.vocabulary
+    table = packed(tokens.stop - tokens.start, shard.model.dim)
+    model.embed = PackedEmbedding(table)  # type: ignore[assignment]
+    if mesh.tensor.size > 1:
+        model.embed = ShardedEmbedding(model.embed, mesh.tensor, tokens)  # type: ignore[assignment]
+    if shard.model.tied_embeddings:
+        if mesh.tensor.size > 1:
+            model.head.inner = table  # type: ignore[assignment]
+        else:
+            model.head = table
+        model.head_tied = True
+    if half and model.position_embed is not None:
+        model.position_embed.to(torch.bfloat16)
+    return model.to_empty(device="cpu")

@@ -1,0 +1,57 @@
+"""A child of ``Ranks.start``: ``python -m transect.parallel.rank FOLDER RANK SIZE DEVICE FIRST_DEVICE``.
+
+It meets the others and runs the jobs that rank 0 announces, one after another. Its standard input is a pipe from rank
+0; when that closes, rank 0 has ended or wants it to end, and it ends whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from .launch import arrived, broken, last_words, meet
+from .world import World
+
+PATIENCE_S = 30.0
+
+
+def main() -> None:
+    """Entry point; exits 1 when a job fails, and leaves a line that says why."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    folder, (rank, size), device = Path(sys.argv[1]), map(int, sys.argv[2:4]), sys.argv[4]
+    try:
+        arrived(folder, rank).touch()
+        serve_jobs(meet(folder, rank, size, device, int(sys.argv[5])))
+    except Exception as error:
+        if broken(error):  # another rank has ended; rank 0 hears of that first, and says so
+            time.sleep(PATIENCE_S)
+        else:
+            traceback.print_exc()
+            last_words(folder, rank).write_text(f"{type(error).__name__}: {error}".splitlines()[0])
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def serve_jobs(world: World) -> None:
+    """Run what rank 0 announces, until it announces None."""
+    while (job := world.listen()) is not None:
+        name, argument = job
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)(world, argument)
+
+
+def _exit_with_parent(pipe: int) -> None:
+    while os.read(pipe, 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

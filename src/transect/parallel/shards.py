@@ -1,0 +1,152 @@
+"""What part of a model each rank has: rows and columns of every weight, and layers. Plain arithmetic, no torch.
+
+Along the tensor axis, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): q, k, v, gate and up are cut by their
+outputs, o and down by their inputs, so that a layer needs two sums over the ranks. Key heads are repeated where there
+are fewer than ranks. The embedding and the head are cut by the vocabulary. Norms, learned positions and the biases of o
+and down are whole on every rank.
+
+Along the pipeline axis each stage has a run of layers; the first has the embedding too, the last the norm and the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..models.config import ModelConfig
+from .layout import share
+
+ALL = slice(None)
+ROWS = 16
+"""The parts of the vocabulary are whole groups of so many rows, as packed matrices want them, but for the last."""
+
+CUT_OUTPUTS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+CUT_INPUTS = ("attention.o", "mlp.down")
+
+
+def vocabulary_part(vocab_size: int, rank: int, ranks: int) -> slice:
+    """The tokens that rank ``rank`` has of the embedding and the head; the last rank may have fewer.
+
+    Raises:
+        ValueError: there are more ranks than tokens.
+    """
+    if vocab_size < ranks:
+        raise ValueError(f"a vocabulary of {vocab_size} tokens cannot be cut for {ranks} ranks")
+    each = vocabulary_share(vocab_size, ranks)
+    return slice(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
+
+
+def vocabulary_share(vocab_size: int, ranks: int) -> int:
+    """The most tokens that a rank has."""
+    each = -(-vocab_size // (ranks * ROWS)) * ROWS
+    return each if (ranks - 1) * each < vocab_size else -(-vocab_size // ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of ``model`` that one rank has.
+
+    Attributes:
+        model: the whole model.
+        rank, ranks: along the tensor axis.
+        stage, stages: along the pipeline axis.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
+
+    model: ModelConfig
+    rank: int = 0
+    ranks: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        self.model.local(self.ranks)
+        if self.stages > self.model.n_layers:
+            raise ValueError(
+                f"pipeline_parallel_size is {self.stages}, and the model has {self.model.n_layers} layers: every stage "
+                "needs at least one"
+            )
+
+    @property
+    def layers(self) -> slice:
+        """The layers of this stage. The first stages have one more where they do not come out even; the last stage has
+        the head to compute beside its own."""
+        return share(self.model.n_layers, self.stage, self.stages)
+
+    @property
+    def first(self) -> bool:
+        """Whether it begins with token ids."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends with logits."""
+        return self.stage == self.stages - 1
+
+    @property
+    def local(self) -> ModelConfig:
+        """The sizes of what this rank computes: heads, feed-forward units and layers; the vocabulary is the whole."""
+        whole = self.model.local(self.ranks)
+        if self.stages == 1:
+            return whole
+        layers = self.layers
+        full = tuple(i - layers.start for i in self.model.full_attention_layers if layers.start <= i < layers.stop)
+        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full)
+
+    @property
+    def vocabulary(self) -> slice:
+        """The tokens whose rows of the embedding and of the head this rank has."""
+        return vocabulary_part(self.model.vocab_size, self.rank, self.ranks)
+
+    def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, slice] | None:
+        """The rows and columns of the weight ``name`` (of ``shape`` in the files) that this rank has; None: nothing."""
+        module = name.rpartition(".")[0]
+        if module.startswith("layers."):
+            _, layer, inner = module.split(".", 2)
+            if not self.layers.start <= int(layer) < self.layers.stop:
+                return None
+            if inner in CUT_OUTPUTS:
+                return self._even(shape[0], inner in ("attention.k", "attention.v")), ALL
+            if inner in CUT_INPUTS and len(shape) == 2:
+                return ALL, self._even(shape[1])
+            return ALL, ALL
+        if module in ("embed", "position_embed"):
+            tied = module == "embed" and self.last and self.model.tied_embeddings
+            if not (self.first or tied):
+                return None
+        elif not self.last:  # the norm and the head
+            return None
+        return (self.vocabulary if module in ("embed", "head") else ALL), ALL
+
+    def own_name(self, name: str) -> str:
+        """The name in this rank's model of a weight that it has a part of."""
+        if not name.startswith("layers."):
+            return name
+        _, layer, inner = name.split(".", 2)
+        return f"layers.{int(layer) - self.layers.start}.{inner}"
+
+    def _even(self, size: int, of_key_heads: bool = False) -> slice:
+        parts = min(self.ranks, self.model.n_kv_heads) if of_key_heads else self.ranks
+        at = self.rank * parts // self.ranks
+        return slice(at * size // parts, (at + 1) * size // parts)
+
+    def __str__(self) -> str:
+        model, parts = self.model, []
+        if self.ranks > 1:
+            heads = self._even(model.n_heads)
+            keys = self._even(model.n_kv_heads, True)
+            parts += [
+                f"heads {_span(heads)} of {model.n_heads}",
+                f"key heads {_span(keys)} of {model.n_kv_heads}",
+                f"tokens {_span(self.vocabulary)} of {model.vocab_size}",
+            ]
+        if self.stages > 1:
+            parts += [f"layers {_span(self.layers)} of {model.n_layers}"]
+            parts += ["embedding"] if self.first else []
+            parts += ["head"] if self.last else []
+        return ", ".join(parts) or "the whole model"
+
+
+def _span(part: slice) -> str:
+    return f"{part.start}" if part.stop == part.start + 1 else f"{part.start}-{part.stop - 1}"

@@ -1,0 +1,184 @@
+"""Tensor parallelism: kinds of ``Weight`` that stand around a shard, and a vocabulary that is cut between ranks.
+
+Matrices that are cut by their outputs need no kind of their own: each rank's is just smaller, and what comes out of it
+goes straight into this rank's heads or feed-forward units. These two do:
+
+* ``SummedShard`` around a matrix that is cut by its inputs (o, down): its product ends in an all-reduce;
+* ``GatheredShard`` around the rows of the head that a rank has: the logits of all ranks are gathered, so each of them
+  draws from the whole vocabulary, and all draw the same token.
+
+The matrix inside may be of any kind. They are for inference; a product has no gradient here.
+
+Shapes: T tokens, I inputs, O outputs, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..models.staging import Staging
+from ..models.storage import WeightFormat
+from ..models.weights.dense import Dense
+from ..models.weights.weight import Kinds, Product, Values, Weight, WeightKind
+from ..ops.opset import OpSet
+from .group import Group
+from .shards import Shard, vocabulary_share
+
+
+class ShardKind(Weight):
+    """What the kinds around a shard have in common: values, memory and format are those of ``inner``."""
+
+    inner: Weight
+
+    def load(self, values: Values, staging: Staging) -> None:
+        self.inner.load(values, staging)
+
+    def dense(self) -> Tensor:
+        return self.inner.dense()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    @property
+    def workspace(self) -> int:
+        return self.inner.workspace
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.inner.format
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self._after(self.inner(x_TI))
+
+    def product(self) -> Product:
+        inner, after = self.inner.product(), self._after
+        return lambda x: after(inner(x))
+
+    def _after(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SummedShard(ShardKind):
+    """``[O, I / ranks]`` of a matrix ``[O, I]``. The bias is whole on every rank, and added after the sum."""
+
+    def __init__(self, inner: Weight, group: Group, bias: Tensor | None) -> None:
+        super().__init__(inner.out_features, inner.in_features)
+        self.inner, self.group = inner, group
+        self.add_bias(bias)
+
+    def _after(self, y: Tensor) -> Tensor:
+        y = self.group.all_reduce(y)
+        return y if self.bias is None else y + self.bias
+
+
+class GatheredShard(ShardKind):
+    """Some rows of the head ``[V, I]``. Its product has all V outputs, on every rank."""
+
+    def __init__(self, inner: Weight, group: Group, vocab_size: int) -> None:
+        super().__init__(vocab_size, inner.in_features)
+        self.inner, self.group = inner, group
+        self.add_bias(None)
+        self._each = vocabulary_share(vocab_size, group.size)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the rows which this rank has."""
+        return self.inner.shape
+
+    def tie(self, table: nn.Parameter) -> bool:
+        return self.inner.tie(table)
+
+    def _after(self, y: Tensor) -> Tensor:
+        if y.shape[1] < self._each:
+            y = torch.nn.functional.pad(y, (0, self._each - y.shape[1]))
+        parts_RTV = self.group.all_gather(y)
+        return parts_RTV.transpose(0, 1).flatten(1)[:, : self.out_features]
+
+
+class ShardedEmbedding(nn.Module):
+    """The rows of a table that belong to ``tokens``; rows of other ranks come by an all-reduce.
+
+    Args:
+        table: a module that gathers rows of this rank's part.
+    """
+
+    def __init__(self, table: nn.Module, group: Group, tokens: slice) -> None:
+        super().__init__()
+        self.table, self.group = table, group
+        self.start, self.count = tokens.start, tokens.stop - tokens.start
+
+    def forward(self, index_T: Tensor) -> Tensor:
+        own_T = index_T - self.start
+        inside_T = (own_T >= 0) & (own_T < self.count)
+        rows_TD = self.table(own_T.clamp(0, self.count - 1))
+        return self.group.all_reduce(torch.where(inside_T[:, None], rows_TD, 0))
+
+    @property
+    def weight(self) -> nn.Parameter | None:
+        """The table where it is one of plain numbers, for a head that shares it."""
+        return getattr(self.table, "weight", None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, and numbers of one."""
+        return self.table.shape  # type: ignore[return-value]
+
+    @property
+    def bits(self) -> float:
+        """Bits of a number."""
+        return self.table.bits  # type: ignore[return-value]
+
+    def load(self, values: Values, staging: Staging) -> None:
+        """Take the values of a file, of this shape."""
+        self.table.load(values, staging)  # type: ignore[operator]
+
+
+def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group) -> Kinds:
+    """The kinds of a model that is ``shard.local``, with those above around the matrices that need one.
+
+    Args:
+        kinds: what the matrices are inside; None: all are dense.
+    """
+    inner_kind: Kinds = kinds or _dense
+
+    def kind(name: str) -> WeightKind:
+        made = inner_kind(name)
+        if group.size == 1:
+            return made
+        if name in ("attention.o", "mlp.down"):
+            return _wrapped(made, lambda inner, bias: SummedShard(inner, group, bias))
+        if name == "head":
+            rows = shard.vocabulary.stop - shard.vocabulary.start
+            return _wrapped(made, lambda inner, bias: GatheredShard(inner, group, shard.model.vocab_size), rows)
+        return made
+
+    return kind
+
+
+def _dense(name: str) -> WeightKind:
+    return Dense
+
+
+def _wrapped(
+    kind: WeightKind, around: Callable[[Weight, Tensor | None], Weight], rows: int | None = None
+) -> WeightKind:
+    """A kind whose weights are made as ``kind``, of ``rows`` outputs if given and without a bias, with ``around``
+    them."""
+
+    def make(
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        *,
+        ops: OpSet,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Weight:
+        inner = kind(rows or out_features, in_features, False, ops=ops, device=device, dtype=dtype)
+        return around(inner, torch.empty(out_features, device=device, dtype=dtype) if bias else None)
+
+    return make

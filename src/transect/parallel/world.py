@@ -1,0 +1,115 @@
+"""``World``: this process among the ranks that work together, and the messages between them.
+
+Messages are objects that rank 0 sends to all (``announce``, ``listen``), or that all show to all (``exchange``). They
+go by gloo over sockets of the host, beside whatever the devices use among themselves, and never wait for a device. They
+are pickled: all ranks are processes of one user and one program.
+
+A rank that fails while others wait for it says so in its next ``exchange`` (``Failure``), so that all of them end with
+the same sentence and none waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+FOR_EVER = timedelta(days=365)
+"""Ranks of an engine without work wait for their next message. That one of them is gone shows in the connection."""
+INLINE = 1024
+"""Bytes of a message that travel with its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank shows in an exchange in place of what was asked for. ``user``: the message says what to change."""
+
+    message: str
+    user: bool
+
+
+class SharedError(Exception):
+    """All ranks know of this error: none of them waits for the one that raised it first."""
+
+
+class SharedValueError(SharedError, ValueError):
+    """A rank found something that a user can mend."""
+
+
+class SharedRuntimeError(SharedError, RuntimeError):
+    """A rank found something else."""
+
+
+class World:
+    """All ranks, seen from one of them. torch's default process group must be there.
+
+    Args:
+        device: what this rank computes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        """How many ranks share this host."""
+        self._control = dist.new_group(backend="gloo", timeout=FOR_EVER)
+
+    def announce(self, message: Any) -> None:
+        """Send an object to all others, who ``listen``; rank 0 alone does."""
+        data = pickle.dumps(message)
+        head = torch.zeros(INLINE, dtype=torch.uint8)
+        head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if len(data) <= INLINE - 8:
+            head[8 : 8 + len(data)] = body
+        dist.broadcast(head, 0, group=self._control)
+        if len(data) > INLINE - 8:
+            dist.broadcast(body, 0, group=self._control)
+
+    def listen(self) -> Any:
+        """The next object that rank 0 announces."""
+        head = torch.empty(INLINE, dtype=torch.uint8)
+        dist.broadcast(head, 0, group=self._control)
+        length = int.from_bytes(head[:8].numpy().tobytes(), "little")
+        body = head[8 : 8 + length]
+        if length > INLINE - 8:
+            body = torch.empty(length, dtype=torch.uint8)
+            dist.broadcast(body, 0, group=self._control)
+        return pickle.loads(body.numpy().tobytes())
+
+    def exchange(self, mine: T | Failure) -> list[T]:
+        """What each rank shows, in their order.
+
+        Raises:
+            SharedValueError: a rank shows a ``Failure`` that a user can mend; the message is that of the first.
+            SharedRuntimeError: a rank shows another ``Failure``.
+        """
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self._control)
+        for rank, each in enumerate(found):
+            if isinstance(each, Failure):
+                where = "" if rank == self.rank else f"rank {rank}: "
+                raise (SharedValueError if each.user else SharedRuntimeError)(f"{where}{each.message}")
+        return found
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """See that all ranks have the same facts.
+
+        Raises:
+            SharedValueError: they differ; the message names the fact, the ranks and both values.
+        """
+        everybody = self.exchange(facts)
+        for rank, theirs in enumerate(everybody):
+            for name, value in everybody[0].items():
+                if theirs.get(name) != value:
+                    raise SharedValueError(
+                        f"the ranks disagree: {name} is {value!r} on rank 0 and {theirs.get(name)!r} on rank {rank}; "
+                        "start all ranks with the same program, files and settings"
+                    )

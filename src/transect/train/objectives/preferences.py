@@ -1,0 +1,127 @@
+"""What ``dpo``, ``orpo`` and ``kto`` share: examples of two documents, their epochs, the reference and validation.
+
+The frozen model that a run begins from is needed only for its log-probabilities of the answers, so these are taken
+once, before the first step, and no second model is kept. Logits exist a few rows at a time (``logprobs.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..batches import IGNORE, Batch
+from ..config import TrainConfig
+from ..data import Position
+from ..identity import base_identity
+from ..logprobs import batch_logprobs, document_sums
+from ..model import Trainable
+from ..tokens import check_ids
+from .base import Evaluation, Objective
+from .examples import ExampleBatch, Examples, read_pairs
+
+
+class Preferences(Objective):
+    """See ``Objective``. Making it computes the reference, so the model must still have its first weights then."""
+
+    NAME = "dpo"
+    REFERENCE = True
+    """Whether the loss compares with the frozen model."""
+
+    def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
+        if trainable.tokenizer is None or trainable.template is None:
+            raise ValueError(f'objective = "{self.NAME}" needs a model with a tokenizer and a chat template')
+        self._config, self._trainable = config, trainable
+        self.position = Position()
+        self._described: list[str] = []
+        self._seen: list[dict[str, Tensor]] = []
+        self._train = self._load(config.data.train)
+        self._validation = self._load(config.data.validation) if config.data.validation else None
+
+    def read(self, paths: Sequence[str]) -> Examples:
+        """The examples of files. ValueError if they cannot be read."""
+        trainable, config = self._trainable, self._config
+        assert trainable.tokenizer is not None and trainable.template is not None
+        stream = read_pairs(
+            paths, trainable.tokenizer, trainable.template, skip=config.data.on_bad_row == "skip",
+            tell=self._described.append,
+        )  # fmt: skip
+        return Examples(stream, config.data, config.seed)
+
+    def examples_loss(self, batch: ExampleBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean loss over the examples, and further numbers ``[examples]`` for the log."""
+        raise NotImplementedError
+
+    def gains(self, batch: ExampleBatch) -> Tensor:
+        """How much likelier each document's answer is than under the reference, ``[examples, 2]`` nats."""
+        answers = document_sums(batch_logprobs(self._trainable.model, batch), batch.cu_seqlens)
+        return (answers - batch.reference).view(-1, 2)
+
+    @staticmethod
+    def answer_tokens(batch: ExampleBatch) -> Tensor:
+        """How many tokens each document's answer has, ``[examples, 2]`` float32."""
+        return document_sums((batch.labels_T != IGNORE).float(), batch.cu_seqlens).view(-1, 2)
+
+    def described(self) -> Sequence[str]:
+        return self._described
+
+    def batches(self, step: int) -> Sequence[Batch]:
+        self._seen = []
+        made = []
+        for _ in range(self._config.accumulate):
+            plan = self._train.plan(self.position.epoch)
+            if self.position.index >= len(plan):
+                self.position = Position(self.position.epoch + 1, 0)
+                plan = self._train.plan(self.position.epoch)
+            made.append(self._train.batch(plan[self.position.index]))
+            self.position = Position(self.position.epoch, self.position.index + 1)
+        return made
+
+    def loss(self, batch: Batch) -> Tensor:
+        assert isinstance(batch, ExampleBatch)
+        loss, numbers = self.examples_loss(batch)
+        self._seen.append({name: value.detach() for name, value in numbers.items()})
+        return loss
+
+    def metrics(self) -> Mapping[str, float]:
+        return _means(self._seen)
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation | None:
+        if self._validation is None:
+            return None
+        kept, self._seen = self._seen, []
+        total, examples = 0.0, 0
+        for chosen in self._validation.plan(0):
+            batch = self._validation.batch(chosen).to(self._trainable.device)
+            total += float(self.loss(batch)) * batch.num_labels
+            examples += batch.num_labels
+        extra, self._seen = _means(self._seen), kept
+        return Evaluation(total / examples, examples, extra=extra)
+
+    def identity(self) -> dict[str, str]:
+        found = self._train.identity()
+        if self.REFERENCE:
+            found["base"] = base_identity(self._trainable.source)
+        return found
+
+    def _load(self, paths: Sequence[str]) -> Examples:
+        examples = self.read(paths)
+        names = ", ".join(paths)
+        check_ids(int(examples.stream.tokens.max()), self._trainable.source.config.vocab_size, names)
+        if examples.left_out:
+            self._described.append(
+                f"{examples.left_out} of {examples.count} pairs of {names} are longer than data.seq_len or "
+                "data.micro_batch and are left out"
+            )
+        if self.REFERENCE:
+            examples.add_reference(self._trainable)
+        return examples
+
+
+def _means(seen: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """The mean of each number over all that was seen; a number that nothing had is left out."""
+    names = {name: None for numbers in seen for name in numbers}
+    joined = {name: torch.cat([numbers[name].reshape(-1) for numbers in seen if name in numbers]) for name in names}
+    return {name: float(values.float().mean()) for name, values in joined.items() if len(values)}

@@ -1,0 +1,176 @@
+"""Steps that are sized by time: the shipping scheduler on a device whose steps take a known time."""
+
+import pytest
+from small_engine import lengths, request
+
+from transect.engine.batch import ScheduledBatch, StepResult
+from transect.engine.clock import VirtualClock
+from transect.engine.core import EngineCore
+from transect.engine.scheduler import Scheduler
+from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.step_budget import LEARN_STEPS
+
+BASE, EACH = 4e-3, 1e-4
+"""Seconds of a step, and of each of its tokens."""
+
+
+class Device:
+    """Runs one step after another, each for as long as its tokens take. ``batches``: (when it began, the batch)."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock, self.free_at = clock, 0.0
+        self.batches: list[tuple[float, ScheduledBatch]] = []
+
+    def submit(self, batch: ScheduledBatch) -> "Pending":
+        began = max(self.clock.now(), self.free_at)
+        self.free_at = began + BASE + EACH * batch.num_tokens
+        self.batches.append((began, batch))
+        result = StepResult({draw.seq_id: 1 for row in batch.rows for draw in row.draws})
+        return Pending(self.clock, self.free_at, result)
+
+
+class Pending:
+    def __init__(self, clock: VirtualClock, at: float, result: StepResult) -> None:
+        self.clock, self.at, self.step = clock, at, result
+
+    def draw(self) -> None:
+        pass
+
+    def result(self) -> StepResult:
+        self.clock.advance(max(0.0, self.at - self.clock.now()))
+        return self.step
+
+
+def engine(lag: int = 0, **limits) -> EngineCore:
+    limits = {"num_blocks": 2000, "max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 4000} | limits
+    clock = VirtualClock()
+    return EngineCore(Scheduler(SchedulerConfig(seed=0, **limits), clock), Device(clock), lag=lag)
+
+
+def taught(lag: int = 0, **limits) -> EngineCore:
+    """An engine that has seen steps of many sizes, and has two sequences that go on decoding."""
+    core = engine(lag, **limits)
+    for index in range(8):
+        core.add(request(f"lesson {index}", prompt=40 * (index + 1), first=100 + index, max_tokens=12))
+        while core.has_work:
+            core.step()
+    for name in ("a", "b"):
+        core.add(request(name, prompt=4, first=len(name), max_tokens=3000))
+    for _ in range(2 * LEARN_STEPS):
+        core.step()
+    core.executor.batches.clear()
+    return core
+
+
+def sizes(core: EngineCore, steps: int) -> list[list[int]]:
+    first = len(core.executor.batches)
+    for _ in range(steps):
+        core.step()
+    return [lengths(batch) for _, batch in core.executor.batches[first:]]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_prompt_is_cut_into_steps_that_take_no_longer_than_the_target(lag):
+    core = taught(lag, itl_target=20e-3)
+    core.add(request("long", prompt=500, first=7, max_tokens=2))
+    chunks = [sum(step) for step in sizes(core, 4)]
+    fitting = (20e-3 - BASE) / EACH
+    assert len(chunks) == 4 and all(0.8 * fitting <= chunk <= 1.1 * fitting for chunk in chunks[:3])
+
+
+def test_without_a_number_a_step_takes_twice_what_the_decodes_take():
+    core = taught(itl_target=0.0)
+    core.add(request("long", prompt=300, first=7, max_tokens=2))
+    alone = BASE + 2 * EACH
+    assert sum(sizes(core, 1)[0]) == pytest.approx((2 * alone - BASE) / EACH, rel=0.15)
+
+
+def test_steps_are_as_large_as_any_where_nobody_decodes_or_nothing_is_known():
+    core = engine(itl_target=1e-3)
+    core.add(request("first", prompt=900, max_tokens=20))
+    assert sizes(core, 1) == [[900]]
+    core.add(request("second", prompt=900, first=3, max_tokens=2))
+    assert sizes(core, 1) == [[1, 900]], "eight steps teach something, one does not"
+
+
+def test_a_long_queue_makes_steps_longer():
+    """300 prompt tokens take three steps of 12 ms each; 12,000 would take 150."""
+    few, many = taught(itl_target=12e-3), taught(itl_target=12e-3)
+    few.add(request("0", prompt=300, first=7, max_tokens=2))
+    for index in range(6):
+        many.add(request(str(index), prompt=2000, first=7 + index, max_tokens=2))
+    assert sum(sizes(few, 1)[0]) < 100
+    assert sum(sizes(many, 1)[0]) == 1000
+
+
+def test_a_long_prompt_leaves_half_of_each_step_to_those_behind_it():
+    core = taught(itl_target=30e-3)
+    core.add(request("long", prompt=3000, first=7, max_tokens=2))
+    sizes(core, 2)
+    core.add(request("short", prompt=100, first=8, max_tokens=2))
+    (step,) = sizes(core, 1)
+    assert len(step) == 4 and step[3] == 100, "the short one is through at once"
+    assert step[2] >= 100, "and the long one goes on"
+    core.add(request("also short", prompt=50, first=9, max_tokens=2))
+    assert sizes(core, 1)[0][-1] == 50
+
+
+def test_outputs_are_the_same_however_steps_are_sized():
+    def outputs(**limits):
+        core = engine(**limits)
+        found: dict[str, int] = {}
+        coming = [request(str(index), prompt=100 * (index + 1), first=index + 1, max_tokens=30) for index in range(8)]
+        while coming or core.has_work:
+            if coming and len(core.executor.batches) % 6 == 0:
+                core.add(coming.pop(0))
+            for output in core.step():
+                found[output.request_id] = found.get(output.request_id, 0) + len(output.new_token_ids)
+        return found, max(batch.num_tokens for _, batch in core.executor.batches[20:])
+
+    by_time, largest = outputs(itl_target=10e-3)
+    plain, larger = outputs()
+    assert by_time == plain == {str(index): 30 for index in range(8)}
+    assert largest < larger / 2
+
+
+def late(core: EngineCore, until: float) -> None:
+    """The loop of a server: steps are planned when it is time, until a moment comes."""
+    clock = core.scheduler.clock
+    while clock.now() < until:
+        wait = core.time_to_plan()
+        if wait > 0:
+            clock.advance(min(wait, until - clock.now()))
+        else:
+            core.step()
+
+
+def test_a_request_that_comes_while_a_step_runs_is_part_of_the_next():
+    core = taught(lag=1, itl_target=0.0)
+    clock, device = core.scheduler.clock, core.executor
+    late(core, clock.now() + 0.2)
+    began = device.batches[-1][0]
+    late(core, began + BASE / 2)
+    planned = len(device.batches)
+    core.add(request("new", prompt=6, first=7, max_tokens=2))
+    late(core, began + 3 * BASE)
+    assert lengths(device.batches[planned][1]) == [1, 1, 6]
+    gaps = [after - before for (before, _), (after, _) in zip(device.batches, device.batches[1:], strict=False)]
+    took = [BASE + EACH * batch.num_tokens for _, batch in device.batches]
+    idle = sum(gap - seconds for gap, seconds in zip(gaps, took, strict=False)) / sum(gaps)
+    assert idle < 0.01, "the device did not wait for its plans"
+
+
+def test_there_is_nothing_to_wait_for_without_a_step_in_flight_or_a_target():
+    assert engine(itl_target=0.0).time_to_plan() == 0
+    assert taught(lag=0, itl_target=0.0).time_to_plan() == 0
+    core = engine(lag=1)
+    core.add(request("a", max_tokens=9))
+    core.step()
+    core.step()
+    assert core.time_to_plan() == 0
+
+
+@pytest.mark.parametrize("target", [-1.0, float("nan"), float("inf")])
+def test_a_target_is_a_number_of_seconds(target):
+    with pytest.raises(ValueError, match="itl_target must be a number of seconds"):
+        engine(itl_target=target)

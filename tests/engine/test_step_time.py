@@ -1,0 +1,94 @@
+"""What is learned of a device from its steps."""
+
+import random
+import statistics
+
+import pytest
+
+from transect.engine.batch import ScheduledBatch, ScheduledRow
+from transect.engine.step_time import StepLoad, StepTimes
+
+
+def device(work: StepLoad) -> float:
+    """A device on which weights take 4 ms, a token 20 us once they are read, and a position of the cache 30 ns."""
+    return max(4e-3, 20e-6 * work.tokens) + 3e-8 * work.keys + 2e-10 * work.pairs
+
+
+def some_work(rng: random.Random) -> StepLoad:
+    rows = rng.randint(1, 64)
+    prompts = rng.choice((0, 0, 0, rng.randint(16, 2000)))
+    return StepLoad(rows + prompts, rows * rng.randint(100, 2000), prompts * rng.randint(1, 2000))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_few_hundred_steps_teach_how_long_others_take(noise):
+    rng, times = random.Random(0), StepTimes()
+    for _ in range(500):
+        work = some_work(rng)
+        times.learn(work, device(work) * rng.gauss(1, noise))
+    errors = sorted(abs(times.predict(work) / device(work) - 1) for work in (some_work(rng) for _ in range(300)))
+    assert statistics.median(errors) < 0.02 and errors[-4] < 0.15
+    assert times.error < 0.05 and times.measured == pytest.approx(times.predicted, rel=0.05)
+
+
+def test_another_scale_is_learned_as_well():
+    """A processor is a thousand times slower, and nothing was set for it."""
+    rng, times = random.Random(1), StepTimes()
+    for _ in range(300):
+        work = some_work(rng)
+        times.learn(work, 1000 * device(work))
+    work = StepLoad(300, 20_000, 90_000)
+    assert times.predict(work) == pytest.approx(1000 * device(work), rel=0.1)
+
+
+def test_a_device_that_gets_slower_is_followed():
+    rng, times = random.Random(2), StepTimes()
+    for step in range(1500):
+        work = some_work(rng)
+        times.learn(work, device(work) * (1.0 if step < 500 else 1.3))
+    errors = [times.predict(work) / device(work) for work in (some_work(rng) for _ in range(200))]
+    assert statistics.median(errors) == pytest.approx(1.3, rel=0.04)
+
+
+def test_one_step_in_which_something_else_ran_changes_little():
+    times, work = StepTimes(), StepLoad(8, 800)
+    for _ in range(50):
+        times.learn(work, 4e-3)
+    times.learn(work, 2.0)
+    assert times.predict(work) < 6e-3
+
+
+def test_what_took_no_time_teaches_nothing():
+    times = StepTimes()
+    times.learn(StepLoad(8, 800), 0.0)
+    assert times.steps == 0 and times.predict(StepLoad(8, 800)) == 0
+
+
+def test_the_most_tokens_that_fit():
+    rng, times = random.Random(3), StepTimes()
+    for _ in range(500):
+        work = some_work(rng)
+        times.learn(work, device(work))
+    beside = StepLoad(16, 16_000)
+    tokens = times.most_tokens(12e-3, beside, 0, 4000)
+    assert device(StepLoad(tokens, 16_000)) == pytest.approx(12e-3, rel=0.1)
+    assert times.most_tokens(1e-3, beside, 0, 4000) == 16, "the decodes run in any case"
+    assert times.most_tokens(1.0, beside, 0, 4000) == 4000
+    assert times.most_tokens(12e-3, beside, 30_000, 4000) < tokens, "tokens that attend to much take longer"
+
+
+def test_the_work_of_a_batch():
+    def row(start: int, count: int) -> ScheduledRow:
+        return ScheduledRow(start, start, count, (0,) * 100, [], [])
+
+    batch = ScheduledBatch(1, (row(9, 1), row(4, 1), row(10, 3)))
+    assert StepLoad.of(batch) == StepLoad(5, 15, 11 + 12 + 13)
+
+
+def test_what_is_unsure_may_be_over_sooner():
+    times, work = StepTimes(), StepLoad(8, 800)
+    times.learn(work, 4e-3)
+    unsure = times.predict(work) - times.soonest(work)
+    for _ in range(100):
+        times.learn(work, 4e-3)
+    assert 0 <= times.predict(work) - times.soonest(work) < 0.25 * unsure

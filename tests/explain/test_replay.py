@@ -1,0 +1,88 @@
+"""The log of a fuzzed run, replayed through the shipping scheduler, reproduces every decision."""
+
+import pytest
+from decision_logs import log_for
+from effort import examples, proving
+from engine_workloads import Run, Workload, workloads
+from hypothesis import given
+from small_engine import make, recorded_batches, request
+
+from transect.engine.decisions import Planned
+from transect.explain.log import build
+from transect.explain.replay import replay
+
+SEEN = {"decisions": 0}
+
+
+def logged(workload: Workload):
+    """Run a workload with a log beside it; the log as it is read."""
+    run = Run(workload)
+    run.core.decisions = log_for(run.core)
+    run.finish()
+    return build(run.core.decisions.ring.records())
+
+
+def check(workload: Workload) -> None:
+    log = logged(workload)
+    found = replay(log)
+    assert found.difference is None, str(found.difference)
+    assert found.decisions == sum(isinstance(event, Planned) for event in log.events)
+    SEEN["decisions"] += found.decisions
+
+
+@examples(20, 300)
+@given(workloads(lag=0))
+def test_every_decision_again(workload: Workload):
+    check(workload)
+
+
+@examples(20, 300)
+@given(workloads(lag=1))
+def test_every_decision_again_with_tokens_one_step_late(workload: Workload):
+    check(workload)
+
+
+@examples(15, 200)
+@given(workloads(lag=1, storm=True))
+def test_every_decision_again_in_a_preemption_storm(workload: Workload):
+    check(workload)
+
+
+@examples(8, 50)
+@given(workloads(lag=0, policy="static"))
+def test_every_decision_of_static_batches_again(workload: Workload):
+    check(workload)
+
+
+def test_enough_decisions_were_compared():
+    """After the tests above, in this process: hundreds, and ten thousand with --prove."""
+    if not SEEN["decisions"]:
+        pytest.skip("the tests above ran elsewhere")
+    assert SEEN["decisions"] >= (10_000 if proving() else 300)
+
+
+def test_a_changed_decision_is_found():
+    """The comparison can fail: another budget plans other steps."""
+    core = make()
+    core.decisions = log_for(core)
+    for name in "abc":
+        core.add(request(name, prompt=14, first=ord(name)))
+    recorded_batches(core)
+    log = build(core.decisions.ring.records())
+    assert replay(log).difference is None
+    log.header.scheduler["max_num_batched_tokens"] = 12
+    found = replay(log).difference
+    assert found is not None and "recorded" in str(found)
+
+
+def test_a_ring_that_lost_its_beginning_is_refused():
+    core = make()
+    core.decisions = log_for(core)
+    core.decisions.ring.limit = 500
+    for name in "abc":
+        core.add(request(name, prompt=14, first=ord(name)))
+    recorded_batches(core)
+    ring = core.decisions.ring
+    assert ring.lost and len(bytes(ring)) < 500 + len(ring.header)
+    with pytest.raises(ValueError, match="beginning of this log is missing"):
+        replay(build(ring.records(), complete=not ring.lost))

@@ -1,0 +1,148 @@
+"""Ranks as processes: they meet, end with their parent, and one that ends too early is named."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_checkpoints import make_model
+from tiny_llm import save_tiny_llm_text
+
+from transect.parallel.launch import Ranks
+from transect.parallel.layout import Layout, Place, share
+from transect.parallel.mesh import Mesh
+
+PATIENCE_S = 200
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s for {what}"
+        time.sleep(0.02)
+
+
+def gone(pid):
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_places_count_along_the_tensor_axis_first():
+    layout = Layout(tensor=2, pipeline=3, data=2)
+    places = [layout.place(rank) for rank in range(layout.size)]
+    assert places[:3] == [Place(0, 0, 0), Place(0, 0, 1), Place(0, 1, 0)] and places[-1] == Place(1, 2, 1)
+    assert [layout.rank(place) for place in places] == list(range(12))
+    assert [share(7, part, 3) for part in range(3)] == [slice(0, 3), slice(3, 5), slice(5, 7)]
+    with pytest.raises(ValueError, match="there is no rank 12"):
+        layout.place(12)
+
+
+def test_messages_and_collectives(pair):
+    world = pair.world
+    pair.call("parallel_jobs:collectives", {"long": "x" * 5000})
+    mesh = Mesh(world, Layout(tensor=2))
+    assert (mesh.place, mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.size) == (Place(0, 0, 0), 0, 2, 1)
+    group = mesh.tensor
+    assert group.all_reduce(torch.tensor([1.0, 2.0])).tolist() == [11.0, 12.0]
+    assert group.all_gather(torch.arange(3)).tolist() == [[0, 1, 2], [10, 11, 12]]
+    assert group.reduce_scatter(torch.arange(4)).tolist() == [10, 12]
+    assert group.all_to_all(torch.arange(4)).tolist() == [0, 1, 10, 11]
+    group.send(torch.tensor([7]), 1).wait()
+    assert group.receive(torch.tensor([0]), 1).tolist() == [8]
+    assert world.exchange("mine") == ["mine", "x" * 5000]
+    with pytest.raises(ValueError, match="the ranks disagree: the seed is 1 on rank 0 and 2 on rank 1"):
+        world.agree({"the seed": 1})
+    with pytest.raises(ValueError, match="rank 1: turn it off"):
+        world.exchange("mine")
+    with pytest.raises(ValueError, match="there are 2 ranks, and the layout"):
+        Mesh(world, Layout(tensor=3))
+
+
+def test_only_one_set_of_ranks_in_a_process(pair):
+    with pytest.raises(ValueError, match="one of several ranks already"):
+        Ranks.start(2)
+
+
+PROGRAM = """
+    import sys
+    from transect.parallel.launch import Ranks
+    ranks = Ranks.start(2)
+    print(ranks.pids[1], flush=True)
+    {work}
+"""
+
+
+def program(work):
+    """A process that starts a pair of ranks; what it has printed first is the child's process id."""
+    helpers = str(Path(__file__).resolve().parents[1] / "helpers")
+    path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")]), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM.format(work=work))],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    return process, int(process.stdout.readline())
+
+
+@pytest.mark.prove
+def test_ranks_end_with_their_parent_and_a_lost_one_is_named():
+    waits = "ranks.call('time:sleep', None) if 0 else sys.stdin.read()"
+    process, child = program(waits)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: gone(child), "the child to end")
+
+    asks = "ranks.call('parallel_jobs:fail', None)\n    try: ranks.world.exchange(1)\n"
+    asks += "    except Exception as error: print(repr(ranks.explain(error)))\n    ranks.close()"
+    process, child = program(asks)
+    said, errors = process.communicate(timeout=PATIENCE_S)
+    assert f"RankFailure('rank 1 (process {child}) ended with code 1: RuntimeError: on purpose')" in said
+    assert errors.count("RuntimeError: on purpose") == 1 and gone(child)
+
+
+@pytest.mark.prove
+def test_under_torchrun_every_rank_runs_the_program(tmp_path):
+    """Two "hosts" of one rank each, that meet at a port."""
+    make_model("qwen3").save_pretrained(tmp_path / "model")
+    save_tiny_llm_text(tmp_path / "model")
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys
+        from transect import LLM, SamplingParams
+        llm = LLM(sys.argv[1], tensor_parallel_size=2, dtype="float32", native=False, threads=1, seed=5)
+        found = llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=12, ignore_eos=True))
+        print("rank", os.environ["RANK"], [r.outputs[0].token_ids for r in found], flush=True)
+    """)
+    )
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    hosts = [
+        subprocess.Popen(
+            [*launch, "--node-rank", str(host), str(script), str(tmp_path / "model")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    said = [host.communicate(timeout=PATIENCE_S) for host in hosts]
+    lines = [line for out, _ in said for line in out.splitlines() if line.startswith("rank ")]
+    assert len(lines) == 2 and lines[0].split(" ", 2)[2] == lines[1].split(" ", 2)[2], said
+    assert sum(err.count("KV cache") for _, err in said) == 1  # one of them says what runs
+
+
+def test_the_process_group_is_left_as_it_was(pair):
+    assert dist.is_initialized() and dist.get_world_size() == 2 == pair.world.size

@@ -1,0 +1,162 @@
+"""Tensor parallelism gives the tokens of one device: every family, every way in which an engine runs."""
+
+import gc
+
+import pytest
+import torch
+from tiny_checkpoints import FAMILIES, make_model, write_gguf
+from tiny_llm import save_tiny_llm_text
+
+from transect import LLM, SamplingParams, StructuredOutputsParams
+
+torch.set_num_threads(1)
+SETTINGS = {
+    "dtype": "float32", "native": False, "num_kv_blocks": 96, "threads": 1, "max_num_seqs": 16, "seed": 11,
+    "block_size": 4, "check_plans": True,
+}  # fmt: skip
+SHARED = list(range(20, 34))
+PROMPTS = [[5, 6, 7], [*SHARED, 3, 4], [1], [*SHARED, 9, 9, 9], [9] * 33]
+
+
+def params():
+    free = {"ignore_eos": True, "max_tokens": 14}
+    return [
+        SamplingParams(temperature=0.0, logprobs=3, **free),
+        SamplingParams(seed=3, top_p=0.9, **free),
+        SamplingParams(temperature=1.5, frequency_penalty=0.5, logit_bias={7: 2.0}, **free),  # the engine's own seed
+        SamplingParams(seed=5, n=3, top_k=20, min_p=0.01, max_tokens=10),
+        SamplingParams(seed=6, n=2, min_tokens=9, max_tokens=14, repetition_penalty=1.2, prompt_logprobs=1),
+    ]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Folders of every family, made when they are asked for."""
+    folder, made = tmp_path_factory.mktemp("families"), {}
+
+    def find(family):
+        if family not in made:
+            make_model(family).save_pretrained(folder / family)
+            save_tiny_llm_text(folder / family)
+            made[family] = str(folder / family)
+        return made[family]
+
+    return find
+
+
+def tokens_of(results):
+    return [[choice.token_ids for choice in result.outputs] for result in results]
+
+
+def assert_same(model, ranks, size=2, **changes):
+    """The same requests on one device and on several; returns what the engines say of themselves."""
+    settings = SETTINGS | changes
+    alone = LLM(model, **settings | {"check_plans": False})
+    spread = LLM(model, ranks=ranks, tensor_parallel_size=size, **settings)
+    try:
+        for _ in range(2):  # the second time with prefix hits
+            mine, theirs = alone.generate(PROMPTS, params()), spread.generate(PROMPTS, params())
+            assert tokens_of(mine) == tokens_of(theirs)
+        for a, b in zip(mine[0].outputs[0].logprobs, theirs[0].outputs[0].logprobs, strict=True):
+            assert list(a) == list(b)
+            assert [v.logprob for v in a.values()] == pytest.approx([v.logprob for v in b.values()], abs=1e-4)
+        stats = alone.stats(), spread.stats()
+        assert stats[0] == stats[1]
+        assert stats[1].prefix_hit_tokens > 0 or not settings.get("enable_prefix_caching", True)
+        return alone, spread
+    finally:
+        spread.close()
+        gc.collect()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_draws_the_same_tokens(checkpoints, pair, family):
+    assert_same(checkpoints(family), pair)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": True},
+        {"async_scheduling": True, "num_kv_blocks": 20, "max_model_len": 64},  # so few that sequences are preempted
+        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+    ],
+    ids=["ahead", "preempted", "chunks"],
+)
+def test_it_does_not_matter_how_the_engine_runs(checkpoints, pair, settings):
+    _, spread = assert_same(checkpoints("qwen3"), pair, **settings)
+    assert ("num_kv_blocks" in settings) == (spread.stats().preemptions > 0)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """Wide enough that each rank's columns are whole blocks."""
+    folder = tmp_path_factory.mktemp("gguf")
+    wide = make_model("llama", vocab_size=300, intermediate_size=128)
+    return str(write_gguf(folder / "wide.gguf", wide, "Q8_0"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"native": True}, {"native": False}, {"native": True, "dtype": "auto"}],
+    ids=["packed", "plain", "bfloat16-cache"],
+)
+def test_blocks_of_a_file_stay_packed(quantized, checkpoints, pair, settings):
+    _, spread = assert_same(quantized, pair, block_size=16, tokenizer=checkpoints("llama"), **settings)
+    assert ("C++ kernels" in spread.kernels) == settings["native"]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_rounded_to_4_bits(pair, tmp_path, native):
+    make_model("llama", hidden_size=64, head_dim=64, intermediate_size=256).save_pretrained(tmp_path)
+    save_tiny_llm_text(tmp_path)
+    assert_same(str(tmp_path), pair, quantization="int4", native=native, block_size=16)
+
+
+def test_blocks_that_would_be_parted_are_refused(pair, tmp_path):
+    path = write_gguf(tmp_path / "narrow.gguf", make_model("llama"), "Q8_0")  # down has 96 columns in blocks of 32
+    with pytest.raises(ValueError, match="packs 32 numbers of a row together"):
+        LLM(str(path), ranks=pair, tensor_parallel_size=2, **SETTINGS)
+    make_model("llama", intermediate_size=192).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ValueError, match="rounds groups of 128 numbers"):
+        LLM(
+            str(tmp_path / "hf"),
+            ranks=pair,
+            tensor_parallel_size=2,
+            **SETTINGS | {"quantization": "int4", "native": True, "block_size": 16},
+        )
+
+
+def test_answers_under_a_grammar_and_requests_that_end_early(checkpoints, pair):
+    made = []
+    for size in (1, 2):
+        llm = LLM(checkpoints("smollm2"), ranks=pair if size > 1 else None, tensor_parallel_size=size, **SETTINGS)
+        wanted = StructuredOutputsParams(regex="[a-f]{3,9}")
+        constrained = SamplingParams(seed=1, max_tokens=12, structured_outputs=wanted)
+        names = [llm.submit(prompt, SamplingParams(seed=i, max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+        outputs = [*llm.step(), *llm.step(), *llm.step()]
+        llm.abort(names[1])
+        llm.abort(names[4])
+        llm.reset_prefix_cache()
+        while llm.has_work:
+            outputs += llm.step()
+        made.append(([(o.request_id, o.new_token_ids, o.finish_reason) for o in outputs], llm.stats()))
+        made[-1] += (tokens_of(llm.generate([[5, 6]], constrained)),)
+        llm.close()
+    assert made[0] == made[1]
+
+
+def test_a_model_that_cannot_be_cut(checkpoints):
+    with pytest.raises(ValueError, match=r"4 query heads, 2 key heads and 96 .*tensor_parallel_size can be 1, 2, 4"):
+        LLM(checkpoints("llama"), tensor_parallel_size=3, **SETTINGS)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number of at least 1, got 0"):
+        LLM(checkpoints("llama"), tensor_parallel_size=0)
+
+
+def test_steps_that_are_sized_by_time(checkpoints, pair):
+    """Rank 0 alone measures; the ranks compare every plan."""
+    llm = LLM(checkpoints("qwen3"), ranks=pair, tensor_parallel_size=2, itl_target=2.0, **SETTINGS)
+    long = [[i + 3] * 40 for i in range(12)]
+    llm.generate([*PROMPTS, *long], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert llm.stats().timed_steps > 20
+    llm.close()
