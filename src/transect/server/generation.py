@@ -179,7 +179,10 @@ class Generation:
 
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """One engine request. Whatever the engine has against it is raised as an ``ApiError``."""
-        timer = RequestTimer(self._serving.metrics, time.monotonic(), len(prompt.token_ids))
+        params = self.params
+        timer = RequestTimer(
+            self._serving.metrics, time.monotonic(), len(prompt.token_ids), params.n, params.max_tokens
+        )
         stream = self._serving.engine.stream(
             prompt.token_ids,
             self.params,
