@@ -44,7 +44,9 @@ client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", m
 
 def ask(approach):
     try:
-        answer = client.chat.completions.create(model=f"{approach}-{MODEL}", messages=ASK, max_tokens=256)
+        answer = client.chat.completions.create(
+            model=f"{approach}-{MODEL}", messages=ASK, max_tokens=256, temperature=0
+        )
     except openai.APIError as error:
         said = [line for line in LOG.read_text().splitlines() if "ERROR" in line or "Error:" in line]
         raise RuntimeError(f"{approach}: {error}; {said[-1:]}") from error

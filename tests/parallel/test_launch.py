@@ -144,5 +144,34 @@ def test_under_torchrun_every_rank_runs_the_program(tmp_path):
     assert sum(err.count("KV cache") for _, err in said) == 1  # one of them says what runs
 
 
+FOUR = """
+    import sys
+    from transect import LLM, SamplingParams
+    settings = dict(dtype="float32", native=False, threads=1, seed=5, num_kv_blocks=64, block_size=4)
+    found = []
+    for sizes in ({}, dict(tensor_parallel_size=4), dict(tensor_parallel_size=2, pipeline_parallel_size=2)):
+        llm = LLM(sys.argv[1], check_plans=True, **sizes, **settings)
+        results = llm.generate([[5, 6, 7], [8] * 20, [9]], SamplingParams(max_tokens=12, n=2, ignore_eos=True))
+        found.append([[choice.token_ids for choice in result.outputs] for result in results])
+        llm.close()
+    assert found[0] == found[1] == found[2], found
+    print("the same")
+"""
+
+
+@pytest.mark.prove
+def test_four_ranks_more_than_key_heads_and_both_axes_at_once(tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path)
+    save_tiny_llm_text(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FOUR), str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert "the same" in done.stdout, done.stderr
+    assert (
+        "rank 3: cpu, 1 threads: heads 2-3 of 4, key heads 1 of 2, tokens 48-95 of 96, layers 1 of 2, head"
+        in done.stderr
+    )
+
+
 def test_the_process_group_is_left_as_it_was(pair):
     assert dist.is_initialized() and dist.get_world_size() == 2 == pair.world.size

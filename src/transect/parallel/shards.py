@@ -115,7 +115,7 @@ class Shard:
             tied = module == "embed" and self.last and self.model.tied_embeddings
             if not (self.first or tied):
                 return None
-        elif not self.last:  # the norm and the head
+        elif module == "head" and not self.last:
             return None
         return (self.vocabulary if module in ("embed", "head") else ALL), ALL
 

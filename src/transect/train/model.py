@@ -21,6 +21,7 @@ from ..models.weights_hf import save_hf
 from ..ops.opset import OpSet, resolve_ops
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
+from ..text.model_text import template_text
 from ..text.tokenizer import Tokenizer
 from .chat import run_template
 from .config import TrainConfig
@@ -34,7 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.b
 
 @dataclass(frozen=True)
 class Trainable:
-    """A model and what belongs to it. ``parameters``: those that are trained, by canonical name."""
+    """A model and what belongs to it.
+
+    ``parameters``: those that are trained, by canonical name. ``own_template``: the chat template that the run brings
+    in place of the model's; the model is to be served with it.
+    """
 
     model: Decoder
     source: ModelSource
@@ -45,6 +50,7 @@ class Trainable:
     """The adapters' settings, where adapters are trained."""
     moment: Moment
     """The place in the run, for dropout; the trainer moves it."""
+    own_template: str = ""
 
     @property
     def adapted(self) -> bool:
@@ -66,13 +72,19 @@ class Trainable:
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         save_hf(weights, self.source.config, directory)
-        export_tokenizer(self.source, directory)
+        self._write_text(directory)
 
     def _write_adapter(self, adapter: StoredAdapter, directory: Path) -> None:
         source = self.source if self.source.adapter is None else self.source.adapter.base
         base = str(source.path) if Path(source.name).expanduser().exists() else source.name
         write_adapter(directory, adapter, self.source.config, base=base)
+        self._write_text(directory)
+
+    def _write_text(self, directory: Path) -> None:
+        """The tokenizer, and the chat template that the model was trained with."""
         export_tokenizer(self.source, directory)
+        if self.own_template:
+            (directory / "chat_template.jinja").write_text(self.own_template, encoding="utf-8")
 
 
 def device_of(name: str) -> torch.device:
@@ -142,6 +154,8 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
     """
     device = device_of(config.device)
     source = source_of(config)
+    if source.config.logit_softcap is not None:
+        raise ValueError("models whose logits are soft-capped (Gemma 2) are served and not trained: take another one")
     lora = settled(config.lora) if config.task in ("lora", "qlora") else None
     start = None
     if lora is not None and source.adapter is not None:
@@ -170,4 +184,5 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
         parameters,
         lora,
         moment,
+        "" if config.data.chat_template in ("auto", "model") else template_text(config.data.chat_template),
     )
