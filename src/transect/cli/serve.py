@@ -153,7 +153,7 @@ def command(
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
 
-    from ..engine.async_engine import AsyncEngine
+    from ..engine.replicas import start_engines
     from ..server.process import bind, bind_unix, serve, url_of
     from ..server.request_log import configure
     from ..server.serving import ServerOptions
@@ -227,7 +227,7 @@ def command(
             f"transect: ready on {url_of(sock, 'http' if ssl_certfile is None else 'https')}",
             f"model {names[0]}",
             f"context {info.max_model_len} tokens",
-            f"KV cache {info.kv_tokens} tokens",
+            f"KV cache {info.kv_tokens} tokens" + (f" x {replicas}" if (replicas := data_parallel_size) > 1 else ""),
             info.kernels,
             str(engine.sampling_defaults),
             f"loaded in {info.load_seconds:.1f} s",
@@ -236,7 +236,7 @@ def command(
         print(" | ".join(filter(None, said)), flush=True)
 
     try:
-        return asyncio.run(serve(lambda: AsyncEngine.start(settings), options, sock, grace_s=grace, ready=ready))
+        return asyncio.run(serve(lambda: start_engines(settings), options, sock, grace_s=grace, ready=ready))
     finally:
         if uds is not None:
             Path(uds).unlink(missing_ok=True)

@@ -26,6 +26,7 @@ With tensors, or on the way to them:
 * ``ranks``: one engine on several ranks: the one that leads, and those that follow.
 * ``kv_size``: how many KV blocks to have.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
+* ``stage_runner``: the executor of one stage of a pipeline.
 * ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``pooling``: vectors of prompts. ``scoring``: how likely a query is after a document.
@@ -33,6 +34,7 @@ With tensors, or on the way to them:
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps. ``vllm_arguments``: what programs written for vLLM pass.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
+  ``replicas``, ``router``: several of them behind one face, and which gets a request.
   ``mailbox``: where a request's news wait for its task. ``socket_folder``: where their socket lies.
   ``grammar_queue``: requests whose grammars are being compiled.
 """

@@ -102,6 +102,8 @@ class AsyncEngine:
             EngineDeadError: the process could not start for another reason.
         """
         config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
+        if config.data_parallel_size > 1:
+            raise ValueError("one AsyncEngine is one replica: start several with engine.replicas.start_engines")
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
         find = functools.partial(
             resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
@@ -190,6 +192,11 @@ class AsyncEngine:
     def pid(self) -> int:
         """Process id of the engine."""
         return self._process.pid
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine has ended; None while it lives."""
+        return self._death
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's files recommend, see ``EngineConfig.generation_config``."""

@@ -38,6 +38,7 @@ from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from .batches import Batch
+from .best import Best
 from .checkpoint import Checkpoint, Snapshot, Writer, list_steps
 from .config import TrainConfig
 from .data import Position
@@ -51,6 +52,7 @@ from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
 from .objectives.base import Objective, StepFailed
 from .optim import build as build_optimizer
+from .samples import SampleRecord, Samples
 from .schedule import factor
 
 log = logging.getLogger(__name__)
@@ -97,6 +99,8 @@ class Listener(Protocol):
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvalRecord) -> None: ...
+
+    def sample(self, record: SampleRecord) -> None: ...
 
 
 class _Reading:
@@ -174,6 +178,12 @@ class Trainer:
         """Digests of what the run is of; every checkpoint keeps them."""
         if self.trainable.adapted:
             self.identity["base"] = base_identity(self.trainable.source)
+        if config.epochs:
+            steps = self.objective.steps_of(config.epochs, config.accumulate)
+            self.told.append(f"{config.epochs:g} epochs are {steps} steps")
+            config = self.config = replace(config, steps=steps, epochs=0.0)
+        self.samples = Samples(config.samples, self.trainable) if config.samples.prompts else None
+        self.best = Best()
         self.watch = LossWatch()
         self._calm: tuple[Batch, float] | None = None
         """The first micro-batch of the last step that did not stand out, and its loss then."""
@@ -255,7 +265,7 @@ class Trainer:
         config = self.config
         with Writer(config.run_dir, config.keep) as writer:
             saved = self._taken_up_at
-            while self.steps_done < config.steps and not should_stop():
+            while not self.finished and not should_stop():
                 try:
                     record = self.step()
                 except StepFailed as failure:
@@ -265,17 +275,26 @@ class Trainer:
                     raise StepFailed(f"step {self.steps_done + 1}: {failure}; {self._whole()}") from failure
                 for listener in listeners:
                     listener.step(record)
-                if config.eval_every and self.steps_done % config.eval_every == 0:
-                    self._evaluated(listeners)
-                if config.save_every and self.steps_done % config.save_every == 0:
+                last = self.steps_done >= config.steps
+                better = self._due(config.eval_every, last) and self._evaluated(listeners)
+                if self.samples is not None and self._due(config.samples.every, last):
+                    self._sampled(self.samples, listeners)
+                if better or self._due(config.save_every, False):
                     writer.save(self.snapshot())
                     saved = self.steps_done
-            finished = self.steps_done >= config.steps
-            if finished and not (config.eval_every and self.steps_done % config.eval_every == 0):
-                self._evaluated(listeners)
             if saved != self.steps_done:
                 writer.save(self.snapshot())
         return Path(config.run_dir) / f"step-{self.steps_done:08}"
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether ``patience`` has come to its end."""
+        return bool(self.config.patience) and self.best.since >= self.config.patience
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no further step."""
+        return self.steps_done >= self.config.steps or self.stopped_early
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
@@ -288,8 +307,9 @@ class Trainer:
             "identity": self.identity,
             "optimizer_steps": self.optimizer.steps,
             "losses": list(self.watch.losses),
+            "best": self.best.state(),
         }
-        return Snapshot(self.steps_done, write, tensors, state)
+        return Snapshot(self.steps_done, write, tensors, state, self.best.step)
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
@@ -310,6 +330,7 @@ class Trainer:
         self.objective.load_state(_below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
+        self.best = Best.from_state(state.get("best", {}))
         self.steps_done = checkpoint.step
 
     def _check(self, losses: list[float], norm: float, position: Position, batches: list[Batch], labels: int) -> bool:
@@ -376,11 +397,23 @@ class Trainer:
             return index, first_bad_tensor(self.model, loss_of, self.trainable.parameters)
         raise AssertionError("a step has a micro-batch")
 
-    def _evaluated(self, listeners: Sequence[Listener]) -> None:
+    def _due(self, every: int, last: bool) -> bool:
+        """Whether something happens after this step that happens every so many steps, and after the last one."""
+        return last or bool(every and self.steps_done % every == 0)
+
+    def _evaluated(self, listeners: Sequence[Listener]) -> bool:
+        """Whether a measurement was the best so far."""
         record = self.evaluate()
-        if record is not None:
+        if record is None:
+            return False
+        for listener in listeners:
+            listener.evaluation(record)
+        return self.best.see(record.loss, record.step, self.config.min_gain)
+
+    def _sampled(self, samples: Samples, listeners: Sequence[Listener]) -> None:
+        for record in samples.draw(self.steps_done):
             for listener in listeners:
-                listener.evaluation(record)
+                listener.sample(record)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
+from ...parallel.shards import Shard
 from ..config import EngineConfig
 from .memory import GIB
 from .step_sizes import row_bucket
@@ -77,19 +78,22 @@ class Setup:
         return filled if filled is not None and filled <= self.tricks["graph_tokens"] else None
 
 
-def set_up(config: EngineConfig, model: ModelConfig, device: torch.device) -> Setup:
-    """Decide what an engine of ``config`` on ``device`` does.
+def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard: Shard | None = None) -> Setup:
+    """Decide what an engine of ``config`` on ``device`` does. ``shard``: the part of a model that this rank has;
+    ``model`` has its sizes.
 
     Raises:
         ValueError: the weights do not fit, or a setting is at fault; the message says what to change.
     """
+    check_model(config, model)
     torch.cuda.init()
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config)
     storage = storage_for(dtype.itemsize, config.quantization)
-    _check_weights(config, weight_bytes(model, storage), free, total)
+    shapes = None if shard is None else shard.shapes()
+    _check_weights(config, weight_bytes(model, storage, shapes), free, total)
     longest = config.max_model_len or model.max_position
     ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
     asked, config = repr(config), without_graphs(config, ops)
@@ -107,6 +111,19 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device) -> Se
         others=total - free,
         total=total,
     )
+
+
+def check_model(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse what has no kernel on a GPU.
+
+    Raises:
+        ValueError: attention or experts that only the CPU computes.
+    """
+    if model.plain_attention:
+        what = "attention sinks" if model.attention_sinks else "soft-capped scores"
+        raise ValueError(f"{model.architecture} has {what}, which no kernel on a GPU computes: give device='cpu'")
+    if model.moe is not None and config.deterministic:
+        raise ValueError("experts on a GPU add up in another order for other batches: leave out deterministic")
 
 
 def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:

@@ -20,7 +20,7 @@ An unknown key is an error that names the nearest known one.
 * ``run.py``: the run; read it first. ``data.py``: what it trains on. ``optim.py``: how it changes weights.
 * ``adapters.py``: adapters. ``objectives.py``: the settings of each objective. ``router.py``: losses on routers.
 * ``defaults.py``: what the task decides where a file leaves it out, and names that other trainers have.
-* ``parse.py``: plain values to these classes, and what is wrong with them.
+* ``watching.py``: what a run shows of itself. ``parse.py``: plain values to these classes, and what is wrong with them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOCon
 from .optim import OptimizerConfig, ScheduleConfig
 from .router import RouterConfig
 from .run import Checkpointing, Precision, Task, TrainConfig
+from .watching import SamplesConfig
 
 __all__ = [
     "Checkpointing",
@@ -44,6 +45,7 @@ __all__ = [
     "OptimizerConfig",
     "Precision",
     "RouterConfig",
+    "SamplesConfig",
     "ScheduleConfig",
     "Task",
     "TrainConfig",

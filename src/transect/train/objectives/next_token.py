@@ -35,12 +35,12 @@ class NextToken(Objective):
             "tell": self._described.append,
         }
         stream = load_stream(config.data.train, *tools, **reading)
-        self.loader = Loader(stream, config.data, config.seed, ahead=ahead)
+        self.loader = Loader(stream, config.data, config.seed, ahead=ahead, tell=self._described.append)
         self.validation: Loader | None = None
         self._validation_bytes: int | None = None
         if config.data.validation:
             held_out = load_stream(config.data.validation, *tools, **reading)
-            self.validation = Loader(held_out, config.data, config.seed)
+            self.validation = Loader(held_out, config.data, config.seed, weighted=False, tell=self._described.append)
 
     @property  # type: ignore[override]
     def position(self) -> Position:
@@ -55,6 +55,9 @@ class NextToken(Objective):
 
     def batches(self, step: int) -> Sequence[Batch]:
         return [next(self.loader) for _ in range(self._accumulate)]
+
+    def micro_batches(self, epoch: int) -> int:
+        return self.loader.size(epoch)
 
     def loss(self, batch: Batch) -> Tensor:
         with self._balance.watching():
