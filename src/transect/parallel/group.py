@@ -53,6 +53,14 @@ class Group:
         _gather(out.flatten(0, 1) if x.ndim else out, x.contiguous(), group=self.group)
         return out
 
+    def gather_into(self, out: Tensor, x: Tensor) -> None:
+        """``all_gather`` of vectors into ``out``; ``x`` may be the rank's own part of it."""
+        _gather(out, x, group=self.group)
+
+    def scatter_into(self, out: Tensor, x: Tensor) -> None:
+        """``reduce_scatter`` of a vector into ``out``, which may be the rank's own part of ``x``."""
+        _scatter(out, x, group=self.group)
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """``[ranks * n, ...]`` of each rank -> the own ``[n, ...]`` of the sum."""
         if self.group is None:

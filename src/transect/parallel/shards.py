@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..models.config import ModelConfig
+from ..models.shapes import weight_shapes
 from .layout import share
 
 ALL = slice(None)
@@ -91,8 +92,15 @@ class Shard:
         if self.stages == 1:
             return whole
         layers = self.layers
-        full = tuple(i - layers.start for i in self.model.full_attention_layers if layers.start <= i < layers.stop)
-        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full)
+        moe = whole.moe
+        if moe is not None:
+            moe = replace(moe, dense_layers=self._own(moe.dense_layers))
+        full = self._own(whole.full_attention_layers)
+        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full, moe=moe)
+
+    def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some layers that this stage has, by its own count."""
+        return tuple(i - self.layers.start for i in layers if self.layers.start <= i < self.layers.stop)
 
     @property
     def vocabulary(self) -> slice:
@@ -118,6 +126,15 @@ class Shard:
         elif module == "head" and not self.last:
             return None
         return (self.vocabulary if module in ("embed", "head") else ALL), ALL
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What this rank has of every weight: the shape of its part, by the name in the whole model."""
+        found = {}
+        for name, shape in weight_shapes(self.model).items():
+            part = self.part(name, shape)
+            if part is not None:
+                found[name] = tuple(len(range(size)[cut]) for size, cut in zip(shape, part, strict=False))
+        return found
 
     def own_name(self, name: str) -> str:
         """The name in this rank's model of a weight that it has a part of."""
