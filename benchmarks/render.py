@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import batching
+import clients
 import cpu_lora
 import cpu_vs_llamacpp
 import engine_tables
@@ -110,6 +111,14 @@ def gpu_training(table: Callable[[dict[str, Any]], str], name: str = "train") ->
     return lambda: table(_load(f"h200/{name}.json"))
 
 
+def clients_table() -> str:
+    """Other people's clients, by feature."""
+    result = _load("cpu/clients.json")
+    machine = result["environment"]
+    origin = f"`{result['command']}`, Python {machine['python']}, {record.made_at(result['clients'].values())}."
+    return f"{clients.table(result)}\n{origin}\n"
+
+
 def decoder_layer() -> str:
     """One layer in a CUDA graph, with each fusion off in turn."""
     import decoder_layer  # loads torch
@@ -169,6 +178,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "operators-results": ops_tables.page,
     "numerics": numerics.page,
     "tuning": tuning_table.table,
+    "clients": clients_table,
     "llamacpp": llamacpp,
     "batching": batching_table,
     "step-policy": step_policies,
