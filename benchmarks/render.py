@@ -146,6 +146,13 @@ def operators_reference() -> str:
     return page(all_ops())
 
 
+def training_settings() -> str:
+    """Every setting of a training run."""
+    from transect.train.config.page import page
+
+    return page()
+
+
 def kills() -> str:
     """Checkpoints after kills in the middle of their writing."""
     result = _load("cpu/kill_checkpoints.json")
@@ -201,6 +208,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
     "kills": kills,
+    "training-settings": training_settings,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),
