@@ -14,15 +14,25 @@ if TYPE_CHECKING:
     from .engine.async_engine import AsyncEngine
     from .engine.beam_search import BeamSearchParams
     from .engine.llm import LLM
+    from .engine.pooling import PoolingParams
     from .engine.sampling_params import SamplingParams
     from .text.grammar.params import StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncEngine", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BeamSearchParams",
+    "PoolingParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "transect.engine.llm",
     "AsyncEngine": "transect.engine.async_engine",
     "BeamSearchParams": "transect.engine.beam_search",
+    "PoolingParams": "transect.engine.pooling",
     "SamplingParams": "transect.engine.sampling_params",
     "StructuredOutputsParams": "transect.text.grammar.params",
 }

@@ -115,6 +115,28 @@ def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> Non
     assert losses(folder, "stopped") == losses(folder, "whole")
 
 
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP,), (signal.SIGTERM,)])
+def test_a_second_ctrl_c_and_a_closed_terminal_save_too(tmp_path, capsys, numbers) -> None:
+    """In this process, so that the signals come exactly where they should: while a step is on its way."""
+    from transect.cli.train import _run
+    from transect.train.trainer import Trainer
+
+    trainer = Trainer(tiny_run(tmp_path))
+    step = trainer.step
+
+    def signalled():
+        record = step()
+        if trainer.steps_done == 2:
+            for number in numbers:
+                signal.raise_signal(number)
+        return record
+
+    trainer.step = signalled
+    assert _run(trainer) == 128 + numbers[0]
+    assert checkpoint.newest(tmp_path / "run").step == 2
+    assert ("once more ends at once" in capsys.readouterr().err) == (len(numbers) == 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

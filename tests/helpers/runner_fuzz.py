@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
 from grammar_fakes import Steps
 
 from transect.engine.clock import VirtualClock
@@ -69,7 +70,8 @@ def random_arrivals(rng: random.Random, vocab: int, count: int, longest_prompt: 
         eos = rng.randrange(vocab)
         grammar = Steps(rng.randrange(100), vocab, rng.randint(2, 14), eos) if rng.random() < 0.2 else None
         params = random_params(rng, vocab)
-        request = Request(str(index), prompt, params, eos_token_ids=(eos,), constraint=grammar)
+        pooling = {1: "last", 2: "mean"}.get(hash(prompt) % 9)
+        request = Request(str(index), prompt, params, eos_token_ids=(eos,), constraint=grammar, pooling=pooling)
         abort_after = rng.randint(1, 10) if rng.random() < 0.15 else None
         arrivals.append(Arrival(request, rng.randint(0, 12), abort_after))
     return arrivals
@@ -96,6 +98,9 @@ def run_workload(executor, config: SchedulerConfig, arrivals: list[Arrival], lag
             entry["logprobs"] += output.logprobs or []
             if output.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = output.prompt_logprobs
+            if output.pooled is not None:
+                assert "pooled" not in entry, "a vector came twice"
+                entry["pooled"] = np.frombuffer(output.pooled)
             if output.finish_reason is not None:
                 entry["end"] = (output.finish_reason, output.error)
         step += 1
@@ -120,4 +125,7 @@ def assert_same(expected: dict, found: dict, arrivals: list[Arrival]) -> None:
             assert one.token_id == two.token_id and one.rank == two.rank
             assert abs(one.logprob - two.logprob) < 1e-4
             assert [token for token, _ in one.top] == [token for token, _ in two.top]
+        assert ("pooled" in entry) == ("pooled" in other), key
+        if "pooled" in entry:
+            assert np.abs(entry["pooled"] - other["pooled"]).max() < 1e-3
         assert ("prompt_logprobs" in entry) == ("prompt_logprobs" in other)

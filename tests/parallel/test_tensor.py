@@ -151,3 +151,12 @@ def test_a_model_that_cannot_be_cut(checkpoints):
         LLM(checkpoints("llama"), tensor_parallel_size=3, **SETTINGS)
     with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number of at least 1, got 0"):
         LLM(checkpoints("llama"), tensor_parallel_size=0)
+
+
+def test_steps_that_are_sized_by_time(checkpoints, pair):
+    """Rank 0 alone measures; the ranks compare every plan."""
+    llm = LLM(checkpoints("qwen3"), ranks=pair, tensor_parallel_size=2, itl_target=2.0, **SETTINGS)
+    long = [[i + 3] * 40 for i in range(12)]
+    llm.generate([*PROMPTS, *long], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert llm.stats().timed_steps > 20
+    llm.close()

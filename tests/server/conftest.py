@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 import uvicorn
 
@@ -60,6 +61,11 @@ def position(token: int, choice: int = 0):
     return SimpleNamespace(token_id=token, logprob=likely, rank=1, top=[(token, -0.5), (65, float("-inf"))])
 
 
+def vector_of(token_ids, pooling):
+    """A made-up pooled vector."""
+    return np.array([len(token_ids), token_ids[-1], 3.0, -1.0 if pooling == "mean" else 1.0])
+
+
 @dataclass
 class FakeEngine:
     """Answers every prompt with ``reply``; the prompt's last word can ask for trouble."""
@@ -68,6 +74,8 @@ class FakeEngine:
     max_model_len: int = 200
     vocab_size: int = 257
     eos_token_ids: tuple[int, ...] = (256,)
+    hidden_size: int = 4
+    default_pooling: str = "last"
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     chat_template: ChatTemplate | None = field(default_factory=lambda: ChatTemplate(TEMPLATE))
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -79,25 +87,28 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def stream(self, prompt_token_ids, params, request_id, *, prompt=None, priority=0) -> AsyncIterator:
+    async def stream(
+        self, prompt_token_ids, params, request_id, *, prompt=None, priority=0, pooling=None
+    ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:
             raise QueueFull(7, 3.0)
         if "REFUSE" in text:
             raise ValueError("max_tokens is not what this engine likes: use less")
         self.seen.append((request_id, params, priority))
+        pooled = None if pooling is None else vector_of(prompt_token_ids, pooling).tobytes()
         self.running[request_id] = params
         processor = OutputProcessor(self.tokenizer)
         processor.add(request_id, prompt, prompt_token_ids, n=params.n, stop=params.stop)
         try:
-            async for update in self._updates(processor, request_id, params, prompt_token_ids, text):
+            async for update in self._updates(processor, request_id, params, prompt_token_ids, text, pooled):
                 yield update
         finally:
             if request_id in processor:
                 self.aborted.append(request_id)
             del self.running[request_id]
 
-    async def _updates(self, processor, request_id, params, prompt_token_ids, text):
+    async def _updates(self, processor, request_id, params, prompt_token_ids, text, pooled):
         tokens = list(self.reply.encode())
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
@@ -121,6 +132,7 @@ class FakeEngine:
                         prompt_logprobs=prompt_logprobs if step == 0 and index == 0 else None,
                         finish_reason="error" if failed else "length" if last else None,
                         error="the logits are not finite" if failed else None,
+                        pooled=pooled if step == 0 and index == 0 else None,
                         num_cached_tokens=1,
                         times=RequestTimes(10.0, 11.0, 13.0, 17.0 if last else None),
                     )

@@ -18,6 +18,11 @@ ROUTES = [
     ("/v1/responses/{response_id}", "DELETE"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
+    ("/v1/embeddings", "POST"),
+    ("/v1/score", "POST"),
+    ("/v1/rerank", "POST"),
+    ("/v1/decisions", "GET"),
+    ("/v1/requests/{request_id}/bill", "GET"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/v1/models", "GET"),
@@ -36,6 +41,7 @@ WITH_BODY = [
     ("/v1/responses", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
+    ("/v1/embeddings", "POST"),
     ("/tokenize", "POST"),
 ]
 

@@ -15,6 +15,14 @@ from transect.train.schedule import factor
     [
         ({"model": "m", "stps": 1}, r"stps is not known; did you mean steps\?"),
         ({"model": "m", "data": {"trian": []}}, r"data\.trian is not known; did you mean data\.train\?"),
+        ({"model": "m", "lr": 1}, r"the setting lr is not known; here it is optimizer\.learning_rate"),
+        ({"model": "m", "num_train_epochs": 1}, "here it is epochs"),
+        ({"model": "m", "optimizer": {"lr": 1}}, r"optimizer\.lr is not known; here it is optimizer\.learning_rate"),
+        ({"model": "m", "lora": {"r": 8}}, r"lora\.r is not known; here it is lora\.rank"),
+        ({"model": "m", "lora": {"target_modules": []}}, r"here it is lora\.targets"),
+        ({"model": "m", "max_seq_length": 8}, r"here it is data\.seq_len"),
+        ({"model": "m", "data": {"batch_size": 8}}, r"here it is data\.micro_batch, in tokens"),
+        ({"model": "m", "xyz": 8}, "known are model, load_format"),
         ({"steps": 1}, "the setting model is missing"),
         ({"model": "m", "steps": "many"}, "steps must be a whole number, not 'many'"),
         ({"model": "m", "steps": True}, "steps must be a whole number"),
@@ -49,6 +57,37 @@ def test_toml_in_and_plain_values_out(tmp_path) -> None:
         TrainConfig.from_toml(path)
     with pytest.raises(ValueError, match="cannot read"):
         TrainConfig.from_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "rate", "decay", "warmup"),
+    [
+        ({"task": "pretrain"}, 3e-4, 0.1, 0),
+        ({}, 2e-5, 0.01, 3),
+        ({"steps": 1000}, 2e-5, 0.01, 30),
+        ({"task": "lora"}, 2e-4, 0.0, 3),
+        ({"task": "qlora", "objective": "dpo"}, 2e-5, 0.0, 3),
+        ({"objective": "grpo"}, 1e-6, 0.01, 3),
+        (
+            {"task": "lora", "optimizer": {"learning_rate": 1, "weight_decay": 0.5}, "schedule": {"warmup": 9}},
+            1,
+            0.5,
+            9,
+        ),
+    ],
+)
+def test_what_is_left_out_is_as_the_task_needs_it(values, rate, decay, warmup) -> None:
+    config = TrainConfig.from_dict({"model": "m", **values})
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (rate, decay)
+    assert config.schedule.warmup == warmup
+    assert TrainConfig.from_dict(config.to_dict()) == config  # a run that goes on keeps what it began with
+
+
+def test_settings_by_hand_come_before_what_the_task_decides(tmp_path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "m"\n')
+    config = TrainConfig.from_toml(path, ["task=lora", "steps=1000"])
+    assert (config.optimizer.learning_rate, config.schedule.warmup) == (2e-4, 30)
 
 
 @given(

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_llm import save_tiny_llm
 from training_runs import tiny_run, write_chats
 
 from transect.train import checkpoint
@@ -226,7 +227,7 @@ def test_other_data_than_the_checkpoint_s_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"the tokens of the data changed since.*--allow-changed data"):
         Trainer(config, found)
     assert Trainer(config, found, allow_changed=["data"]).steps_done == 2
-    with pytest.raises(ValueError, match="knows data, masks, base, sizes, not dta"):
+    with pytest.raises(ValueError, match=r"knows data, masks, base, .*not dta"):
         Trainer(config, found, allow_changed=["dta"])
 
 
@@ -260,6 +261,32 @@ def test_settings_that_are_set_by_hand(tmp_path) -> None:
                              ("steps.x=1", "steps is no table")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             config.changed([setting])
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"data\.seq_len is 512 tokens.*knows 256 positions"):
+        Trainer(tiny_run(tmp_path, data={"seq_len": 512, "micro_batch": 512}))
+
+
+@pytest.mark.parametrize("objective", ["next_token", "dpo", "kto", "grpo"])
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path, objective) -> None:
+    tiny_run(tmp_path, objective=objective)
+    save_tiny_llm(tmp_path / "model", vocab_size=200, bos_token_id=0, eos_token_id=1)  # of the tokenizer's 300
+    row = {"prompt": "q", "chosen": "é", "rejected": "b", "text": "é", "answer": "é"}
+    row = {"text": "\u00e9" * 300} if objective == "next_token" else row
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"gives the token 2\d\d, and the model knows 200"):
+        Trainer(tiny_run(tmp_path, objective=objective, data={"train": [str(tmp_path / "rows.jsonl")]}))
+
+
+def test_pairs_that_are_too_long_are_told_of_in_training_and_validation(tmp_path) -> None:
+    rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in (3, 3, 200)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": [str(path)], "validation": [str(path)], "seq_len": 60, "micro_batch": 200}
+    trainer = Trainer(tiny_run(tmp_path, objective="dpo", data=data))
+    told = [line for line in trainer.objective.described() if "are left out" in line]
+    assert len(told) == 2 and f"1 of 3 pairs of {path} are longer than data.seq_len" in told[0]
 
 
 def test_the_state_file_is_plain_json(tmp_path) -> None:

@@ -33,19 +33,18 @@ def command(
     from ..train.config import TrainConfig
     from ..train.trainer import Trainer
 
+    changes = [*(settings_ or []), *([] if steps is None else [f"steps={steps}"])]
     found = None
     if resume or run is not None:
         if config is not None:
             raise ValueError("a resumed run brings its own configuration: leave the file out")
         found = checkpoint.newest(run or newest_run(Path("runs")))
         settings = TrainConfig.from_dict(found.state["config"])
-        settings = dataclasses.replace(settings, run_dir=str(found.path.parent)).changed(settings_ or [])
+        settings = dataclasses.replace(settings, run_dir=str(found.path.parent)).changed(changes)
     elif config is None:
         raise ValueError("give a TOML file to train by, or --resume")
     else:
-        settings = TrainConfig.from_toml(config).changed(settings_ or [])
-    if steps is not None:
-        settings = dataclasses.replace(settings, steps=steps)
+        settings = TrainConfig.from_toml(config, changes)
     if found is None and checkpoint.list_steps(settings.run_dir):
         raise ValueError(
             f"{settings.run_dir} holds a run already: go on with it by --resume --run {settings.run_dir}, or set "

@@ -28,6 +28,7 @@ With tensors, or on the way to them:
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
 * ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
+* ``pooling``: vectors of prompts. ``scoring``: how likely a query is after a document.
 * ``beam_search``: the likeliest answers as a whole, over requests of one token.
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps. ``vllm_arguments``: what programs written for vLLM pass.

@@ -44,6 +44,7 @@ from .inputs import (
 from .limits import check_choices
 from .mailbox import Mailbox
 from .outputs import EngineOutput, SchedulerStats
+from .pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
 from .sampling_params import SamplingParams
 from .socket_folder import NAME, make_socket_folder
 from .vllm_arguments import engine_settings
@@ -74,6 +75,8 @@ class AsyncEngine:
         self.tokenizer = text.tokenizer
         self.chat_template = text.chat_template
         self.sampling_defaults = text.defaults
+        self.default_pooling: Pooling = "last"
+        """How prompts become vectors where a request does not say it."""
         self.decisions = DecisionRing()
         """What the engine's scheduler decided of late."""
         self._processor = OutputProcessor(text.tokenizer)
@@ -124,6 +127,7 @@ class AsyncEngine:
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
             process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
             engine = cls(config, text)
+            engine.default_pooling = default_pooling(source.path)
             engine._attach(process, socket, context)
             await engine._ready
             # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
@@ -166,6 +170,11 @@ class AsyncEngine:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.info.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, and of an embedding."""
+        return self.info.hidden_size
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -221,6 +230,30 @@ class AsyncEngine:
                 elif name in self._processor:  # else it has ended meanwhile, and its last update is in the queue
                     yield self._processor.snapshot(name)
 
+    async def embed(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> EmbeddingOutput:
+        """The embedding of a prompt, see ``LLM.embed``. Raises as ``generate`` does."""
+        params = params or PoolingParams()
+        params.check_size(self.info.hidden_size)
+        _, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
+        ids = truncated(ids, PARAMS.with_(truncate_prompt_tokens=params.truncate_prompt_tokens), self.max_model_len)
+        pooling = params.pooling or self.default_pooling
+        stream = self.stream(ids, PARAMS, uuid.uuid4().hex, priority=priority, pooling=pooling)
+        async with contextlib.aclosing(stream) as updates:
+            async for update in updates:
+                if update.final is not None:
+                    return embedding_output(update.final, params)
+        raise RuntimeError("the request was aborted")
+
     async def stream(
         self,
         prompt_token_ids: Sequence[int],
@@ -229,6 +262,7 @@ class AsyncEngine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        pooling: Pooling | None = None,
     ) -> AsyncGenerator[Update, None]:
         """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
 
@@ -248,7 +282,7 @@ class AsyncEngine:
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
             self._submitted += 1
-            await self._send(wire.Submit(request_id, ids, fields, priority))
+            await self._send(wire.Submit(request_id, ids, fields, priority, pooling))
             while left:
                 for item in together(await mailbox.take()):
                     if isinstance(item, Exception):

@@ -13,7 +13,7 @@ entries of ``block_ids`` stay as they are (a list whose early entries must chang
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -85,6 +85,9 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     them draw from the logits of the row's last token."""
     prompt_logprobs: int | None = None
     """Number of alternatives wanted for each of ``next_prompt_token_ids``; None for none."""
+    pooling: str | None = None
+    """A vector is wanted of the prompt: with "mean" the sum of this row's hidden states, with "last" its last one, if
+    the row draws."""
 
     @property
     def end(self) -> int:
@@ -159,6 +162,8 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """By the row's seq_id: one entry for each of ``next_prompt_token_ids``."""
+    pooled: dict[int, Any] = field(default_factory=dict)
+    """By the row's seq_id: numpy, float64 ``[D]``, for ``ScheduledRow.pooling``."""
     errors: dict[int, str] = field(default_factory=dict)
     sound: set[int] = field(default_factory=set)
     """The seq_ids in ``errors`` of which the model's logits were finite: what was asked of the sampler is at fault, and

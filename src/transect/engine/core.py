@@ -53,7 +53,7 @@ class EngineCore:
         self.executor = executor
         self.lag = lag
         self.decisions = decisions
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
         self._work = 0, StepLoad(0)
@@ -116,7 +116,7 @@ class EngineCore:
         began = now()
         batch = self._plan()
         if batch is not None:
-            self._in_flight.append(_Step(batch, self.executor.submit(batch), began))
+            self._in_flight.append(Step(batch, self.executor.submit(batch), began))
             self._planning += 0.1 * (now() - began - self._planning)
             if len(self._in_flight) == 1:
                 self._in_flight[0].handle.draw()
@@ -152,7 +152,7 @@ class EngineCore:
         if self.decisions is not None:
             self.decisions.done(done.batch, result, asked, ended, learned)
 
-    def _learn(self, done: _Step, ended: float, late: bool) -> float:
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
         """Tell how long a step took. Returns what was told, in seconds."""
         times, work = self.scheduler.times, self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
@@ -172,7 +172,7 @@ class EngineCore:
         return work
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A step in flight."""
 
     batch: ScheduledBatch

@@ -62,6 +62,7 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     arrival: float
     grammar: bool
     prompt_logprobs: bool
+    """Or something else for which every token of the prompt must be computed."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -218,7 +219,7 @@ class DecisionLog:
                 request.priority,
                 state.arrival,
                 request.constraint is not None,
-                params.prompt_logprobs is not None,
+                request.whole_prompt,
             )
         )
 

@@ -31,8 +31,12 @@ from .inputs import (
 from .interrupts import HeldInterrupts
 from .limits import max_length
 from .outputs import EngineOutput, SchedulerStats
+from .pooling import PARAMS as EMBED
+from .pooling import EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
 from .request import Request
 from .sampling_params import SamplingParams
+from .scoring import PARAMS as SCORE
+from .scoring import Score, ScoringOutput, pair_token_ids, pairs, score
 from .vllm_arguments import engine_settings
 
 if TYPE_CHECKING:
@@ -82,6 +86,8 @@ class LLM:
         self.kernels = built.kernels
         self.max_model_len = built.max_model_len
         self.vocab_size = built.vocab_size
+        self._hidden_size = built.source.config.dim
+        self._default_pooling = default_pooling(built.source.path)
         text = load_text(built.source, **text_settings(self.config))
         self._eos = text.eos_token_ids if self.config.eos_token_ids is None else built.eos_token_ids
         self.tokenizer = text.tokenizer
@@ -203,6 +209,52 @@ class LLM:
                 progress.advance()
         return [with_prompt(each, ids, self.tokenizer) for each, (_, ids) in zip(searches, inputs, strict=True)]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """A vector for each prompt (``engine/pooling.py``); ``outputs.embedding`` has its numbers.
+
+        Args:
+            pooling_params: how vectors are made; None: as the model's files say, of length 1.
+            prompts, use_tqdm, priority, add_special_tokens, parse_special: as for ``generate``.
+
+        Raises:
+            ValueError: a prompt or parameter is at fault; nothing was started.
+            RuntimeError: the model's numbers are not finite.
+        """
+        params = pooling_params or PoolingParams()
+        params.check_size(self._hidden_size)
+        inputs = self._inputs(prompts, add_special_tokens=add_special_tokens, parse_special=parse_special)
+        draw = EMBED.with_(truncate_prompt_tokens=params.truncate_prompt_tokens)
+        pooling = params.pooling or self._default_pooling
+        results = self._run(inputs, [draw] * len(inputs), use_tqdm, priority, pooling)
+        return [embedding_output(result, params) for result in results]
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = False, priority: int = 0
+    ) -> list[ScoringOutput]:
+        """How likely each query (``text_1``) is after its document (``text_2``), see ``engine/scoring.py``. One query
+        goes with all documents.
+
+        Raises:
+            ValueError: a text is at fault; nothing was started.
+            RuntimeError: the model's numbers are not finite.
+        """
+        encoded = [pair_token_ids(query, text, self.tokenizer.encode) for query, text in pairs(text_1, text_2)]
+        inputs = [(None, ids) for ids, _ in encoded]
+        results = self._run(inputs, [SCORE] * len(inputs), use_tqdm, priority)
+        return [
+            ScoringOutput(Score(score(result, tokens)), result.prompt_token_ids)
+            for result, (_, tokens) in zip(results, encoded, strict=True)
+        ]
+
     def _inputs(self, prompts: Prompt | Sequence[Prompt], **text_flags: bool) -> list[tuple[str | None, list[int]]]:
         """(text or None, token ids) of one prompt, or of several."""
         if not isinstance(prompts, (str, Mapping, Sequence)):
@@ -228,11 +280,12 @@ class LLM:
         params: Sequence[SamplingParams],
         show_progress: bool,
         priority: int,
+        pooling: Pooling | None = None,
     ) -> list[RequestOutput]:
         limit = self.max_model_len
         inputs = [(text, truncated(ids, each, limit)) for (text, ids), each in zip(inputs, params, strict=True)]
         requests = [
-            self._request(ids, each, priority) for (_, ids), each in zip(inputs, params, strict=True)
+            self._request(ids, each, priority, pooling) for (_, ids), each in zip(inputs, params, strict=True)
         ]  # all are checked before the first one starts
         finals: dict[str, RequestOutput] = {}
         with HeldInterrupts() as interrupts:
@@ -267,14 +320,17 @@ class LLM:
                 finals.append(update.final)
         return finals
 
-    def _request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
+    def _request(
+        self, ids: list[int], params: SamplingParams, priority: int = 0, pooling: Pooling | None = None
+    ) -> Request:
         params = with_token_ids(params, self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self._eos)
         name = str(self._next_id)
         self._next_id += 1
         structured = params.structured_outputs
         constraint = None if structured is None else self._grammars.compile(structured)
-        request = Request(name, tuple(ids), params, priority=priority, eos_token_ids=self._eos, constraint=constraint)
+        more = {"eos_token_ids": self._eos, "constraint": constraint, "pooling": pooling}
+        request = Request(name, tuple(ids), params, priority, **more)  # type: ignore[arg-type]
         max_length(request, self._scheduler_config)
         return request
 

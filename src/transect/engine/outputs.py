@@ -33,6 +33,8 @@ class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Once for each request that asked, on the first output of any of its choices that carries a token: one entry per
     prompt token, None for the first of them."""
+    pooled: bytes | None = None
+    """With the first token of a request with ``pooling``: the vector, float64 ``[D]``."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; None while the choice goes on."""
     complete: bool = False

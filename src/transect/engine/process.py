@@ -96,6 +96,7 @@ def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
         max_num_seqs=built.core.scheduler.config.max_num_seqs,
         eos_token_ids=list(built.eos_token_ids),
         vocab_size=built.vocab_size,
+        hidden_size=built.source.config.dim,
         kv_tokens=built.kv_tokens,
         kernels=built.kernels,
         load_seconds=seconds,
@@ -191,6 +192,7 @@ class _Loop:
                     SamplingParams(**message.params),
                     priority=message.priority,
                     eos_token_ids=self._eos,
+                    pooling=message.pooling,
                 )
             )
         except (QueueFull, ValueError) as error:

@@ -27,11 +27,12 @@ from ..version import __version__
 from .batch import Executor, Handle, ScheduledBatch
 from .build import BuiltEngine, build_engine
 from .config import EngineConfig
-from .core import EngineCore
+from .core import EngineCore, Step
 from .gpu.build import device_for
 from .gpu.compilers import Compilers
 from .outputs import EngineOutput
 from .request import Request
+from .step_time import StepLoad
 
 FOLLOW = "transect.engine.ranks:follow"
 Message = tuple[str, tuple[Any, ...]]
@@ -83,6 +84,25 @@ class LeadingCore(EngineCore):
         if self._ranks.failure is None:
             self._ranks.world.announce(None)
 
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
+        seconds = super()._learn(done, ended, late)
+        self._messages.append(("learned", (self._work_of(done.batch), seconds)))
+        return seconds
+
+
+class FollowingCore(EngineCore):
+    """The engine of another rank. How long steps take, which may size the next ones, it has from rank 0."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core.scheduler, core.executor, lag=core.lag)
+
+    def learned(self, load: StepLoad, seconds: float) -> None:
+        """How long a step took on rank 0."""
+        self.scheduler.times.learn(load, seconds)
+
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
+        return 0.0
+
 
 class _Checked:
     """An executor that first sees that all ranks have planned the same."""
@@ -91,7 +111,10 @@ class _Checked:
         self._inner, self._world = inner, world
 
     def submit(self, batch: ScheduledBatch) -> Handle:
-        self._world.agree({f"the plan of step {batch.step}": plan_digest(batch)})
+        digests = self._world.exchange((batch.step, plan_digest(batch)))
+        other = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if other:
+            raise RuntimeError(f"ranks {other} have planned other steps than rank 0: {digests}")
         return self._inner.submit(batch)
 
 
@@ -137,6 +160,8 @@ def start_engine(
     elif ranks is None:
         shard_check(config)
         ranks = Ranks.start(config.ranks, kind, config.first_device)
+    if not leads and config.step_seconds is not None:
+        raise ValueError("itl_target sizes steps by the time of one rank, and here every rank decides: leave it out")
     try:
         if leads:
             ranks.call(FOLLOW, replace(config, decisions=False, decision_log=None))
@@ -170,7 +195,7 @@ def follow(world: World, config: EngineConfig) -> None:
         built = _build(world, config)
     except SharedError:
         return  # rank 0 says it
-    core, grammars = built.core, built.grammars(checked=False)
+    core, grammars = FollowingCore(built.core), built.grammars(checked=False)
     while (orders := world.listen()) is not None:
         for name, arguments in orders.messages:
             if name == "add" and (wanted := arguments[0].params.structured_outputs) is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import msgspec
 
 from ..text.grammar.bad_words import WithoutSequences
-from .batch import Draw, TokenLogprobs
+from .batch import Draw, ScheduledRow, StepResult, TokenLogprobs
 from .constraint import Constraint
-from .outputs import RequestTimes
+from .outputs import EngineOutput, RequestTimes
 from .sampling_params import SamplingParams
 
 _MASK64 = 2**64 - 1
@@ -32,6 +33,7 @@ class Request(msgspec.Struct, frozen=True):
             order is the order of ``add``.
         eos_token_ids: the model's end-of-sequence tokens.
         constraint: what the answers must look like, at their beginning; each choice gets a fork of it.
+        pooling: "last" or "mean": a vector of the prompt is wanted (``pooling.py``).
 
     Raises:
         ValueError: the prompt is empty or holds something that is not a token id.
@@ -44,6 +46,12 @@ class Request(msgspec.Struct, frozen=True):
     arrival_time: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    pooling: str | None = None
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Every token of the prompt must be computed for it: nothing may come from the prefix cache."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
     def __post_init__(self) -> None:
         prompt = tuple(self.prompt_token_ids)
@@ -186,6 +194,7 @@ class RequestState:
         "max_length",
         "num_cached_tokens",
         "num_live",
+        "pooled",
         "prompt_done",
         "prompt_logprobs",
         "spec",
@@ -206,10 +215,30 @@ class RequestState:
         """The last chunk of the prompt is scheduled (or done), and the choices go their own ways."""
         self.first_scheduled: float | None = None
         self.num_cached_tokens = 0
+        self.pooled: Any = None
+        """The sum so far of what steps brought for ``Request.pooling``."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         """Collected by position, None in front; None altogether when not asked for or already sent."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
+
+    def take_prompt(self, row: ScheduledRow, result: StepResult) -> None:
+        """Keep what a step has brought about the prompt: logprobs of its tokens, a part of its vector."""
+        if row.prompt_logprobs is not None and self.prompt_logprobs is not None and row.next_prompt_token_ids:
+            entries = result.prompt_logprobs.get(row.seq_id, ())
+            self.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
+        part = result.pooled.get(row.seq_id)
+        if part is not None:  # a prompt that was preempted begins anew
+            begins = row.pooling == "last" or row.start == 0
+            self.pooled = part if begins else self.pooled + part
+
+    def give_prompt(self, output: EngineOutput) -> None:
+        """Put what was kept about the prompt into the first output of the request; it is given once."""
+        output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        if self.pooled is not None:
+            mean = self.spec.pooling == "mean"
+            output.pooled = (self.pooled / len(self.spec.prompt_token_ids) if mean else self.pooled).tobytes()
+            self.pooled = None
 
     @property
     def leader(self) -> Sequence:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,25 @@ class Waiting:
         """What the step drew, after ``draw``."""
         assert self._drawn is not None, "the result is wanted before the draws were made"
         return self._drawn.result()
+
+
+def pooled_rows(rows: Sequence[ScheduledRow], starts: Sequence[int], hidden_TD: Tensor) -> dict[int, Any]:
+    """By seq_id what is wanted of rows with ``pooling``: float64 ``[D]``.
+
+    Args:
+        starts: where each row's tokens begin.
+        hidden_TD: hidden states after the final norm.
+    """
+    found: dict[int, Tensor] = {}
+    for row, start in zip(rows, starts, strict=True):
+        end = start + row.num_tokens
+        if row.pooling == "mean":
+            found[row.seq_id] = hidden_TD[start:end].sum(0, dtype=torch.float64)
+        elif row.pooling is not None and row.draws:
+            found[row.seq_id] = hidden_TD[end - 1].double()
+    if not found:
+        return {}
+    return dict(zip(found, torch.stack(list(found.values())).cpu().numpy(), strict=True))
 
 
 class Runner:
@@ -106,12 +126,13 @@ class Runner:
         result = StepResult({})
         if logits_RV is not None:
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
-            result = StepResult(samples.tokens, samples.logprobs, {}, samples.errors, samples.sound)
+            result = StepResult(samples.tokens, samples.logprobs, errors=samples.errors, sound=samples.sound)
         for row, start in zip(batch.rows, starts, strict=True):
             if row.prompt_logprobs is not None and row.next_prompt_token_ids:
                 result.prompt_logprobs[row.seq_id] = self._prompt_logprobs(
                     row, hidden_TD[start : start + row.num_tokens]
                 )
+        result.pooled.update(pooled_rows(batch.rows, starts, hidden_TD))
         self._drawn = result.tokens
         return Done(result)
 

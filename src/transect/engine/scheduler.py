@@ -207,7 +207,7 @@ class Scheduler:
         start = seq.scheduled
         seq.scheduled = end
         seq.last_step = plan.step
-        prompt_logprobs = None if state.prompt_done else spec.params.prompt_logprobs
+        asked = (None, None) if state.prompt_done else (spec.params.prompt_logprobs, spec.pooling)
         block_ids = seq.block_ids
         draws: tuple[Draw, ...] = ()
         if end == seq.length:
@@ -222,7 +222,7 @@ class Scheduler:
                 seq.output_token_ids,
                 block_ids,
                 draws,
-                prompt_logprobs,
+                *asked,
             )
         )
         plan.sequences.append(seq)
@@ -313,8 +313,8 @@ class Scheduler:
         if self._places + self._places_of(seq) > self.config.max_num_seqs:
             self.held_back = "places"
             return None
-        wants_logprobs = not state.prompt_done and state.spec.params.prompt_logprobs is not None
-        cached = [] if wants_logprobs else blocks.find_prefix(seq)
+        computes_all = not state.prompt_done and state.spec.whole_prompt
+        cached = [] if computes_all else blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
         if needed + (self._watermark if self.running else 0) > self.cache.num_free:
             self.held_back = "kv"
@@ -328,7 +328,7 @@ class Scheduler:
             state.first_scheduled = self.clock.now()
             state.num_cached_tokens = seq.scheduled
             self._prompt_tokens += seq.prompt_len
-            if self.config.enable_prefix_caching and not wants_logprobs:
+            if self.config.enable_prefix_caching and not computes_all:
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
         take = min(seq.length - seq.scheduled, spare, plan.chunk)
@@ -374,9 +374,8 @@ class Scheduler:
             for choice, error in failed:
                 outputs.append(self._end(choice, "error", error))
             state = seq.request
-            if row.prompt_logprobs is not None and state.prompt_logprobs is not None and row.next_prompt_token_ids:
-                entries = result.prompt_logprobs.get(row.seq_id, ())
-                state.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
+            if row.prompt_logprobs is not None or row.pooling is not None:
+                state.take_prompt(row, result)
             for draw in row.draws:
                 choice = seq if draw.seq_id == seq.seq_id else state.choices[draw.choice]
                 if choice.finish_reason is None:
@@ -399,7 +398,7 @@ class Scheduler:
         if choice.first_token_time is None:
             choice.first_token_time = now
             output.times = state.times(choice, None)
-            output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+            state.give_prompt(output)
             choice.plain = state.spec.params.logprobs is None and constraint is None
             choice.num_cached = state.num_cached_tokens
         if token in state.stop_ids and length > choice.draws[0].min_position:

@@ -17,6 +17,7 @@ class Submit(msgspec.Struct, tag="submit"):
     params: dict[str, Any]
     """The fields of ``SamplingParams``, validated again on arrival."""
     priority: int = 0
+    pooling: str | None = None
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -47,6 +48,7 @@ class Ready(msgspec.Struct, tag="ready"):
     max_model_len: int
     max_num_seqs: int
     vocab_size: int
+    hidden_size: int
     eos_token_ids: list[int]
     kv_tokens: int
     """Tokens that the KV cache can hold in all."""

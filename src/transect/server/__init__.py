@@ -15,6 +15,7 @@
   ``long_replies.py``: the long ones, little by little.
 * ``responses.py``, ``messages.py`` (bodies: ``responses_protocol.py``, ``messages_protocol.py``): two more APIs, which
   show answers as ``blocks.py``.
+* ``retrieval.py`` (bodies and answers: ``retrieval_protocol.py``): embeddings, scores and ranks.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
 * ``request_log.py``: one line for each request.
 * ``operations.py``: further routes for operators. ``bills.py``: where the time of requests went.

@@ -42,6 +42,7 @@ from .replies import (
 from .responses import Responses, ResponseStore
 from .responses import error_event as response_error
 from .responses_protocol import ResponsesRequest
+from .retrieval import retrieval
 from .serving import Engine, ServerOptions, Serving
 from .sse import EventStream, Raw
 
@@ -87,6 +88,7 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     app.include_router(api)
     app.include_router(plain)
     app.include_router(operations)
+    app.include_router(retrieval, responses=REFUSALS)
     app.include_router(bills)
     app.add_middleware(Gate, serving=serving)
     if options.allowed_origins:

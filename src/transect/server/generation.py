@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from ..engine.async_engine import EngineDeadError
 from ..engine.mailbox import Mailbox
+from ..engine.pooling import Pooling
 from ..engine.sampling_params import SamplingParams
 from ..engine.waiting_queue import QueueFull
 from . import request_log
@@ -58,6 +59,7 @@ class Generation:
         params: the same for all of them.
         priority: lower runs earlier.
         deadline: when the last token must have come; None: the server's limit, from now on.
+        pooling: vectors of the prompts are wanted (``RequestOutput.pooled``).
     """
 
     def __init__(
@@ -67,13 +69,14 @@ class Generation:
         params: SamplingParams,
         priority: int = 0,
         deadline: Deadline | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.prompts, self.params = prompts, params
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)
-        self._serving, self._priority = serving, priority
+        self._serving, self._priority, self._pooling = serving, priority, pooling
         self._began = time.monotonic()
         self._first_token_s: float | None = None
         self._reasons: list[str] = []
@@ -174,6 +177,7 @@ class Generation:
             f"{self.id}-{index}",
             prompt=prompt.text,
             priority=self._priority,
+            pooling=self._pooling,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]

@@ -68,11 +68,14 @@ async def completion_prompts(
     parse_special: bool = True,
     truncate: int | None = None,
     room: int = 1,
+    field: str = "prompt",
+    most: int | None = None,
 ) -> list[Prompt]:
     """The prompts of a completions request, each as text or token ids.
 
     ``add_special``: put around a text what the model expects there. ``parse_special``: spellings of special tokens in a
-    text are those tokens. ``truncate``, ``room``: see ``truncated``.
+    text are those tokens. ``truncate``, ``room``: see ``truncated``. ``field``: where they come from, for
+    errors. ``most``: how many there may be; None: what the server's options say.
 
     Raises:
         ApiError: 400 where one is empty or too long, or there are too many.
@@ -80,23 +83,25 @@ async def completion_prompts(
     many: list[Any] = (
         list(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     )
-    limit = serving.options.max_prompts
+    limit = serving.options.max_prompts if most is None else most
     if len(many) > limit:
-        raise ApiError(400, f"prompt holds {len(many)} prompts; send at most {limit} in one request", param="prompt")
+        raise ApiError(400, f"{field} holds {len(many)} prompts; send at most {limit} in one request", param=field)
     prompts = []
     for each in many:
         if isinstance(each, str):
-            most = None if truncate is None else most_counted(serving)
+            counted = None if truncate is None else most_counted(serving)
             ids: list[int] = []
             if each:
-                ids = await encode(serving, each, add_special=add_special, parse_special=parse_special, limit=most)
+                ids = await encode(
+                    serving, each, add_special=add_special, parse_special=parse_special, limit=counted, field=field
+                )
             prompts.append(Prompt(each, ids))
             await asyncio.sleep(0)  # many short ones are as much work as a long one
         else:
             prompts.append(Prompt(None, each))
     prompts = [truncated(serving, each, truncate, room) for each in prompts]
     for each in prompts:
-        check_length(serving, each.token_ids, "prompt")
+        check_length(serving, each.token_ids, field)
     return prompts
 
 

@@ -71,7 +71,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**64 - 1)]
 
 
-def _shape(sentence: str) -> WrapValidator:
+def shape(sentence: str) -> WrapValidator:
     """Replace a union's many complaints by one: ``<field> must be <sentence>``."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -87,7 +87,7 @@ Prompt = Annotated[
     str | list[str] | list[TokenId] | list[list[TokenId]],
     AnyPrompt,
 ]
-Stop = Annotated[str | Listed[str], _shape("a string or a list of strings")]
+Stop = Annotated[str | Listed[str], shape("a string or a list of strings")]
 
 
 class Body(BaseModel):
@@ -127,7 +127,7 @@ class TextPart(Body):
 
 Content = Annotated[
     str | Listed[TextPart],
-    _shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)'),
+    shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)'),
 ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..engine.pooling import Pooling
 from ..engine.sampling_params import SamplingParams
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
@@ -41,6 +42,10 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def hidden_size(self) -> int: ...
+    @property
+    def default_pooling(self) -> Pooling: ...
+    @property
     def eos_token_ids(self) -> Sequence[int]: ...
 
     def stream(
@@ -51,6 +56,7 @@ class Engine(Protocol):
         *,
         prompt: str | None = None,
         priority: int = 0,
+        pooling: Pooling | None = None,
     ) -> AsyncIterator[Update]:
         """Deltas of all choices until each had its terminal update; closing the iterator early aborts the request."""
         ...

@@ -149,6 +149,7 @@ class _Request:
     metrics: RequestMetrics
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    pooled: bytes | None = None
 
 
 class OutputProcessor:
@@ -236,6 +237,7 @@ class OutputProcessor:
             request.prompt_logprobs = [
                 None if entry is None else self._position(entry) for entry in output.prompt_logprobs
             ]
+        request.pooled = getattr(output, "pooled", None) or request.pooled
         update = Update(output.request_id, output.index, num_cached_tokens=request.num_cached_tokens)
         update.times = getattr(output, "times", None)
         stopped = self._take_tokens(request, choice, output, update)
@@ -371,4 +373,5 @@ class OutputProcessor:
             finished=all(output.finished for output in outputs),
             num_cached_tokens=request.num_cached_tokens,
             metrics=replace(request.metrics),
+            pooled=request.pooled,
         )

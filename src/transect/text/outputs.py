@@ -82,6 +82,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    pooled: bytes | None = None
+    """The pooled vector of the prompt, float64, where the request was for one."""
 
     @property
     def num_output_tokens(self) -> int:

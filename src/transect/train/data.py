@@ -18,7 +18,7 @@ from .config import DataConfig
 from .documents import Document, Reader
 from .files import find
 from .identity import stream_identity
-from .tokens import SUFFIX, TokenStream, join, open_tokens, token_dtype
+from .tokens import SUFFIX, TokenStream, check_ids, join, open_tokens, token_dtype
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,7 @@ def collect(documents: Iterable[Document], vocab_size: int, path: Path, *, allow
     for ids, said in documents:
         if not ids:
             continue
-        if max(ids) >= vocab_size:
-            raise ValueError(
-                f"{path}: the tokenizer gives the token {max(ids)}, and the model knows {vocab_size}: use the model's "
-                "own tokenizer"
-            )
+        check_ids(max(ids), vocab_size, path)
         tokens.append(np.array(ids, dtype=token_dtype(vocab_size)))
         if said is not None:
             trained.append(np.array(said, dtype=bool))

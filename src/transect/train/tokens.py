@@ -64,6 +64,15 @@ def join(streams: list[TokenStream]) -> TokenStream:
     )
 
 
+def check_ids(highest: int, vocab_size: int, where: object) -> None:
+    """ValueError if ``highest`` is no token of a model with ``vocab_size`` of them."""
+    if highest >= vocab_size:
+        raise ValueError(
+            f"{where}: the tokenizer gives the token {highest}, and the model knows {vocab_size}: use the model's own "
+            "tokenizer"
+        )
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest of uint16 and uint32 that holds every token id."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")

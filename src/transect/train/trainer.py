@@ -140,7 +140,13 @@ class Trainer:
         """What a person should know of the run before it starts."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.memory = fit(config, source_of(config).config, device_of(config.device))
+        source = source_of(config)
+        if config.data.seq_len > source.config.max_position:
+            raise ValueError(
+                f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {source.config.max_position} "
+                f"positions: set data.seq_len to at most {source.config.max_position}"
+            )
+        self.memory = fit(config, source.config, device_of(config.device))
         self.trainable: Trainable = build(config, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)

@@ -13,7 +13,7 @@ kernel; the arithmetic hides the launches.
 Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
 step's graph is then another one. Where draws are under grammars a step is two graphs: layers and head when it is
 submitted, the draws when their masks are known (``mask_table.py``), while the device computes the first.
-``prompt_logprobs`` are computed within ``submit``, which waits for the device.
+``prompt_logprobs`` and pooled vectors are computed within ``submit``, which waits for the device.
 
 All of it also runs on CPU tensors, without graphs and at once: that is how it is tested without a GPU.
 """
@@ -36,7 +36,7 @@ from ...ops.attention.paged.batch import PagedBatch
 from ..batch import Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from ..constraint import MaskFiller, fill_each
 from ..penalties import Pick
-from ..runner import Done, Waiting
+from ..runner import Done, Waiting, pooled_rows
 from ..sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
 from .adjust_state import AdjustState
 from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
@@ -62,7 +62,8 @@ class _Pending:
     output: np.ndarray
     """uint8, the step's part of the ring."""
     seq_ids: list[int]
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    known: StepResult
+    """What is known of the step's prompts."""
     max_draws: int
     adjusted: bool
     """Logits were adjusted or masked before the draws."""
@@ -89,7 +90,8 @@ class _Pending:
         drawn = Drawn.numpy(self.output, self.max_draws)
         count = len(self.seq_ids)
         ids = drawn.token[:count].tolist()
-        result = StepResult(dict(zip(self.seq_ids, ids, strict=True)), prompt_logprobs=self.prompt_logprobs)
+        prompts, pooled = self.known.prompt_logprobs, self.known.pooled
+        result = StepResult(dict(zip(self.seq_ids, ids, strict=True)), prompt_logprobs=prompts, pooled=pooled)
         finite = drawn.finite[:count]
         if not finite.all():
             for index in np.flatnonzero(finite == 0).tolist():
@@ -211,21 +213,21 @@ class GPURunner:
             self._copy_blocks(batch.block_copies)
             plan = self._planner.plan(batch, memory)
             turn, hidden, sampled = self._run(plan)
-            prompt_logprobs = {
-                row.seq_id: self._prompt_logprobs(row, hidden[start : start + row.num_tokens])
-                for row, start in zip(plan.rows, plan.starts, strict=True)
-                if row.prompt_logprobs is not None and row.next_prompt_token_ids
-            }
+            known = StepResult({}, pooled=pooled_rows(plan.rows, plan.starts, hidden))
+            for row, start in zip(plan.rows, plan.starts, strict=True):
+                if row.prompt_logprobs is not None and row.next_prompt_token_ids:
+                    part = hidden[start : start + row.num_tokens]
+                    known.prompt_logprobs[row.seq_id] = self._prompt_logprobs(row, part)
             if turn is None:
-                return Waiting(partial(self._draw_masked, plan, prompt_logprobs))
+                return Waiting(partial(self._draw_masked, plan, known))
             if self._host_sampler is not None:
                 self._ring.results(turn, self._stream)
-                draw = partial(self._draw_on_host, self._host_sampler, batch, plan, sampled, prompt_logprobs)
+                draw = partial(self._draw_on_host, self._host_sampler, batch, plan, sampled, known)
                 return Waiting(draw) if plan.variant.masked else draw()
-            return self._pending(turn, plan, sampled, prompt_logprobs)
+            return self._pending(turn, plan, sampled, known)
 
     @torch.inference_mode()
-    def _draw_masked(self, plan: StepPlan, prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]]) -> Handle:
+    def _draw_masked(self, plan: StepPlan, known: StepResult) -> Handle:
         """The second part of a step with draws under grammars."""
         constraints = [draw.constraint for draw in plan.draws if draw.constraint is not None]
         ids = [draw.seq_id for draw in plan.draws if draw.constraint is not None]
@@ -235,20 +237,20 @@ class GPURunner:
             generation = self._adjust.generation if plan.variant.adjust else 0
             key = "draws", plan.layout.draws, plan.layout, plan.variant, generation
             sampled = self._launch(key, partial(self._second_part, plan), plan)
-            return self._pending(self._ring.ended(), plan, sampled, prompt_logprobs, problems)
+            return self._pending(self._ring.ended(), plan, sampled, known, problems)
 
     def _pending(
         self,
         turn: int,
         plan: StepPlan,
         sampled: Sampled,
-        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
+        known: StepResult,
         problems: Mapping[int, str] | None = None,
     ) -> _Pending:
         logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
         output, ready = self._ring.results(turn, self._stream)
         more = plan.variant.adjust or plan.variant.masked, logprobs, plan.alternatives, problems or {}
-        return _Pending(ready, output, plan.seq_ids, prompt_logprobs, self._max_draws, *more)
+        return _Pending(ready, output, plan.seq_ids, known, self._max_draws, *more)
 
     @torch.inference_mode()
     def warm(self, rows: Sequence[int], widths: int, filled: int | None = None) -> None:
@@ -423,13 +425,13 @@ class GPURunner:
         batch: ScheduledBatch,
         plan: StepPlan,
         logits_RV: Sampled,
-        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
+        known: StepResult,
     ) -> Done:
         """Draws as ``Runner`` makes them; the tokens go back to the device for the next step."""
         ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
         picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
         if not picks:
-            return Done(StepResult({}, prompt_logprobs=prompt_logprobs))
+            return Done(known)
         assert isinstance(logits_RV, Tensor)
         with self._on_stream():
             samples = sampler.sample(logits_RV.float(), picks, self._host_tokens)
@@ -437,7 +439,8 @@ class GPURunner:
         drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
         with self._on_stream():
             self._drawn.token[: len(drawn)].copy_(drawn)
-        return Done(StepResult(samples.tokens, samples.logprobs, prompt_logprobs, samples.errors, samples.sound))
+        found = samples.tokens, samples.logprobs, known.prompt_logprobs, known.pooled, samples.errors, samples.sound
+        return Done(StepResult(*found))
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies:

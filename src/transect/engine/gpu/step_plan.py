@@ -111,6 +111,7 @@ def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
         and len(row.draws) == 1
         and row.draws[0].seq_id == row.seq_id
         and row.prompt_logprobs is None
+        and row.pooling is None
         for row in rows
     )
 
@@ -284,7 +285,7 @@ class StepPlanner:
         fields.draw_row[: len(last)], fields.draw_row[len(last) :] = draw_rows, 0
         variant, alternatives = self._draws(fields, draws, draw_slots, np.array(positions, np.int32))
         whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
-        prune = self._prune_last_layer and all(row.prompt_logprobs is None for row in rows)
+        prune = self._prune_last_layer and all(row.prompt_logprobs is None and row.pooling is None for row in rows)
         plan = StepPlan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
         return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
 

@@ -19,6 +19,7 @@ An unknown key is an error that names the nearest known one.
 
 * ``run.py``: the run; read it first. ``data.py``: what it trains on. ``optim.py``: how it changes weights.
 * ``adapters.py``: adapters. ``objectives.py``: the settings of each objective. ``router.py``: losses on routers.
+* ``defaults.py``: what the task decides where a file leaves it out, and names that other trainers have.
 * ``parse.py``: plain values to these classes, and what is wrong with them.
 """
 

@@ -11,12 +11,18 @@ from typing import Literal
 class OptimizerConfig:
     """How gradients change weights.
 
+    Where a file leaves them out, ``learning_rate`` and ``weight_decay`` are those of the task (``defaults.py``).
+
     Attributes:
+        learning_rate: 3e-4 to pretrain, 2e-5 to fine-tune all weights, 2e-4 for adapters; less for ``dpo``, ``kto``,
+            ``orpo`` and ``grpo``.
+        beta1, beta2, eps: AdamW's.
         name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``muon`` (matrices of the layers by Muon, the
             rest by AdamW).
         rounding: of weights and moments in bfloat16: ``stochastic`` keeps small steps on average; ``nearest`` loses
             those of less than a 512th of a weight.
-        weight_decay: decoupled, on matrices only; norms and biases have none.
+        weight_decay: decoupled, on matrices only; norms and biases have none. 0.1 to pretrain, 0.01 to fine-tune all
+            weights, 0 for adapters.
         clip: largest global norm of the gradient; 0 for none.
         muon_learning_rate: for the matrices under ``muon``; ``learning_rate`` is AdamW's.
     """
@@ -51,6 +57,8 @@ class ScheduleConfig:
     """The learning rate over the steps, as a factor of ``learning_rate``.
 
     Attributes:
+        warmup: steps; where a file leaves it out, 3% of the steps, and none to pretrain.
+        final: the factor at the end of ``cosine``, ``linear`` and ``wsd``.
         kind: after ``warmup`` steps from 0 to 1: ``constant``; ``cosine`` or ``linear`` down to ``final``; ``wsd``
             stays at 1 and falls linearly to ``final`` over the last ``decay`` steps (warm-up, stable, decay).
     """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import difflib
+import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
+
+from .defaults import hint
 
 
 def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
@@ -15,15 +18,13 @@ def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     Raises:
         ValueError: an unknown or missing name, or a value of another type.
     """
-    hints = typing.get_type_hints(kind)
+    kinds = typing.get_type_hints(kind)
     names = [item.name for item in dataclasses.fields(kind)]
     arguments = {}
     for key, value in values.items():
         if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
-            raise ValueError(f"the setting {where}{key} is not known; {hint}")
-        arguments[key] = _value(hints[key], value, where + key)
+            raise ValueError(f"the setting {where}{key} is not known; {hint(where, key, names)}")
+        arguments[key] = _value(kinds[key], value, where + key)
     missing = [
         item.name
         for item in dataclasses.fields(kind)
@@ -69,3 +70,28 @@ def positive(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
+
+
+def overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A copy of nested values with ``key=value`` settings in it; a value is TOML, or a bare word.
+
+    Raises:
+        ValueError: not of this form, or a key below something that is no table.
+    """
+    made = copy.deepcopy(dict(values))
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes key=value, such as optimizer.clip=0.5, not {setting!r}")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        *tables, name = key.strip().split(".")
+        place = made
+        for table in tables:
+            place = place.setdefault(table, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"the setting {key} is not known: {table} is no table")
+        place[name] = value
+    return made

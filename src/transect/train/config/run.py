@@ -12,9 +12,10 @@ from typing import Any, Literal
 from ...models.memory.terms import parse_bytes
 from .adapters import LoRAConfig
 from .data import DataConfig
+from .defaults import by_task
 from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
-from .parse import build, positive
+from .parse import build, overridden, positive
 from .router import RouterConfig
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
@@ -92,8 +93,11 @@ class TrainConfig:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> TrainConfig:
+    def from_toml(cls, path: str | Path, settings: Sequence[str] = ()) -> TrainConfig:
         """Read a file.
+
+        Args:
+            settings: ``key=value``, which go over the file's; see ``changed``.
 
         Raises:
             ValueError: not readable, not TOML, an unknown key, or a value of the wrong type or out of its range.
@@ -104,12 +108,13 @@ class TrainConfig:
             raise ValueError(f"cannot read {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
-        return cls.from_dict(values)
+        return cls.from_dict(overridden(values, settings))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """From nested mappings, such as ``to_dict`` gives; errors as in ``from_toml``."""
-        config: TrainConfig = build(cls, values, "")
+        """From nested mappings, such as ``to_dict`` gives; what they leave out and the task decides is filled in
+        (``defaults.py``). Errors as in ``from_toml``."""
+        config: TrainConfig = build(cls, by_task(values), "")
         return config
 
     def changed(self, settings: Sequence[str]) -> TrainConfig:
@@ -118,23 +123,7 @@ class TrainConfig:
         Raises:
             ValueError: not such a setting, or as in ``from_toml``.
         """
-        values = self.to_dict()
-        for setting in settings:
-            key, equals, text = setting.partition("=")
-            if not equals:
-                raise ValueError(f"--set takes key=value, such as optimizer.clip=0.5, not {setting!r}")
-            try:
-                value = tomllib.loads(f"value = {text}")["value"]
-            except tomllib.TOMLDecodeError:
-                value = text  # a bare word is a string
-            *tables, name = key.strip().split(".")
-            place = values
-            for table in tables:
-                place = place.setdefault(table, {})
-                if not isinstance(place, dict):
-                    raise ValueError(f"the setting {key} is not known: {table} is no table")
-            place[name] = value
-        return self.from_dict(values)
+        return self.from_dict(overridden(self.to_dict(), settings))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""

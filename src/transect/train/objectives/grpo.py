@@ -44,6 +44,7 @@ from ..model import Trainable
 from ..reference import Reference
 from ..rewards import Judge, read_prompts
 from ..rollout import Answer, roll_out
+from ..tokens import check_ids
 from .base import Evaluation, Objective
 
 
@@ -175,6 +176,7 @@ class GRPO(Objective):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tools = {"tools": record["tools"]} if record.get("tools") else {}
             prompts.append(chat_tokens(template, self._tokenizer, messages, **tools)[1])
+        check_ids(max(map(max, prompts)), self._trainable.source.config.vocab_size, setting)
         room = self._config.data.seq_len - self._config.grpo.max_tokens
         if max(map(len, prompts)) > room:
             raise ValueError(

@@ -17,6 +17,7 @@ from ..data import Position
 from ..identity import base_identity
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
+from ..tokens import check_ids
 from .base import Evaluation, Objective
 from .examples import ExampleBatch, Examples, read_pairs
 
@@ -37,11 +38,6 @@ class Preferences(Objective):
         self._seen: list[dict[str, Tensor]] = []
         self._train = self._load(config.data.train)
         self._validation = self._load(config.data.validation) if config.data.validation else None
-        if self._train.left_out:
-            self._described.append(
-                f"{self._train.left_out} of {self._train.count} pairs are longer than data.seq_len or data.micro_batch "
-                "and are left out"
-            )
 
     def read(self, paths: Sequence[str]) -> Examples:
         """The examples of files. ValueError if they cannot be read."""
@@ -112,6 +108,13 @@ class Preferences(Objective):
 
     def _load(self, paths: Sequence[str]) -> Examples:
         examples = self.read(paths)
+        names = ", ".join(paths)
+        check_ids(int(examples.stream.tokens.max()), self._trainable.source.config.vocab_size, names)
+        if examples.left_out:
+            self._described.append(
+                f"{examples.left_out} of {examples.count} pairs of {names} are longer than data.seq_len or "
+                "data.micro_batch and are left out"
+            )
         if self.REFERENCE:
             examples.add_reference(self._trainable)
         return examples

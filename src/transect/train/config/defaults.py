@@ -1,0 +1,106 @@
+"""What a configuration leaves out and the task decides: learning rate, warm-up, weight decay."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+WARMUP = 0.03
+"""The share of the steps that a fine-tuning run warms up for."""
+RATES = {
+    "next_token": (2e-5, 2e-4),
+    "distill": (2e-5, 2e-4),
+    "dpo": (1e-6, 2e-5),
+    "kto": (1e-6, 2e-5),
+    "orpo": (5e-6, 5e-5),
+    "grpo": (1e-6, 1e-5),
+}
+"""Learning rates of an objective: for all weights, and for adapters."""
+PRETRAINING = 3e-4
+
+MEANT = {
+    "lr": "optimizer.learning_rate",
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "optim": "optimizer.name",
+    "max_grad_norm": "optimizer.clip",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps",
+    "lr_scheduler_type": "schedule.kind",
+    "lr_scheduler": "schedule.kind",
+    "warmup": "schedule.warmup",
+    "warmup_steps": "schedule.warmup",
+    "warmup_ratio": "schedule.warmup, a number of steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "iters": "steps",
+    "batch_size": "data.micro_batch, in tokens",
+    "micro_batch_size": "data.micro_batch, in tokens",
+    "per_device_train_batch_size": "data.micro_batch, in tokens",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_checkpointing": "checkpointing",
+    "output_dir": "run_dir",
+    "model_name_or_path": "model",
+    "base_model": "model",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "save_total_limit": "keep",
+    "bf16": 'precision = "bfloat16" or "mixed"',
+    "dtype": "precision",
+    "load_in_4bit": 'task = "qlora"',
+    "adapter": 'task = "lora"',
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "max_seq_len": "data.seq_len",
+    "sequence_len": "data.seq_len",
+    "block_size": "data.seq_len",
+    "train_file": "data.train",
+    "dataset": "data.train",
+    "datasets": "data.train",
+    "validation_file": "data.validation",
+    "early_stopping_patience": "patience",
+    "r": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "num_generations": "grpo.group",
+    "max_completion_length": "grpo.max_tokens",
+    "reward_funcs": "grpo.reward",
+    "report_to": "log_to",
+}
+"""Names of other trainers, and what they are called here."""
+
+
+def hint(where: str, key: str, names: list[str]) -> str:
+    """What somebody meant who wrote ``key`` in the table ``where`` (``""`` or ``"data."``)."""
+    near = difflib.get_close_matches(key, names, 1, 0.8)
+    if near:
+        return f"did you mean {where}{near[0]}?"
+    meant = MEANT.get(key.lower())
+    if meant is not None and meant != where + key:
+        return f"here it is {meant}"
+    near = difflib.get_close_matches(key, names, 1)
+    return f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
+
+
+def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with what the task decides filled in where it is left out; what has another form stays as it is."""
+    filled = dict(values)
+    task, objective = filled.get("task", "finetune"), filled.get("objective", "next_token")
+    steps = filled.get("steps", 0)
+    optimizer, schedule = filled.get("optimizer", {}), filled.get("schedule", {})
+    if not isinstance(optimizer, Mapping) or not isinstance(schedule, Mapping) or type(steps) is not int:
+        return filled
+    adapted = task in ("lora", "qlora")
+    rate = PRETRAINING if task == "pretrain" else RATES.get(str(objective), RATES["next_token"])[adapted]
+    decay = 0.1 if task == "pretrain" else 0.0 if adapted else 0.01
+    filled["optimizer"] = {"learning_rate": rate, "weight_decay": decay, **optimizer}
+    if task != "pretrain" and not filled.get("epochs"):
+        filled["schedule"] = {"warmup": round(WARMUP * (steps or 100)), **schedule}
+    return filled
