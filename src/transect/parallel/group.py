@@ -54,8 +54,8 @@ class Group:
         return out
 
     def start_gather(self, out: Tensor, x: Tensor) -> dist.Work | None:
-        """Begin to fill ``out`` ``[ranks * n]`` with ``x`` ``[n]`` of each rank, in their order; both must stay until the
-        work is done. With one rank it is done at once, and there is nothing to wait for."""
+        """Begin to fill ``out`` ``[ranks * n]`` with ``x`` ``[n]`` of each rank, in their order; both must stay until
+        the work is done. With one rank it is done at once, and there is nothing to wait for."""
         if self.group is None:
             out.copy_(x)
             return None
