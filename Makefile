@@ -49,8 +49,8 @@ resolve: setup-dev
 	@$(BIN)/python -m pytest tests/packaging/public_index.py -n0
 
 lint: setup-dev
-	@$(BIN)/ruff check .ci src tests benchmarks examples hatch_build.py
-	@$(BIN)/ruff format --check .ci src tests benchmarks examples hatch_build.py
+	@$(BIN)/ruff check .ci src tests benchmarks examples recipes hatch_build.py
+	@$(BIN)/ruff format --check .ci src tests benchmarks examples recipes hatch_build.py
 	@$(BIN)/lint-imports
 
 types: setup-dev

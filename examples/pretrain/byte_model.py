@@ -3,16 +3,24 @@
 With bytes for tokens a loss in nats, divided by log 2, is bits per byte: no tokenizer to train, none to argue about.
 The id of a token is its byte; 256 ends a text. The vocabulary is filled up to a round number of rows, which stand for
 nothing.
+
+    python examples/pretrain/byte_model.py FOLDER --dim 128 --layers 4 --chat
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 
+CHAT = (
+    "{% for m in messages %}{{ 'Question: ' if m.role == 'user' else 'Answer: ' }}{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}Answer: {% endif %}"
+)
+"""A chat template of plain words: a byte model has no tokens to spare for roles."""
 END = 256
 ROWS = 320
 
@@ -28,8 +36,9 @@ class Shape:
     context: int
 
 
-def write_model(folder: Path, shape: Shape) -> None:
-    """config.json and the tokenizer's files, as Hugging Face libraries and ``transect`` read them."""
+def write_model(folder: Path, shape: Shape, *, chat: bool = False) -> None:
+    """config.json and the tokenizer's files, as Hugging Face libraries and ``transect`` read them; with a chat template
+    where that is asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -57,11 +66,13 @@ def write_model(folder: Path, shape: Shape) -> None:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
     backend.save(str(folder / "tokenizer.json"))
-    settings = {
+    settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|end|>",
         "clean_up_tokenization_spaces": False,
     }
+    if chat:
+        settings["chat_template"] = CHAT
     write_json(folder / "tokenizer_config.json", settings)
     write_json(folder / "generation_config.json", {"eos_token_id": END})
 
@@ -79,3 +90,19 @@ def byte_names() -> list[str]:
 
 def write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A model directory without weights, whose tokens are bytes.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--chat", action="store_true", help="with a chat template")
+    options = parser.parse_args()
+    ffn = -(-options.dim * 8 // 3 // 32) * 32  # two thirds of four times the dim: SwiGLU has three matrices
+    write_model(
+        options.folder, Shape(options.dim, options.layers, options.heads, ffn, options.context), chat=options.chat
+    )
+    print(f"{options.folder}: a shape and a tokenizer, no weights")

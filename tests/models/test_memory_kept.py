@@ -53,7 +53,7 @@ def held_by_autograd(config, plan):
     model = Decoder(config, dtype={4: torch.float32, 2: torch.bfloat16}[plan.element], ops=operators(plan.backend))
     model.init_weights(generator=generator)
     if plan.task == "qlora":
-        quantize_layers(model, plan.group)
+        quantize_layers(model, LoRAConfig(group=plan.group))
     if plan.adapted:
         attach(model, LoRAConfig(rank=RANK, targets=plan.targets), seed=0)
     model.stack = stack_with(model, plan.checkpointing)

@@ -159,6 +159,7 @@ def test_what_cannot_be_spread_is_refused_with_what_can(tmp_path, changes, messa
         Trainer(tiny_run(tmp_path, **{"accumulate": 2, "parallel": {"data": 2}} | changes))
 
 
+@pytest.mark.prove
 def test_a_rank_that_ends_ends_the_run_with_one_message(tmp_path):
     """The command itself, in a process of its own; what it had written is whole, and it goes on."""
     config = tiny_run(tmp_path, steps=4000, accumulate=2, save_every=5, parallel={"data": 2, "zero": 2})

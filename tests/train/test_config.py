@@ -63,11 +63,11 @@ def test_toml_in_and_plain_values_out(tmp_path) -> None:
     ("values", "rate", "decay", "warmup"),
     [
         ({"task": "pretrain"}, 3e-4, 0.1, 0),
-        ({}, 2e-5, 0.01, 3),
-        ({"steps": 1000}, 2e-5, 0.01, 30),
-        ({"task": "lora"}, 2e-4, 0.0, 3),
-        ({"task": "qlora", "objective": "dpo"}, 2e-5, 0.0, 3),
-        ({"objective": "grpo"}, 1e-6, 0.01, 3),
+        ({}, 2e-5, 0.01, -1),
+        ({"steps": 1000}, 2e-5, 0.01, -1),
+        ({"task": "lora"}, 2e-4, 0.0, -1),
+        ({"task": "qlora", "objective": "dpo"}, 2e-5, 0.0, -1),
+        ({"objective": "grpo"}, 1e-6, 0.01, -1),
         (
             {"task": "lora", "optimizer": {"learning_rate": 1, "weight_decay": 0.5}, "schedule": {"warmup": 9}},
             1,
@@ -80,6 +80,8 @@ def test_what_is_left_out_is_as_the_task_needs_it(values, rate, decay, warmup) -
     config = TrainConfig.from_dict({"model": "m", **values})
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (rate, decay)
     assert config.schedule.warmup == warmup
+    share = ScheduleConfig(kind="constant", warmup=-1)
+    assert [factor(share, step, 100) for step in (0, 1, 2, 50)] == [1 / 3, 2 / 3, 1, 1]
     assert TrainConfig.from_dict(config.to_dict()) == config  # a run that goes on keeps what it began with
 
 
@@ -87,7 +89,7 @@ def test_settings_by_hand_come_before_what_the_task_decides(tmp_path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('model = "m"\n')
     config = TrainConfig.from_toml(path, ["task=lora", "steps=1000"])
-    assert (config.optimizer.learning_rate, config.schedule.warmup) == (2e-4, 30)
+    assert (config.optimizer.learning_rate, config.schedule.warmup) == (2e-4, -1)
 
 
 @given(

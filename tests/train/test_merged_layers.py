@@ -56,7 +56,7 @@ def model_of(config=None, task="finetune", *, dtype=torch.float32, ops=None):
         for layer in model.layers:
             layer.attention_norm.weight.mul_(1.3)
     if task == "qlora":
-        quantize_layers(model, 32)
+        quantize_layers(model, LoRAConfig(group=32))
     if task != "finetune":
         targets = ("q", "v", "up", "down") if task == "some" else LoRAConfig().targets
         attach(model, LoRAConfig(rank=4, targets=targets), seed=0)

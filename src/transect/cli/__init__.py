@@ -4,7 +4,8 @@
   a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
 * ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
-  curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is.
+  curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is. ``export.py``: a run's
+  adapter or model for other programs.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
@@ -77,6 +78,7 @@ def _application() -> Any:
         demo,
         eval,
         explain,
+        export,
         generate,
         hardware,
         inspect,
@@ -124,6 +126,7 @@ def _application() -> Any:
         train,
         memory,
         eval,
+        export,
         plot,
         hardware,
         inspect,

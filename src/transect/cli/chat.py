@@ -10,6 +10,7 @@ import typer
 
 from .engine_options import (
     BUILTIN,
+    Adapter,
     Device,
     Dtype,
     MaxModelLen,
@@ -36,6 +37,7 @@ def command(
         typer.Option(help="Draw from the likeliest tokens that reach this probability. Default: the model's, or 0.95."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -55,6 +57,7 @@ def command(
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
     settings = engine_config(
         model,
+        adapter=adapter,
         device=device,
         dtype=dtype,
         quantization=quantization,

@@ -16,6 +16,9 @@ ModelArgument = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16, float16 or float32.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+Adapter = Annotated[
+    str | None, typer.Option("--adapter", help="An adapter in PEFT's layout for MODEL: a directory or a hub id.")
+]
 TokenizerName = Annotated[
     str | None, typer.Option("--tokenizer", help="Where the tokenizer is, if not with the model; a name as MODEL is.")
 ]
@@ -99,7 +102,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         )
     switches = {name: given.pop(name) for name in GPUOptions.__dataclass_fields__ if name in given}
     config = EngineConfig(model=model, gpu=GPUOptions(**switches), **given)
-    resolve(model, load_format=config.load_format, revision=config.revision)
+    resolve(model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     return config
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .engine_options import (
+    Adapter,
     Device,
     Dtype,
     MaxModelLen,
@@ -33,6 +34,7 @@ def command(
     few_shot: Annotated[int | None, typer.Option(help="--tasks: examples before each question.")] = None,
     limit: Annotated[int | None, typer.Option(help="--tasks: questions of each task.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="--tasks: put questions into the chat template.")] = False,
+    adapter: Adapter = None,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     device: Device = "auto",
@@ -56,6 +58,7 @@ def command(
     from ..engine.llm import LLM
 
     settings = {
+        "adapter": adapter,
         "dtype": dtype,
         "quantization": quantization,
         "device": device,
@@ -65,7 +68,7 @@ def command(
     config = engine_config(model, **settings, threads=threads, native=native, enable_prefix_caching=bool(names))
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(values.pop("model"), **values)
-    found: dict[str, Any] = {"model": model, "kernels": llm.kernels}
+    found: dict[str, Any] = {"model": model, **({"adapter": adapter} if adapter else {}), "kernels": llm.kernels}
     if text:
         found["text"] = _texts(llm, text, window, stride)
     if names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -116,3 +116,58 @@ def replay(
         print(f"{found.decisions} decisions over {found.rows} rows replayed, all the same")
     if found.difference is not None:
         raise ValueError(f"the replay differs at {found.difference}")
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+
+
+@application.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    command: Annotated[list[str], typer.Argument(help="python SCRIPT ARGUMENTS, after --.")],
+    preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
+    keep_trace: Annotated[Path | None, typer.Option(help="Keep the profiler's trace in this file.")] = None,
+    stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
+    as_json: JsonFile = None,
+) -> None:
+    """Run a PyTorch program and say where its time went, what it could be, and what to change."""
+    from ..explain.program import Explain, explain_script
+    from ..hardware.presets import preset as find
+
+    words = [*command, *context.args]
+    if words and Path(words[0]).name.startswith("python"):
+        words = words[1:]
+    if not words or words[0].startswith("-"):
+        raise ValueError("give a script: transect explain run -- python train.py --steps 10")
+    ceilings = None if preset is None else find(preset).ceilings()
+    found = explain_script(Path(words[0]), words[1:], Explain(ceilings, stacks=stacks, trace=keep_trace))
+    _show(found, as_json)
+
+
+@application.command("trace")
+def trace(
+    file: Annotated[Path, typer.Argument(help="A Chrome trace of torch.profiler: .json or .json.gz.")],
+    preset: Annotated[str | None, typer.Option(help="The device that it ran on; default: this machine.")] = None,
+    as_json: JsonFile = None,
+) -> None:
+    """Say where the time of a recorded trace went. Files of any size: they are read piece by piece."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..explain.program import explain_trace, machine_ceilings
+    from ..explain.trace_file import read_trace
+    from ..hardware.presets import preset as find
+
+    ceilings = machine_ceilings() if preset is None else find(preset).ceilings()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=1.0)
+        recorded = read_trace(file, lambda share: progress.update(task, completed=share))
+    _show(explain_trace(recorded, ceilings), as_json)
+
+
+def _show(found: Any, as_json: Path | None) -> None:
+    import json
+
+    print(found)
+    if as_json is not None:
+        as_json.write_text(json.dumps(found.to_dict(), indent=1) + "\n")

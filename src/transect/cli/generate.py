@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .engine_options import (
+    Adapter,
     Device,
     Dtype,
     MaxModelLen,
@@ -35,6 +36,7 @@ def command(
     parse_special: Annotated[
         bool, typer.Option(help="Special tokens spelled in the prompt, such as <|im_end|>, are those tokens.")
     ] = True,
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -59,6 +61,7 @@ def command(
     )
     settings = engine_config(
         model,
+        adapter=adapter,
         device=device,
         dtype=dtype,
         quantization=quantization,

@@ -10,6 +10,7 @@ import typer
 
 from .engine_options import (
     BUILTIN,
+    Adapter,
     AsyncScheduling,
     ChatTemplateText,
     CheckPlans,
@@ -106,6 +107,11 @@ def command(
     ] = "info",
     load_format: LoadFormat = "auto",
     revision: Revision = None,
+    adapter: Adapter = None,
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", help="As in vLLM, before --lora-modules.")] = False,
+    lora_modules: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIR: --adapter DIR, served as NAME. One, for all requests.")
+    ] = None,
     tokenizer: TokenizerName = None,
     tokenizer_revision: TokenizerRevision = None,
     chat_template: ChatTemplateText = None,
@@ -147,12 +153,13 @@ def command(
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
 
-    from ..engine.async_engine import AsyncEngine
+    from ..engine.replicas import start_engines
     from ..server.process import bind, bind_unix, serve, url_of
     from ..server.request_log import configure
     from ..server.serving import ServerOptions
 
-    names = tuple(served_model_name or (model,))
+    adapted_as, adapter = lora_module(lora_modules or [], enable_lora, adapter, served_model_name)
+    names = tuple(served_model_name or (adapted_as or model,))
     options = ServerOptions(
         model_names=names,
         api_keys=(*(api_key or ()), *keys_in(api_key_file)),
@@ -177,6 +184,7 @@ def command(
         model,
         load_format=load_format,
         revision=revision,
+        adapter=adapter,
         tokenizer=tokenizer,
         tokenizer_revision=tokenizer_revision,
         chat_template=chat_template,
@@ -219,7 +227,7 @@ def command(
             f"transect: ready on {url_of(sock, 'http' if ssl_certfile is None else 'https')}",
             f"model {names[0]}",
             f"context {info.max_model_len} tokens",
-            f"KV cache {info.kv_tokens} tokens",
+            f"KV cache {info.kv_tokens} tokens" + (f" x {replicas}" if (replicas := data_parallel_size) > 1 else ""),
             info.kernels,
             str(engine.sampling_defaults),
             f"loaded in {info.load_seconds:.1f} s",
@@ -228,10 +236,41 @@ def command(
         print(" | ".join(filter(None, said)), flush=True)
 
     try:
-        return asyncio.run(serve(lambda: AsyncEngine.start(settings), options, sock, grace_s=grace, ready=ready))
+        return asyncio.run(serve(lambda: start_engines(settings), options, sock, grace_s=grace, ready=ready))
     finally:
         if uds is not None:
             Path(uds).unlink(missing_ok=True)
+
+
+def lora_module(
+    modules: list[str], enabled: bool, adapter: str | None, names: list[str] | None
+) -> tuple[str | None, str | None]:
+    """vLLM's ``--lora-modules`` as the name to serve under and the adapter, or ``adapter`` under no name of its own.
+
+    Raises:
+        ValueError: several adapters, which are not served together, or options that contradict each other.
+    """
+    if not modules:
+        if enabled and adapter is None:
+            raise ValueError("--enable-lora loads nothing by itself: give --lora-modules NAME=DIR, or --adapter DIR")
+        return None, adapter
+    if len(modules) > 1 or adapter is not None:
+        raise ValueError("one adapter at a time is served, for all requests: start a server for each of them")
+    if modules[0].startswith("{"):
+        from .engine_options import json_object
+
+        given = json_object(modules[0], "--lora-modules")
+        name, path = given.get("name"), given.get("path")
+    else:
+        name, _, path = modules[0].partition("=")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ValueError(f"--lora-modules takes NAME=DIR, not {modules[0]!r}")
+    if names:
+        raise ValueError(
+            f"--served-model-name would be the model without the adapter, which is not served beside {name}: leave it "
+            "out, or give --adapter in place of --lora-modules"
+        )
+    return name, path
 
 
 def listed(values: list[str] | None, option: str) -> tuple[str, ...]:

@@ -72,6 +72,7 @@ def command(
 def _run(trainer: Trainer) -> int:
     """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
     from ..train.report import RunLog, Terminal
+    from ..train.trackers import trackers
 
     settings = trainer.config
     asked: list[int] = []
@@ -85,17 +86,26 @@ def _run(trainer: Trainer) -> int:
             signal.raise_signal(signum)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer))
+    board = "tensorboard" in settings.log_to
+    run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer), tensorboard=board)
+    followers = trackers(settings)
     try:
         with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
-            last = trainer.run([run_log, terminal], lambda: bool(asked))
+            last = trainer.run([run_log, terminal, *followers], lambda: bool(asked))
     finally:
         run_log.close()
+        for follower in followers:
+            follower.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if trainer.steps_done < settings.steps:
+    if not trainer.finished:
         print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
         return 128 + asked[0]
+    if trainer.stopped_early:
+        print(f"stopped early at step {trainer.steps_done}: {trainer.best.since} measurements without a better loss")
+    if trainer.best.step:
+        loss, step = trainer.best.loss, trainer.best.step
+        print(f"best: {last.parent / 'best'}, validation loss {loss:.4f} at step {step}")
     print(f"done: transect serve {last.parent / 'last'}")
     return 0
 
@@ -110,7 +120,8 @@ def matrix_rate(trainer: Trainer) -> MatrixRate | None:
     dtype = "float32" if trainer.config.precision == "float32" else "bfloat16"
     if dtype not in measured.ceilings.flops_per_second:
         return None
-    return MatrixRate(measured.ceilings.rate(dtype), dtype, str(measured))
+    devices = trainer.config.parallel.data if trainer.device.type == "cuda" else 1  # ranks on a CPU share its cores
+    return MatrixRate(devices * measured.ceilings.rate(dtype), dtype, str(measured))
 
 
 def newest_run(folder: Path) -> Path:

@@ -33,6 +33,7 @@ With tensors, or on the way to them:
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.
   ``interrupts``: Ctrl-C between steps. ``vllm_arguments``: what programs written for vLLM pass.
 * ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
+  ``replicas``, ``router``: several of them behind one face, and which gets a request.
   ``mailbox``: where a request's news wait for its task. ``socket_folder``: where their socket lies.
   ``grammar_queue``: requests whose grammars are being compiled.
 """

@@ -102,8 +102,12 @@ class AsyncEngine:
             EngineDeadError: the process could not start for another reason.
         """
         config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
+        if config.data_parallel_size > 1:
+            raise ValueError("one AsyncEngine is one replica: start several with engine.replicas.start_engines")
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
-        find = functools.partial(resolve, config.model, load_format=config.load_format, revision=config.revision)
+        find = functools.partial(
+            resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
+        )
         source = await asyncio.to_thread(find)
         directory = make_socket_folder()
         loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
@@ -123,7 +127,10 @@ class AsyncEngine:
             text = await loading
             default_params(text.defaults)  # what is wrong with them is said now, not to the first client
             ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
-            process_config = dataclasses.replace(config, model=str(source.path), revision=None, eos_token_ids=ends)
+            adapter = None if source.adapter is None else str(source.adapter.path)
+            process_config = dataclasses.replace(
+                config, model=str(source.path), revision=None, adapter=adapter, eos_token_ids=ends
+            )
             settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
             process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
             engine = cls(config, text)
@@ -185,6 +192,11 @@ class AsyncEngine:
     def pid(self) -> int:
         """Process id of the engine."""
         return self._process.pid
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine has ended; None while it lives."""
+        return self._death
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's files recommend, see ``EngineConfig.generation_config``."""

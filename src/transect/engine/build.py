@@ -87,7 +87,7 @@ def build_engine(
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
-    source = resolve(config.model, load_format=config.load_format, revision=config.revision)
+    source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)

@@ -29,6 +29,8 @@ class EngineConfig:
         load_format: ``auto``, or ``dummy``: random weights (of ``seed``, or 0) in the shape of a config.json; ``model``
             is a directory that holds one, or a name of ``models.presets``.
         revision: branch, tag or commit of a hub id.
+        adapter: directory or hub id of an adapter in PEFT's layout, for all requests. It is added to the weights when
+            they are loaded; where they are packed (a GGUF file on the C++ kernels, ``int4``) it stays beside them.
         tokenizer: where the tokenizer and its chat template are, if not with the model; a name as for ``model``.
         tokenizer_revision: branch, tag or commit of that, if it is a hub id.
         chat_template: a file with a Jinja template, or the template itself, in place of the model's.
@@ -93,6 +95,7 @@ class EngineConfig:
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     revision: str | None = None
+    adapter: str | None = None
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     chat_template: str | None = None

@@ -21,6 +21,9 @@ MEANS_NOTHING = frozenset(
         "disable_log_requests",
         "disable_log_stats",
         "guided_decoding_backend",
+        "lora_dtype",
+        "max_cpu_loras",
+        "max_lora_rank",
         "max_seq_len_to_capture",
         "scheduling_policy",
         "swap_space",
@@ -37,11 +40,11 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
     "download_dir": (None,),
     "enable_chunked_prefill": (None, True),
-    "enable_lora": (None, False),
     "hf_config_path": (None,),
     "hf_overrides": (None, {}),
     "hf_token": (None,),
     "kv_cache_dtype": (None, "auto"),
+    "max_loras": (None, 1),
     "limit_mm_per_prompt": (None, {}),
     "logits_processors": (None, []),
     "mm_processor_kwargs": (None, {}),
@@ -82,6 +85,11 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name in RENAMED:
             if value is not None:
                 settings[RENAMED[name]] = value
+        elif name == "enable_lora":
+            if value and arguments.get("adapter") is None:
+                raise ValueError(
+                    "enable_lora=True is not possible here without adapter=DIR: one adapter, which is for all requests"
+                )
         elif name == "enforce_eager":
             if value:
                 settings.setdefault("cuda_graphs", "off")

@@ -10,9 +10,27 @@ The engine, from its decision log:
   something changed. ``what_if``: that from the command line.
 * ``live``: what a running server does now.
 
+Any PyTorch program:
+
+* ``program``: ``Explain``, the context manager, and scripts. ``sampler``: what Python does meanwhile.
+* ``trace_file``: reads traces piece by piece. ``trace``: their events as columns of numbers.
+* ``split``: the wall time by cause. ``op_floor``: the least time of an operator. ``gaps``: names for what lies between.
+* ``findings``: what to change, by predicted gain. ``report``: all of it as text and JSON.
+
 A backward pass:
 
 * ``backward``: the nodes of the graph behind a loss: what each saved, how many bytes, how long it took.
 * ``backward_text``: the same as lines of text.
 * ``losses``: which losses can be explained: a model's, or a Python file's.
 """
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """``Explain``, without importing torch for those who do not ask for it."""
+    if name == "Explain":
+        from .program import Explain
+
+        return Explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

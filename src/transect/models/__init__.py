@@ -27,7 +27,9 @@ Weights and names:
   published models without files
 * ``weights_hf.py``: safetensors in and out (``weights_hf_moe.py``: the names of experts); ``weights_gguf.py``: GGUF in;
   ``weights_dummy.py``: random
-* ``stored.py``: what these three give: ``Stored``, a weight that is read when asked for, whole or a part of it
+* ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
+  their settings
+* ``stored.py``: what files give: ``Stored``, a weight that is read when asked for, whole or a part of it
 * ``load.py``: ``fill``, the one way of stored weights into a model; ``load_model``, ``load_on_device``: a source to a
   ``Decoder``; ``staging.py``: values on their way to a device
 """

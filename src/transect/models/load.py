@@ -21,6 +21,8 @@ from torch import Tensor
 from ..ops.cpu import library as cpu_library
 from ..ops.opset import OpSet, resolve_ops
 from ..ops.registry import Unavailable
+from .adapter import StoredAdapter, merged_weights, put_beside
+from .adapter_peft import read_adapter
 from .config import ModelConfig
 from .cost import weight_bytes
 from .decoder import Decoder
@@ -51,14 +53,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def stored_weights(
-    source: ModelSource, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    source: ModelSource,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    *,
+    beside: StoredAdapter | None = None,
 ) -> StoredWeights:
     """Every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and ``stored_hf``. A
     source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
 
+    The adapter of a source is in the weights. With ``beside``, which is that adapter, the layers' matrices are without
+    it, for ``put_beside``.
+
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
     """
+    if source.adapter is not None:
+        adapter = beside or read_adapter(source.adapter.path, source.config)
+        base = stored_weights(source.adapter.base)
+        return merged_weights(base, adapter, source.config, beside=beside is not None)
     if source.kind == "gguf":
         return stored_gguf(source.gguf, source.config)
     if source.kind == "shape":
@@ -153,13 +167,22 @@ def load_model(
     int4 = quantization == "int4"
     model = native_model(source.config, library, kv_dtype(dtype), block_size, half=dtype == "auto", int4=int4)
     packed_file = packed_path(source.path, f"{dtype}-int4" if int4 else dtype) if source.kind == "gguf" else None
-    weights = stored_weights(source, seed)
+    beside = None
+    if source.adapter is not None and (int4 or source.kind == "gguf"):
+        beside = read_adapter(source.adapter.path, source.config)
+        if beside.replaced or {"embed", "head"} & set(beside.factors):
+            packed_file = None  # its tables are not those of the file
+    weights = stored_weights(source, seed, beside=beside)
     if packed_file is None or not take_packed(model, packed_file):
         fill(model, weights)
         keep_packed(model, packed_file)
     else:
         there = packed_matrices(model)
         fill(model, (each for each in weights if each[0] not in there))
+    if beside is not None and any(name.startswith("layers.") for name in beside.factors):
+        log.info("the adapter stays beside packed weights: layers run operator by operator")
+        put_beside(model, beside)
+        return model
     return run_natively(model, library, kv_dtype(dtype), block_size)
 
 
@@ -223,7 +246,13 @@ def _load_torch(
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     model = Decoder(source.config, "meta", number_type, ops=ops).to_empty(device=device)
     weights = stored_weights(source, seed)
-    return fill(model, weights if quantization is None else rounded_layers(weights)).requires_grad_(False)
+    if quantization is not None and source.adapter is not None:  # added to the values that the codes stand for
+        adapter = read_adapter(source.adapter.path, source.config)
+        rounded_base = rounded_layers(stored_weights(source.adapter.base))
+        weights = merged_weights(rounded_base, adapter, source.config)
+    elif quantization is not None:
+        weights = rounded_layers(weights)
+    return fill(model, weights).requires_grad_(False)
 
 
 def rounded_layers(weights: StoredWeights) -> StoredWeights:
@@ -267,8 +296,13 @@ def load_on_device(
         ValueError: files that are damaged or do not fit the configuration.
     """
     model = allocated(Decoder(source.config, "meta", dtype, ops=ops, kinds=kinds), device)
+    beside = None
+    if source.adapter is not None and kinds is not None:
+        beside = read_adapter(source.adapter.path, source.config)
     with progress(source) as advance:
-        fill(model, stored_weights(source, seed, dtype, device), advance=advance)
+        fill(model, stored_weights(source, seed, dtype, device, beside=beside), advance=advance)
+    if beside is not None:
+        put_beside(model, beside)
     if refusal_to_fuse(source.config) is None:
         model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
     return model

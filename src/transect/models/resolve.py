@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from ..formats.gguf_file import GGUFFile
 from .config import ModelConfig
 from .config_gguf import from_gguf
 from .config_hf import from_hf_directory
+from .peft_config import CONFIG, adapted_config, is_adapter, read_settings
 from .presets import PRESETS
 from .pull import BUILTIN_MODELS, Progress, pull_builtin, pulled
 
@@ -31,6 +32,14 @@ _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
+class AdapterPlace:
+    """The directory of an adapter in PEFT's layout, and the model that it is for."""
+
+    path: Path
+    base: ModelSource
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """Where a model is and what it is.
 
@@ -40,12 +49,22 @@ class ModelSource:
         path: absolute; of a shape that is built in, its name.
         config: what the files say the model is.
         name: as the user gave it.
+        adapter: beside or in the weights, in PEFT's layout; ``config`` is that of the model with it.
     """
 
     kind: Literal["hf", "gguf", "shape"]
     path: Path
     config: ModelConfig
     name: str
+    adapter: AdapterPlace | None = None
+
+    @property
+    def text_folder(self) -> Path | None:
+        """The directory with the tokenizer's files: the adapter's, if it brings them; None: they are in the GGUF
+        file."""
+        if self.adapter is not None and (self.adapter.path / "tokenizer.json").is_file():
+            return self.adapter.path
+        return None if self.kind == "gguf" else self.path
 
     @cached_property
     def gguf(self) -> GGUFFile:
@@ -63,19 +82,28 @@ def resolve(
     progress: Progress | None = None,
     load_format: LoadFormat = "auto",
     revision: str | None = None,
+    adapter: str | None = None,
 ) -> ModelSource:
     """Find a model, fetching it if need be.
 
     Args:
-        name: a directory, a ``.gguf`` file, a built-in name or a hub id.
+        name: a directory, a ``.gguf`` file, a built-in name or a hub id. The directory of an adapter stands for the
+            model that its ``adapter_config.json`` names, with the adapter.
         allow_download: False uses what is on disk and never the network.
         progress: told how far a fetch of a built-in model is; by default a bar on stderr.
         load_format: ``dummy`` finds a configuration only.
         revision: branch, tag or commit of a hub id.
+        adapter: the directory or hub id of an adapter in PEFT's layout for this model.
 
     Raises:
         ValueError: no such model (nearest names are offered), damaged files, an unsupported architecture, no network.
     """
+    if adapter is not None:
+        return with_adapter(
+            resolve(name, allow_download=allow_download, progress=progress, load_format=load_format, revision=revision),
+            adapter,
+            allow_download,
+        )
     if not name or "\0" in name:
         raise ValueError(f"{name!r} is no model name; give {_choices()}")
     path = Path(name).expanduser()
@@ -155,8 +183,48 @@ def _near_paths(path: Path) -> str:
     return f" (near it: {', '.join(near)})" if near else ""
 
 
+def with_adapter(source: ModelSource, adapter: str, allow_download: bool = True) -> ModelSource:
+    """A model with an adapter, the directory or hub id of one in PEFT's layout.
+
+    Raises:
+        ValueError: there is none, it does not fit the model, or the model has one already.
+    """
+    if source.adapter is not None:
+        raise ValueError(
+            f"{source.name} is an adapter already, and one at a time can be used: merge it with `transect export "
+            f"--merge {source.name} -o DIR` and give DIR as the model"
+        )
+    if source.kind == "shape":
+        raise ValueError("load_format dummy has random weights, and no adapter fits those: leave one of them out")
+    path = Path(adapter).expanduser()
+    if not path.is_dir():
+        if not _HUB_ID.fullmatch(adapter):
+            raise ValueError(f"there is no directory {adapter!r} with an adapter{_near_paths(path)}")
+        path = _from_hub(adapter, allow_download)
+    path = path.resolve()
+    read_settings(path)
+    config = adapted_config(source.config, path)
+    return replace(source, config=config, adapter=AdapterPlace(path, source))
+
+
+def _with_own_base(path: Path, name: str) -> ModelSource:
+    """The model that an adapter's configuration names, with the adapter."""
+    base = read_settings(path).base
+    if not base:
+        raise ValueError(
+            f"{path / CONFIG} does not name the model that it is for: give that as the model, and --adapter"
+        )
+    try:
+        source = resolve(str(path / base) if (path / base / "config.json").is_file() else base)
+    except ValueError as error:
+        raise ValueError(f"the model of the adapter {path} is not here: {error}") from None
+    return replace(with_adapter(source, str(path)), name=name)
+
+
 def _from_directory(path: Path, name: str) -> ModelSource:
     path = path.resolve()
+    if is_adapter(path):
+        return _with_own_base(path, name)
     if not (path / "config.json").is_file():
         files = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; give one of its GGUF files: {', '.join(files[:5])}" if files else ""

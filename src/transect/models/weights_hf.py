@@ -65,7 +65,7 @@ _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where transformers keeps a weight.
 
     ``part`` counts thirds of the first dimension, after transposing if ``transposed``; ``stored`` is the file's shape.
@@ -85,7 +85,7 @@ class _Place:
         return [self.tensor.format(expert) for expert in range(self.experts)] if self.experts else [self.tensor]
 
 
-def places(config: ModelConfig) -> dict[str, _Place]:
+def places(config: ModelConfig) -> dict[str, Place]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
     gpt2 = config.architecture == "gpt2"
     outer, inner_names, stack = (
@@ -95,7 +95,7 @@ def places(config: ModelConfig) -> dict[str, _Place]:
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            out[name] = _Place(f"{outer[module]}.{kind}", shape)
+            out[name] = Place(f"{outer[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
         expert = expert_tensor(config.architecture, inner, kind)
@@ -103,13 +103,13 @@ def places(config: ModelConfig) -> dict[str, _Place]:
         if moe is not None and expert is not None:
             experts = moe.experts if "{}" in expert else 0
             own = (shape[0] // experts, *shape[1:]) if experts else shape
-            out[name] = _Place(f"{stack}.{layer}.{expert}", own, experts=experts)
+            out[name] = Place(f"{stack}.{layer}.{expert}", own, experts=experts)
             continue
         part = _FUSED.index(inner) if gpt2 and inner in _FUSED else None
         stored = shape if part is None else (3 * shape[0], *shape[1:])
         transposed = gpt2 and len(shape) == 2
         tensor = f"{stack}.{layer}.{inner_names[inner]}.{kind}"
-        out[name] = _Place(tensor, stored[::-1] if transposed else stored, transposed, part)
+        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, part)
     return out
 
 
@@ -144,7 +144,7 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     return _weights(found, plan, stack)
 
 
-def _weights(found: dict[str, _Stored], plan: dict[str, _Place], stack: ExitStack) -> StoredWeights:
+def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack) -> StoredWeights:
     with stack:
         for name, place in plan.items():
             shape = place.stored[::-1] if place.transposed else place.stored
@@ -159,7 +159,7 @@ def _weights(found: dict[str, _Stored], plan: dict[str, _Place], stack: ExitStac
             yield name, Stored(shape, partial(_read, where, place, shape))
 
 
-def _read_experts(stack: list[_Stored], place: _Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
     wanted, each = within(len(stack) * shape[0], rows), shape[0]
     parts = []
@@ -169,7 +169,7 @@ def _read_experts(stack: list[_Stored], place: _Place, shape: tuple[int, ...], r
     return torch.cat(parts)
 
 
-def _read(where: _Stored, place: _Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     parts = [within(size, part) for size, part in zip(shape, (rows, columns), strict=False)]
     if place.part is not None:
         offset = place.part * shape[0]
@@ -246,7 +246,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _check(directory: Path, found: dict[str, _Stored], place: _Place, tensor: str) -> None:
+def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str) -> None:
     stored = found.get(tensor)
     shape = list(place.stored)
     if stored is None:
@@ -264,7 +264,7 @@ def _check(directory: Path, found: dict[str, _Stored], place: _Place, tensor: st
 
 
 def _refuse_superfluous(
-    directory: Path, found: dict[str, _Stored], plan: dict[str, _Place], config: ModelConfig
+    directory: Path, found: dict[str, _Stored], plan: dict[str, Place], config: ModelConfig
 ) -> None:
     used = {tensor for place in plan.values() for tensor in place.tensors}
     if config.tied_embeddings:

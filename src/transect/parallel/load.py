@@ -95,11 +95,21 @@ def load_shard(
         model = _packed_model(source, shard, mesh, library, half=dtype == "auto", int4=quantization == "int4")
     weights = stored_weights(source, seed)
     if quantization is not None:
+        refuse_adapter(source)
         if library is not None:
             check_groups(shard, PANEL * 4)
         else:
             weights = rounded_layers(weights)
     return fill(model, shard_weights(weights, shard)).requires_grad_(False), why, library is not None
+
+
+def refuse_adapter(source: ModelSource) -> None:
+    """ValueError if a model with an adapter is to be cut and rounded to 4 bits."""
+    if source.adapter is not None:
+        raise ValueError(
+            "int4 over several devices takes no adapter: leave one of them out, or merge the adapter first (transect "
+            "export --merge)"
+        )
 
 
 def load_shard_on_device(
@@ -121,6 +131,7 @@ def load_shard_on_device(
     device = mesh.world.device
     shard = shard_of(source.config, mesh)
     if kinds is not None:
+        refuse_adapter(source)
         check_groups(shard, PANEL * 4)
     model = Decoder(shard.local, "meta", dtype, ops=ops, kinds=sharded_kinds(kinds, shard, mesh.tensor))
     shard_embedding(model, shard, mesh, dtype)

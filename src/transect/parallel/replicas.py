@@ -125,7 +125,7 @@ class Replicas:
         """The 2-norm of all ranks' ``gradients`` together, a float32 scalar, the same to the bit on every rank."""
         device = next(iter(self.parameters.values())).device
         norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32) if gradients else []
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+        square = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=device)
         if not self.zero:
             return square.sqrt()
         return self.group.all_reduce(square.reshape(1))[0].sqrt()
@@ -213,7 +213,7 @@ def _buckets(parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], b
     first. With ``by_owner`` each bucket has one owner."""
     buckets: list[list[str]] = []
     open_: dict[int, tuple[list[str], int]] = {}
-    for name in reversed(parameters):
+    for name in reversed(list(parameters)):
         who = owner[name] if by_owner else 0
         names, size = open_.get(who, ([], 0))
         if not names:

@@ -194,7 +194,7 @@ class Sharded:
                 x_TD = _Enters.apply(x_TD, unit, before)  # type: ignore[no-untyped-call]
             unit.release()
         wanted = context.wanted
-        return x_TD if wanted is None else x_TD[wanted]
+        return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
     # What a training loop asks, as of ``Replicas``
 
@@ -234,7 +234,7 @@ class Sharded:
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The 2-norm of all ranks' ``gradients`` together, a float32 scalar, the same on every rank."""
         norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32) if gradients else []
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.root.piece.device)
+        square = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=self.root.piece.device)
         return self.group.all_reduce(square.reshape(1))[0].sqrt()
 
     def share(self) -> None:
@@ -243,7 +243,7 @@ class Sharded:
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
         """Every whole parameter on the CPU of the first rank; on others nothing. All call it."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for unit in self.units:
             unit.gather()
             if self.group.rank == 0:

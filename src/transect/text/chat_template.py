@@ -67,7 +67,8 @@ class ChatTemplate:
         """
         if source.kind == "shape" and not (source.path / "tokenizer.json").is_file():
             return None
-        return cls.from_gguf(source.gguf.metadata) if source.kind == "gguf" else cls.from_hf(source.path)
+        folder = source.text_folder
+        return cls.from_gguf(source.gguf.metadata) if folder is None else cls.from_hf(folder)
 
     @classmethod
     def from_hf(cls, directory: Path) -> ChatTemplate | None:

@@ -36,10 +36,11 @@ def export_tokenizer(source: ModelSource, directory: str | Path) -> None:
         OSError: the directory cannot be written.
     """
     directory = Path(directory)
-    if source.kind != "gguf":
+    folder = source.text_folder
+    if folder is not None:
         for name in COPIED:
-            if (source.path / name).is_file():
-                shutil.copyfile(source.path / name, directory / name)
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, directory / name)
         return
     vocabulary = read_gguf_vocabulary(source.gguf.metadata)
     template, _, _ = gguf_chat_template(source.gguf.metadata)

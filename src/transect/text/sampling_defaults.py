@@ -98,11 +98,12 @@ def _found(source: ModelSource, generation_config: str) -> tuple[str, dict[str, 
     if generation_config in NONE:
         return "", {}
     if generation_config == "auto":
-        if source.kind == "gguf":
+        if source.text_folder is None:
             metadata = source.gguf.metadata
             found = {name: metadata[key] for key, name in GGUF_KEYS.items() if metadata.get(key) is not None}
             return ("the GGUF file" if found else ""), {name: _plain(value) for name, value in found.items()}
-        path = source.path / "generation_config.json"
+        path = source.text_folder / "generation_config.json"
+        path = path if path.is_file() else source.path / "generation_config.json"
         return ("generation_config.json" if path.is_file() else ""), _known(read_object(path))
     path = Path(generation_config).expanduser()
     path = path / "generation_config.json" if path.is_dir() else path

@@ -79,8 +79,8 @@ class Tokenizer:
         Raises:
             ValueError: it is missing, damaged or of a kind that is not supported.
         """
-        if source.kind == "hf":
-            return cls.from_hf(source.path)
+        if source.kind != "shape" and source.text_folder is not None:
+            return cls.from_hf(source.text_folder)
         if source.kind == "shape":
             has_one = (source.path / "tokenizer.json").is_file()
             return cls.from_hf(source.path) if has_one else NumberText(source.config.vocab_size)

@@ -3,7 +3,7 @@
 ``RUN/step-00000100/`` holds the model in Hugging Face layout (config.json, safetensors, tokenizer), which ``transect
 serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state; and
 ``train_state.json``: step, position in the data, the run's configuration and the SHA-256 of every file. ``RUN/last`` is
-a link to the newest.
+a link to the newest, ``RUN/best`` one to that with the lowest validation loss.
 
 A checkpoint is written to ``.partial-...``, each file is flushed to the disk, ``train_state.json`` last, and only then
 the directory gets its name. So a directory called ``step-...`` is whole, whenever the process was killed.
@@ -48,6 +48,8 @@ class Snapshot:
     write_model: Callable[[Path], None]
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
+    best: int = 0
+    """The step of the best checkpoint so far, which is kept; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,12 @@ class Writer:
         try:
             write(snapshot, partial, self.run_dir / f"step-{snapshot.step:08}")
             _point(self.run_dir / "last", f"step-{snapshot.step:08}")
+            best = self.run_dir / f"step-{snapshot.best:08}"
+            if best.is_dir():
+                _point(self.run_dir / "best", best.name)
             for old in list_steps(self.run_dir)[: -self.keep]:
+                if old == best:
+                    continue
                 doomed = old.with_name(f".partial-old-{old.name}")
                 old.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
@@ -205,6 +212,9 @@ def list_steps(run_dir: str | Path) -> list[Path]:
 def set_aside_after(checkpoint: Checkpoint) -> list[Path]:
     """Give checkpoints of later steps another name: a run that goes on from an earlier one makes them anew."""
     moved = []
+    best = checkpoint.path.parent / "best"
+    if best.is_symlink() and int(best.readlink().name.removeprefix("step-")) > checkpoint.step:
+        best.unlink()
     for path in list_steps(checkpoint.path.parent):
         if int(path.name.removeprefix("step-")) > checkpoint.step:
             aside = path.with_name(f"aside-{path.name}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -79,12 +80,13 @@ class Crew:
         return self.spread.owned, {name: p.shape for name, p in self.spread.parameters.items()}
 
     def gradients(
-        self, batches: Sequence[Batch], loss_of: Callable[[Batch], Tensor], optimizer: Optimizer, losses: Tensor
+        self, batches: Sequence[Batch], loss_of: Callable[[int, Batch], Tensor], optimizer: Optimizer, losses: Tensor
     ) -> Tensor:
         """Run all micro-batches of a step forward and backward, and give ``optimizer`` their gradient.
 
         Args:
             batches: on the device; each counts by its labels.
+            loss_of: the mean loss of a micro-batch; gets its number too.
             losses: ``[micro-batches]`` float32 zeros; gets what each adds to the mean loss.
 
         Returns:
@@ -94,7 +96,7 @@ class Crew:
         if self.spread is None:
             for index, batch in enumerate(batches):
                 if batch.num_labels:
-                    _backward(batch, batch.num_labels / labels, loss_of, losses[index])
+                    _backward(loss_of(index, batch), batch.num_labels / labels, losses[index])
                     if len(batches) > 1:
                         optimizer.gather()
             return optimizer.gradient_norm()
@@ -107,7 +109,7 @@ class Crew:
         for place, (index, batch) in enumerate(todo):
             last = place + 1 == len(todo)
             with self.spread.last() if last else nullcontext():
-                _backward(batch, batches[index].num_labels / labels, loss_of, losses[index])
+                _backward(loss_of(index, batch), batches[index].num_labels / labels, losses[index])
             if not last:
                 self.spread.collect()
         gradients = self.spread.reduce()
@@ -136,11 +138,12 @@ class Crew:
                 found.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in found.items()}
 
-    def weights(self, trainable: Trainable) -> Mapping[str, Tensor]:
-        """The weights of the plain model on the CPU of the first rank, nothing on the others; all ask together."""
+    def snapshot(self, trainable: Trainable) -> Callable[[Path], None]:
+        """What writes the weights of now into a directory, see ``Trainable.snapshot``; of use on the first rank alone.
+        All ask together."""
         if isinstance(self.spread, Sharded):
-            return self.spread.state()
-        return trainable.snapshot() if self.leads else {}
+            return trainable.snapshot(self.spread.state())
+        return trainable.snapshot() if self.leads else lambda directory: None
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """The optimizer's whole state, as of a run on one rank, on the CPU of the first rank, nothing on the others;
@@ -178,6 +181,8 @@ def check(config: TrainConfig) -> None:
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
     if parallel.zero == 3 and config.task in ("lora", "qlora"):
         raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
+    if parallel.zero == 3 and config.samples.prompts:
+        raise ValueError("samples are drawn from a whole model, and parallel.zero = 3 cuts it: set parallel.zero to 2")
     if parallel.zero == 3 and config.optimizer.name != "adamw":
         raise ValueError(
             f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{config.optimizer.name}" cannot: '
@@ -185,7 +190,7 @@ def check(config: TrainConfig) -> None:
         )
 
 
-def _backward(batch: Batch, share: float, loss_of: Callable[[Batch], Tensor], found: Tensor) -> None:
-    loss = loss_of(batch) * share
+def _backward(loss: Tensor, share: float, found: Tensor) -> None:
+    loss = loss * share
     loss.backward()  # type: ignore[no-untyped-call]
     found.copy_(loss.detach())

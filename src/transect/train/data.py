@@ -145,6 +145,10 @@ class Loader:
             self._ahead = copy(self.position), self._thread.submit(plan.batch, self.position.index)
         return batch
 
+    def size(self, epoch: int) -> int:
+        """Micro-batches of an epoch."""
+        return len(self._plan(epoch))
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -17,6 +17,8 @@ from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training import TrainingPlan, training
 from ..models.shapes import weight_shapes
 from .config import TrainConfig
+from .config.adapters import MATRICES, TABLES
+from .lora import matrices, saved_weights, selected, settled
 from .merged_layers import refusal as refusal_to_merge
 from .model import teacher_of
 from .rollout import BLOCK_SIZE, MOST_RUNNING
@@ -41,6 +43,9 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
     if config.objective == "grpo":
         running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
         rollouts = running * (-(-config.data.seq_len // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    adapted = config.task in ("lora", "qlora")
+    named = selected(config.lora.targets, matrices(model), model, "targets") if adapted else MATRICES
+    last = {name.rpartition(".")[2] for name in named}
     chosen: Any = "none" if config.checkpointing == "auto" else config.checkpointing
     return TrainingPlan(
         task=config.task,
@@ -51,14 +56,20 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         seq_len=config.data.seq_len,
         micro_batch=config.data.micro_batch,
         accumulate=config.accumulate,
-        rank=config.lora.rank,
-        targets=config.lora.targets,
+        rank=settled(config.lora).rank if adapted else config.lora.rank,
+        targets=tuple(name for name in (*MATRICES, *TABLES) if name in last),
+        saved=tuple(saved_weights(config.lora, model)) if adapted else (),
         group=config.lora.group,
         rollouts=rollouts,
         reference=config.objective == "grpo" and config.grpo.beta > 0,
         teacher=_numbers(teacher_of(config).config) if config.objective == "distill" else 0,
         backend="cpu" if device.type == "cpu" else "gpu",
-        merged=config.merged and device.type == "cuda" and not refusal_to_merge(model),
+        merged=(
+            config.merged
+            and device.type == "cuda"
+            and not refusal_to_merge(model)
+            and not (adapted and config.lora.refuses_merging())
+        ),
     )
 
 

@@ -306,7 +306,8 @@ def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
     """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged. ``whole``
     as in ``MergedLayers``."""
     if merged and model.norm.weight.is_cuda:
-        reason = refusal(model.config)
+        refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")
+        reason = refusal(model.config) or next(filter(None, refused), None)
         if not reason:
             return MergedLayers(model, plan, whole)
         log.info("the layers run operator by operator: %s", reason)

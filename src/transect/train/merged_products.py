@@ -113,7 +113,7 @@ def weight_gradient(g: Tensor, x: Tensor) -> Tensor:
 
 
 class AdaptedProduct(Product):
-    """Frozen matrices of any kind, some or all with adapters of one scale."""
+    """Frozen matrices of any kind, some or all with adapters."""
 
     def __init__(self, parts: Sequence[TrainingPart], scratch: Scratch) -> None:
         self.parts = parts
@@ -127,7 +127,8 @@ class AdaptedProduct(Product):
                 "have no gradient for that: train with merged = false"
             )
         given = [part.adapter for part in parts if part.adapter is not None]
-        self.scale = given[0].scale if given else 1.0
+        self.scales = [adapter.scale for adapter in given]
+        self.scale = self.scales[0] if given else 1.0
         self.adapters: list[tuple[slice, slice]] = []  # rows of y, and spare columns, of each
         self.parameters = []
         at = 0
@@ -140,6 +141,11 @@ class AdaptedProduct(Product):
         self.ranks, self.spare = at, -(-at // ROUND) * ROUND
         self.low: Tensor | None = None  # all A's; the parameters become views
         self.example = parts[0].like
+        self.relative: Tensor | None = None  # scale of each spare column over the first, where they differ
+        if len(set(self.scales)) > 1:
+            self.relative = self.example.new_ones(self.spare)
+            for scale, (_, columns) in zip(self.scales, self.adapters, strict=True):
+                self.relative[columns] = scale / self.scale
         if self.adapters:
             self.low = self.example.new_zeros((self.spare, self.inputs))
             for a, (_, columns) in zip(self.parameters[::2], self.adapters, strict=True):
@@ -196,6 +202,8 @@ class AdaptedProduct(Product):
             x_TI = x[:, : self.inputs]
             z = x.new_empty((x.shape[0], self.spare))
             torch.addmm(z, x_TI, whole[self.outputs :, : self.inputs].T, beta=0, alpha=self.scale, out=z)
+            if self.relative is not None:
+                z.mul_(self.relative)
             x[:, self.inputs :].copy_(z)
         y = self.room(x.shape[0], self.outputs)
         matmul.matmul(x, whole[: self.outputs], out=y[:, : self.outputs])
@@ -204,7 +212,8 @@ class AdaptedProduct(Product):
     def prepare(self, g: Tensor) -> None:
         for index, (rows, columns) in enumerate(self.adapters):
             dz = g[:, self.outputs + columns.start : self.outputs + columns.stop]
-            torch.addmm(dz, g[:, rows], self.parameters[2 * index + 1].detach(), beta=0, alpha=self.scale, out=dz)
+            b = self.parameters[2 * index + 1].detach()
+            torch.addmm(dz, g[:, rows], b, beta=0, alpha=self.scales[index], out=dz)
         g[:, self.outputs + self.ranks :].zero_()
 
     def gradient(self, g: Tensor) -> Tensor:

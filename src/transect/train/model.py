@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..models.adapter import StoredAdapter, merged_weights
+from ..models.adapter_peft import read_adapter, write_adapter
 from ..models.decoder import Decoder
 from ..models.load import fill, stored_weights
-from ..models.resolve import ModelSource, resolve
+from ..models.resolve import ModelSource, resolve, with_adapter
+from ..models.stored import StoredWeights
+from ..models.weights.dropout import Moment
 from ..models.weights_hf import save_hf
 from ..ops.opset import OpSet, resolve_ops
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
+from ..text.model_text import template_text
 from ..text.tokenizer import Tokenizer
 from .chat import run_template
 from .config import TrainConfig
-from .lora import attach, plain_state
+from .config.adapters import LoRAConfig
+from .lora import adapter_folder, attach, plain_state, settled, trained_adapter
 
 log = logging.getLogger(__name__)
 
@@ -29,27 +35,60 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.b
 
 @dataclass(frozen=True)
 class Trainable:
-    """A model and what belongs to it. ``parameters``: those that are trained, by canonical name."""
+    """A model and what belongs to it.
+
+    ``parameters``: those that are trained, by canonical name. ``own_template``: the chat template that the run brings
+    in place of the model's; the model is to be served with it.
+    """
 
     model: Decoder
     source: ModelSource
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     parameters: Mapping[str, nn.Parameter]
-    adapted: bool
+    lora: LoRAConfig | None
+    """The adapters' settings, where adapters are trained."""
+    moment: Moment
+    """The place in the run, for dropout; the trainer moves it."""
+    own_template: str = ""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained."""
+        return self.lora is not None
 
     @property
     def device(self) -> torch.device:
         return self.model.norm.weight.device
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """The weights of the plain model by canonical name, copied to the CPU."""
-        return plain_state(self.model)
+    def snapshot(self, weights: Mapping[str, Tensor] | None = None) -> Callable[[Path], None]:
+        """The weights now, copied to the CPU, as what writes them into a directory with the tokenizer: the adapter in
+        PEFT's layout, or where all weights are trained the model in that of Hugging Face.
 
-    def write(self, state: Mapping[str, Tensor], directory: Path) -> None:
-        """Write a snapshot as a model directory: config.json, safetensors, tokenizer."""
-        save_hf(state, self.source.config, directory)
+        Args:
+            weights: these in place of the model's, by canonical name: where this process has a part of it.
+        """
+        if self.lora is not None:
+            adapter = trained_adapter(self.model, self.lora)
+            return lambda directory: self._write_adapter(adapter, directory)
+        found = plain_state(self.model) if weights is None else weights
+        return lambda directory: self._write_model(found, directory)
+
+    def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
+        save_hf(weights, self.source.config, directory)
+        self._write_text(directory)
+
+    def _write_adapter(self, adapter: StoredAdapter, directory: Path) -> None:
+        source = self.source if self.source.adapter is None else self.source.adapter.base
+        base = str(source.path) if Path(source.name).expanduser().exists() else source.name
+        write_adapter(directory, adapter, self.source.config, base=base)
+        self._write_text(directory)
+
+    def _write_text(self, directory: Path) -> None:
+        """The tokenizer, and the chat template that the model was trained with."""
         export_tokenizer(self.source, directory)
+        if self.own_template:
+            (directory / "chat_template.jinja").write_text(self.own_template, encoding="utf-8")
 
 
 def device_of(name: str) -> torch.device:
@@ -78,8 +117,27 @@ def from_scratch(config: TrainConfig) -> bool:
 
 
 def source_of(config: TrainConfig) -> ModelSource:
-    """Where the model of a run is. ValueError if it cannot be found."""
-    return resolve(config.model, load_format="dummy" if from_scratch(config) else "auto")
+    """Where the model of a run is, with the adapter that it starts from.
+
+    Raises:
+        ValueError: one of them cannot be found, or adapters would be trained beside an adapter.
+    """
+    source = resolve(config.model, load_format="dummy" if from_scratch(config) else "auto")
+    if config.task not in ("lora", "qlora"):
+        return source
+    if source.adapter is not None:
+        raise ValueError(
+            f"{config.model} is an adapter: to go on with it set model to {source.adapter.base.path} and lora.start to "
+            f"{source.adapter.path}; to train another one over it, merge it first (transect export --merge)"
+        )
+    return with_adapter(source, str(adapter_folder(config.lora.start))) if config.lora.start else source
+
+
+def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
+    """The weights of the base, with what an adapter brings whole in the place of its own."""
+    assert source.adapter is not None
+    base = stored_weights(source.adapter.base)
+    return merged_weights(base, replace(start, factors={}), source.config)
 
 
 def teacher_of(config: TrainConfig) -> ModelSource:
@@ -100,20 +158,24 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
     """
     device = device_of(config.device)
     source = source_of(config)
+    lora = settled(config.lora) if config.task in ("lora", "qlora") else None
+    start = None
+    if lora is not None and source.adapter is not None:
+        start = read_adapter(source.adapter.path, source.config)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
     model = model.to_empty(device=device)
     if from_scratch(config):
         model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))
     else:
-        fill(model, stored_weights(source))
+        fill(model, stored_weights(source) if start is None else _begun(source, start))
     model.requires_grad_(True)
-    adapted = config.task in ("lora", "qlora")
+    moment = Moment()
     if config.task == "qlora":
         from .qlora import quantize_layers
 
-        quantize_layers(model, config.lora.group)
-    if adapted:
-        attach(model, config.lora, seed=config.seed)
+        quantize_layers(model, config.lora)
+    if lora is not None:
+        attach(model, lora, seed=config.seed, start=start, moment=moment)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tokenizer = Tokenizer.from_source(source)
     return Trainable(
@@ -122,5 +184,7 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
         tokenizer if isinstance(tokenizer, Tokenizer) else None,
         run_template(source, tokenizer, config.data, tell),
         parameters,
-        adapted,
+        lora,
+        moment,
+        "" if config.data.chat_template in ("auto", "model") else template_text(config.data.chat_template),
     )

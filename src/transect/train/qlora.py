@@ -1,16 +1,23 @@
-"""A frozen base in 4 bits under adapters (Dettmers et al. 2023, arXiv:2305.14314, here with affine groups).
+"""A frozen base in 4 bits under adapters (Dettmers et al. 2023, arXiv:2305.14314), in groups or as NF4.
 
-``models/weights/int4.py`` has the format, and the weight with the gradient of its input. Norms, embeddings and the head
-are not quantized.
+``models/weights/int4.py`` and ``models/weights/nf4.py`` have the formats, and the weights with the gradient of their
+input. Norms, embeddings and the head are not quantized.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from ..models.decoder import Decoder
+from ..models.weights.dense import Dense
 from ..models.weights.int4 import Int4
+from ..models.weights.weight import Weight
+from ..ops.opset import resolve_ops
+from .config.adapters import LoRAConfig
 
 
-def quantize_layers(model: Decoder, group: int) -> None:
+def quantize_layers(model: Decoder, config: LoRAConfig) -> None:
     """Replace every matrix of the layers by its 4-bit form, one at a time.
 
     Raises:
@@ -19,6 +26,20 @@ def quantize_layers(model: Decoder, group: int) -> None:
     for name, weight in list(model.weights()):
         if name != "head":
             try:
-                model.replace(name, Int4.of(weight, group))
+                model.replace(name, quantized(weight, config))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}: set lora.group to 32, 64 or 128") from None
+
+
+def quantized(weight: Weight, config: LoRAConfig) -> Weight:
+    """A weight in the 4 bits of ``config.base_format``.
+
+    Raises:
+        ValueError: it has no whole groups.
+    """
+    return Int4.of(weight, config.group)
+
+
+def rounded(weight: Tensor, config: LoRAConfig, dtype: torch.dtype) -> Tensor:
+    """The values that a matrix ``[O, I]`` has in the base of a run in ``dtype``."""
+    return quantized(Dense.over(weight.to(dtype), None, resolve_ops()), config).dense()

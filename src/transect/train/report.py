@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .samples import SampleRecord
 from .trainer import EvalRecord, StepRecord
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,10 @@ class RunLog:
         """Write one measurement of the validation loss."""
         values = asdict(record)
         self._write("evaluation", values | values.pop("extra"))
+
+    def sample(self, record: SampleRecord) -> None:
+        """Write one answer."""
+        self._write("sample", asdict(record))
 
     def mfu(self, records: Sequence[StepRecord]) -> float | None:
         """The share of the device's matrix rate that the steps' useful FLOPs are; None where one is not known."""
@@ -177,6 +182,11 @@ class Terminal:
         self._progress.console.print(
             f"step {record.step}: validation loss {record.loss:.4f}{bits} ({record.labels} labels)", highlight=False
         )
+
+    def sample(self, record: SampleRecord) -> None:
+        """Show an answer."""
+        text = f"step {record.step}: {record.prompt!r} -> {record.answer!r}"
+        self._progress.console.print(text, highlight=False, markup=False)
 
 
 def _tensorboard(directory: Path, resumed_at: int) -> Any:

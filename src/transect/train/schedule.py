@@ -9,16 +9,20 @@ import math
 
 from .config import ScheduleConfig
 
+WARMUP = 0.03
+"""The share of the steps that ``schedule.warmup = -1`` stands for."""
+
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """The factor for ``learning_rate`` at ``step`` (from 0) of a run of ``steps``.
 
     The first of w warm-up steps runs at 1 / w, so that no step is spent at 0.
     """
-    if step < schedule.warmup:
-        return (step + 1) / schedule.warmup
-    span = max(1, steps - schedule.warmup)
-    done = min(1.0, (step - schedule.warmup) / span)
+    warmup = round(WARMUP * steps) if schedule.warmup < 0 else schedule.warmup
+    if step < warmup:
+        return (step + 1) / warmup
+    span = max(1, steps - warmup)
+    done = min(1.0, (step - warmup) / span)
     if schedule.kind == "cosine":
         return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * done))
     if schedule.kind == "linear":

@@ -11,7 +11,8 @@ One step, in the order it happens (``Trainer.step``):
    the kernel changes nothing if loss or norm are not finite.
 
 Everything that decides the next step is in ``Trainer.snapshot``: weights, optimizer state, the position in the data,
-the step, the last losses. There is no dropout and so no random state; the order of the data is a function of the seed.
+the step, the last losses. There is no random state: the order of the data and the masks of dropout are functions of the
+seed and the step.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..models.adapter_peft import read_adapter
 from ..models.load import fill, stored_weights
+from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from ..parallel.world import World
 from .batches import Batch
+from .best import Best
 from .checkpoint import Checkpoint, NoWriter, Snapshot, Writer, list_steps
 from .config import TrainConfig
 from .crew import Crew
@@ -43,12 +47,14 @@ from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .identity import base_identity, compare
+from .lora import take_adapter
 from .memory import fit
 from .merged_layers import stack_of
 from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
 from .objectives.base import Objective, StepFailed
 from .optim import build as build_optimizer
+from .samples import SampleRecord, Samples
 from .schedule import factor
 
 log = logging.getLogger(__name__)
@@ -95,6 +101,8 @@ class Listener(Protocol):
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvalRecord) -> None: ...
+
+    def sample(self, record: SampleRecord) -> None: ...
 
 
 class _Reading:
@@ -149,14 +157,17 @@ class Trainer:
         """What a person should know of the run before it starts."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        source = source_of(config)
+        begun = config
+        if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
+            begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
+        source = source_of(begun)
         if config.data.seq_len > source.config.max_position:
             raise ValueError(
                 f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {source.config.max_position} "
                 f"positions: set data.seq_len to at most {source.config.max_position}"
             )
-        self.memory = fit(config, source.config, device_of(config.device))
-        self.trainable: Trainable = build(config, self.told.append)
+        self.memory = fit(begun, source.config, device_of(config.device))
+        self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         if checkpoint is not None:
@@ -180,6 +191,12 @@ class Trainer:
         """Digests of what the run is of; every checkpoint keeps them."""
         if self.trainable.adapted:
             self.identity["base"] = base_identity(self.trainable.source)
+        if config.epochs:
+            steps = self.objective.steps_of(config.epochs, config.accumulate)
+            self.told.append(f"{config.epochs:g} epochs are {steps} steps")
+            config = self.config = replace(config, steps=steps, epochs=0.0)
+        self.samples = Samples(config.samples, self.trainable) if config.samples.prompts else None
+        self.best = Best()
         self.watch = LossWatch()
         self._calm: tuple[Batch, float] | None = None
         """The first micro-batch of the last step that did not stand out, and its loss then."""
@@ -202,7 +219,7 @@ class Trainer:
         on_device = [batch.to(self.device) for batch in batches]
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
-            norm = self.crew.gradients(on_device, self.objective.loss, self.optimizer, losses).to(self.device)
+            norm = self.crew.gradients(on_device, self._loss, self.optimizer, losses).to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
         rate = factor(self.config.schedule, self.steps_done, self.config.steps)
@@ -231,6 +248,11 @@ class Trainer:
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
 
+    def _loss(self, index: int, batch: Batch) -> Tensor:
+        """The mean loss of micro-batch ``index`` of the step under way."""
+        self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
+        return self.objective.loss(batch)
+
     def evaluate(self) -> EvalRecord | None:
         """The validation loss; None without validation data."""
         found = self.objective.evaluate()
@@ -253,7 +275,7 @@ class Trainer:
         config = self.config
         with Writer(config.run_dir, config.keep) if self.crew.leads else NoWriter() as writer:
             saved = self._taken_up_at
-            while self.steps_done < config.steps and not self.crew.any(should_stop()):
+            while not self.finished and not self.crew.any(should_stop()):
                 try:
                     record = self.step()
                 except StepFailed as failure:
@@ -263,24 +285,31 @@ class Trainer:
                     raise StepFailed(f"step {self.steps_done + 1}: {failure}; {self._whole()}") from failure
                 for listener in listeners:
                     listener.step(record)
-                if config.eval_every and self.steps_done % config.eval_every == 0:
-                    self._evaluated(listeners)
-                if config.save_every and self.steps_done % config.save_every == 0:
+                last = self.steps_done >= config.steps
+                better = self._due(config.eval_every, last) and self._evaluated(listeners)
+                if self.samples is not None and self.crew.leads and self._due(config.samples.every, last):
+                    self._sampled(self.samples, listeners)
+                if better or self._due(config.save_every, False):
                     writer.save(self.snapshot())
                     saved = self.steps_done
-            finished = self.steps_done >= config.steps
-            if finished and not (config.eval_every and self.steps_done % config.eval_every == 0):
-                self._evaluated(listeners)
             if saved != self.steps_done:
                 writer.save(self.snapshot())
         return Path(config.run_dir) / f"step-{self.steps_done:08}"
 
+    @property
+    def stopped_early(self) -> bool:
+        """Whether ``patience`` has come to its end."""
+        return bool(self.config.patience) and self.best.since >= self.config.patience
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no further step."""
+        return self.steps_done >= self.config.steps or self.stopped_early
+
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
-        weights = self.crew.weights(self.trainable)
+        write = self.crew.snapshot(self.trainable)
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.state(self.optimizer).items()}
-        if self.trainable.adapted:  # the model's files hold the merged weights, from which adapters cannot be told
-            tensors |= {f"weight/{k}": p.detach().to("cpu", copy=True) for k, p in self.trainable.parameters.items()}
         tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
             "config": self.config.to_dict(),
@@ -288,18 +317,21 @@ class Trainer:
             "identity": self.identity,
             "optimizer_steps": self.optimizer.steps,
             "losses": list(self.watch.losses),
+            "best": self.best.state(),
         }
-        return Snapshot(self.steps_done, lambda folder: self.trainable.write(weights, folder), tensors, state)
+        return Snapshot(self.steps_done, write, tensors, state, self.best.step)
 
     @torch.no_grad()
     def _load_weights(self, checkpoint: Checkpoint) -> None:
-        if not self.trainable.adapted:
+        if self.trainable.adapted and is_adapter(checkpoint.path):
+            take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
+        elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights
+            for name, parameter in self.trainable.parameters.items():
+                if f"weight/{name}" not in checkpoint.tensors:
+                    raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
+                parameter.copy_(checkpoint.tensors[f"weight/{name}"])
+        else:
             fill(self.model, stored_weights(resolve(str(checkpoint.path))))
-            return
-        for name, parameter in self.trainable.parameters.items():
-            if f"weight/{name}" not in checkpoint.tensors:
-                raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
-            parameter.copy_(checkpoint.tensors[f"weight/{name}"])
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
@@ -310,6 +342,7 @@ class Trainer:
         self.objective.load_state(_below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
+        self.best = Best.from_state(state.get("best", {}))
         self.steps_done = checkpoint.step
 
     def _check(self, losses: list[float], norm: float, position: Position, batches: list[Batch], labels: int) -> bool:
@@ -378,11 +411,23 @@ class Trainer:
             return index, first_bad_tensor(self.model, loss_of, self.trainable.parameters)
         raise AssertionError("a step has a micro-batch")
 
-    def _evaluated(self, listeners: Sequence[Listener]) -> None:
+    def _due(self, every: int, last: bool) -> bool:
+        """Whether something happens after this step that happens every so many steps, and after the last one."""
+        return last or bool(every and self.steps_done % every == 0)
+
+    def _evaluated(self, listeners: Sequence[Listener]) -> bool:
+        """Whether a measurement was the best so far."""
         record = self.evaluate()
-        if record is not None:
+        if record is None:
+            return False
+        for listener in listeners:
+            listener.evaluation(record)
+        return self.best.see(record.loss, record.step, self.config.min_gain)
+
+    def _sampled(self, samples: Samples, listeners: Sequence[Listener]) -> None:
+        for record in samples.draw(self.steps_done):
             for listener in listeners:
-                listener.evaluation(record)
+                listener.sample(record)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

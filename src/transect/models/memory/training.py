@@ -56,6 +56,8 @@ class TrainingPlan:
         backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
         merged: on a GPU, each layer is one node (``merged.py``).
         whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
+        targets: last parts of the names of what has an adapter: matrices of the layers, ``embed``, ``head``.
+        saved: weights that are trained whole beside adapters, by canonical name without ``.weight``.
     """
 
     task: Task = "finetune"
@@ -75,6 +77,12 @@ class TrainingPlan:
     backend: Backend = "gpu"
     merged: bool = False
     whole: int = 0
+    saved: tuple[str, ...] = ()
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the matrix that gives the logits has a gradient."""
+        return not self.adapted or "head" in self.targets or bool({"embed", "head"} & set(self.saved))
 
     @property
     def element(self) -> int:
@@ -106,7 +114,10 @@ def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[i
             if name.split(".")[1] in plan.targets:
                 found[f"layers.{layer}.{name}.a"] = (plan.rank, inputs)
                 found[f"layers.{layer}.{name}.b"] = (outputs, plan.rank)
-    return found
+    for name in {"embed", "head"} & set(plan.targets):
+        found |= {f"{name}.a": (plan.rank, config.dim), f"{name}.b": (config.vocab_size, plan.rank)}
+    shapes = weight_shapes(config)
+    return found | {f"{name}.weight": shapes[f"{name}.weight"] for name in plan.saved}
 
 
 def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
@@ -235,7 +246,8 @@ class _Account:
             why = f"frozen, {numbers} numbers in 4 bits with scale and zero for each {plan.group}, {rest} of {e} bytes"
         else:
             packed, why = e * _count(shapes), f"{frozen}{_count(shapes)} numbers of {e} bytes"
-        adapters = e * _count(self.trained) if plan.adapted else 0
+        beside = {name: shape for name, shape in self.trained.items() if not name.endswith(".weight")}
+        adapters = e * _count(beside) if plan.adapted else 0
         if adapters and plan.merged and plan.task != "qlora":
             adapters += e * self.beside * config.n_layers  # they have a second place, beside the weights
         if adapters:
@@ -304,7 +316,7 @@ class _Account:
         config, plan, e = self.config, self.plan, self.e
         wide, vocab = 4, config.vocab_size
         dx = e * plan.micro_batch * config.dim
-        numbers = 0 if plan.adapted else vocab * config.dim
+        numbers = vocab * config.dim if plan.trains_head else 0
         rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab))
         half = e if e < wide else 0
         before = wide + half if rows < plan.micro_batch else 0  # the part before is there until the next is made
@@ -342,7 +354,7 @@ class _Account:
         tokens = plan.micro_batch
         # The head's gradient is there, and that of the final norm.
         above = self.gradient_bytes("head.") + self.gradient_bytes("norm.")
-        if config.tied_embeddings and not plan.adapted:
+        if config.tied_embeddings and plan.trains_head:
             above += self.table
         phases = []
         for layer in range(config.n_layers - 1, -1, -1):
@@ -403,7 +415,7 @@ class _Account:
 
     def end_of_backward(self, static: dict[str, int]) -> Phase:
         """All gradients are there; with tied embeddings the table has two, which are added."""
-        second = self.table if not self.plan.adapted and self._table_has_two else 0
+        second = self.table if self.plan.trains_head and self._table_has_two else 0
         stream = self.e * self.plan.micro_batch * self.config.dim
         held = {"gradients": self.gradient_bytes("") + self.sums, "backward temporaries": second + stream}
         return Phase("end of the backward pass", {**static, **held})

@@ -6,5 +6,6 @@
 * ``int4.py``: 4-bit codes in groups, rebuilt for each product (training); ``int4_serving.py``: multiplied as they are
 * ``packed.py``: the formats of GGUF files on the C++ CPU kernels
 * ``measure.py``: what a model's weights take, as a ``Storage``
-* ``adapted.py``: a low-rank adapter beside any of them; ``adapted_product.py``: both as one operator on a CPU
+* ``adapted.py``: a low-rank adapter beside any of them; ``adapted_product.py``: both as one operator on a CPU;
+  ``dropout.py``: of its input. ``adapted_embedding.py``: the same beside an embedding's table
 """

@@ -229,6 +229,10 @@ class Weight(nn.Module):
         bias = None if self.bias is None else self.bias.detach().float().contiguous()
         return replace(pack(library, self.dense().detach().float()), bias=bias)
 
+    def refuses_merging(self) -> str | None:
+        """Why it cannot be part of a merged training product, as a sentence; None if it can."""
+        return None
+
     def training_part(self) -> TrainingPart:
         """What it brings to a merged training product. By default its dense values, written anew each time.
 

@@ -21,7 +21,7 @@ An unknown key is an error that names the nearest known one.
 * ``adapters.py``: adapters. ``objectives.py``: the settings of each objective. ``router.py``: losses on routers.
   ``parallel.py``: several devices.
 * ``defaults.py``: what the task decides where a file leaves it out, and names that other trainers have.
-* ``parse.py``: plain values to these classes, and what is wrong with them.
+* ``watching.py``: what a run shows of itself. ``parse.py``: plain values to these classes, and what is wrong with them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .optim import OptimizerConfig, ScheduleConfig
 from .parallel import ParallelConfig
 from .router import RouterConfig
 from .run import Checkpointing, Precision, Task, TrainConfig
+from .watching import SamplesConfig
 
 __all__ = [
     "Checkpointing",
@@ -47,6 +48,7 @@ __all__ = [
     "ParallelConfig",
     "Precision",
     "RouterConfig",
+    "SamplesConfig",
     "ScheduleConfig",
     "Task",
     "TrainConfig",

@@ -1,29 +1,90 @@
-"""Adapters, and the base under them."""
+"""Adapters, and the base under them; under our names and PEFT's."""
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from .parse import positive
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+TABLES = ("embed", "head")
+PEFT_NAMES = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "self_attn", "mlp", "c_attn", "c_proj",
+    "c_fc", "embed_tokens", "lm_head", "wte", "all-linear",
+)  # fmt: skip
+NORMS = ("norm", "input_layernorm", "post_attention_layernorm", "attention_norm", "mlp_norm", "ln_f", "ln_1", "ln_2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W x + (alpha / rank) B A x with W frozen.
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W x + s B A x with W frozen. PEFT's names of these settings
+    are understood too.
 
     Attributes:
-        targets: which matrices of a layer have one: any of q, k, v, o, gate, up, down.
-        group: numbers that share a scale in the frozen 4-bit base of ``qlora``.
+        rank, alpha: s is alpha / rank.
+        rank_stabilized: s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732).
+        dora: train a magnitude for each output beside the direction (Liu et al. 2024, arXiv:2402.09353).
+        dropout: share of an adapter's inputs that are 0 in a pass with a gradient.
+        targets: which matrices have one, by our names (q, k, v, o, gate, up, down, embed, head), PEFT's (q_proj, ...,
+            embed_tokens, lm_head), ``all-linear`` (all matrices of the layers), or regular expressions for whole names
+            (``model.layers.0.self_attn.q_proj``).
+        modules_to_save: what is trained whole and saved with the adapter, such as embed_tokens, lm_head, norm.
+        start: the directory of an adapter in PEFT's layout, or of a run, to go on from. Its rank, alpha, targets and
+            kind take the place of these.
+        base_format: of the frozen base of ``qlora``: ``int4`` (groups with a scale and a zero) or ``nf4`` (the 4-bit
+            NormalFloat with double quantization, as bitsandbytes has it).
+        group: numbers that share a scale in that base; None: 64.
     """
+
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "r": "rank",
+        "lora_alpha": "alpha",
+        "lora_dropout": "dropout",
+        "use_rslora": "rank_stabilized",
+        "use_dora": "dora",
+        "target_modules": "targets",
+    }
 
     rank: int = 16
     alpha: float = 32.0
-    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    rank_stabilized: bool = False
+    dora: bool = False
+    dropout: float = 0.0
+    targets: tuple[str, ...] = MATRICES
+    modules_to_save: tuple[str, ...] = ()
+    start: str = ""
+    base_format: Literal["int4", "nf4"] = "int4"
     group: int = 64
 
     def __post_init__(self) -> None:
         positive(self, "rank", "group")
-        known = ("q", "k", "v", "o", "gate", "up", "down")
-        strange = [name for name in self.targets if name not in known]
-        if strange or not self.targets:
-            raise ValueError(f"lora.targets must be some of {', '.join(known)}, not {', '.join(strange) or 'none'}")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha must be greater than 0, not {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout is a share, at least 0 and less than 1, not {self.dropout}")
+        if not self.targets:
+            raise ValueError(f"lora.targets must be some of {', '.join((*MATRICES, *TABLES))}, not none")
+        _check_names("targets", self.targets, (*MATRICES, *TABLES), PEFT_NAMES)
+        _check_names("modules_to_save", self.modules_to_save, (*TABLES, "norm"), (*MATRICES, *PEFT_NAMES, *NORMS))
+
+    def refuses_merging(self) -> bool:
+        """Whether merged layers cannot compute such adapters; why, ``Adapted.refuses_merging`` says."""
+        return self.dora or self.dropout > 0
+
+
+def _check_names(setting: str, given: tuple[str, ...], own: tuple[str, ...], others: tuple[str, ...]) -> None:
+    for entry in given:
+        if entry in own or entry in others:
+            continue
+        if re.fullmatch(r"[\w-]+", entry):  # neither a pattern nor a path
+            near = difflib.get_close_matches(entry, (*own, *others), 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"lora.{setting} must be some of {', '.join(own)} or PEFT's names, not {entry}{hint}")
+        try:
+            re.compile(entry)
+        except re.error as error:
+            raise ValueError(f"lora.{setting}: {entry!r} is no regular expression ({error})") from None

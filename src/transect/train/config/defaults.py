@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-WARMUP = 0.03
-"""The share of the steps that a fine-tuning run warms up for."""
 RATES = {
     "next_token": (2e-5, 2e-4),
     "distill": (2e-5, 2e-4),
@@ -93,14 +91,15 @@ def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with what the task decides filled in where it is left out; what has another form stays as it is."""
     filled = dict(values)
     task, objective = filled.get("task", "finetune"), filled.get("objective", "next_token")
-    steps = filled.get("steps", 0)
     optimizer, schedule = filled.get("optimizer", {}), filled.get("schedule", {})
-    if not isinstance(optimizer, Mapping) or not isinstance(schedule, Mapping) or type(steps) is not int:
+    if not isinstance(optimizer, Mapping) or not isinstance(schedule, Mapping):
         return filled
+    if filled.get("steps") == 0 and not filled.get("epochs"):
+        raise ValueError("steps must be at least 1, not 0")
     adapted = task in ("lora", "qlora")
     rate = PRETRAINING if task == "pretrain" else RATES.get(str(objective), RATES["next_token"])[adapted]
     decay = 0.1 if task == "pretrain" else 0.0 if adapted else 0.01
     filled["optimizer"] = {"learning_rate": rate, "weight_decay": decay, **optimizer}
-    if task != "pretrain" and not filled.get("epochs"):
-        filled["schedule"] = {"warmup": round(WARMUP * (steps or 100)), **schedule}
+    if task != "pretrain":
+        filled["schedule"] = {"warmup": -1, **schedule}
     return filled

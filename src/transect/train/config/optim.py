@@ -57,7 +57,7 @@ class ScheduleConfig:
     """The learning rate over the steps, as a factor of ``learning_rate``.
 
     Attributes:
-        warmup: steps; where a file leaves it out, 3% of the steps, and none to pretrain.
+        warmup: steps; where a file leaves it out, 3% of the steps, and none to pretrain. -1 stands for 3%.
         final: the factor at the end of ``cosine``, ``linear`` and ``wsd``.
         kind: after ``warmup`` steps from 0 to 1: ``constant``; ``cosine`` or ``linear`` down to ``final``; ``wsd``
             stays at 1 and falls linearly to ``final`` over the last ``decay`` steps (warm-up, stable, decay).
@@ -69,7 +69,7 @@ class ScheduleConfig:
     final: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.warmup < 0 or self.decay < 0:
+        if self.warmup < -1 or self.decay < 0:
             raise ValueError("schedule.warmup and schedule.decay are numbers of steps, 0 or more")
         if not 0 <= self.final <= 1:
             raise ValueError(f"schedule.final is a share of the learning rate, from 0 to 1, not {self.final}")

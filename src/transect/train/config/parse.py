@@ -13,7 +13,8 @@ from .defaults import hint
 
 
 def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
-    """``kind`` from values by name; ``where`` stands before a name in messages.
+    """``kind`` from values by name; ``where`` stands before a name in messages. ``kind.OTHER_NAMES`` are further names
+    of its fields.
 
     Raises:
         ValueError: an unknown or missing name, or a value of another type.
@@ -21,7 +22,11 @@ def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     kinds = typing.get_type_hints(kind)
     names = [item.name for item in dataclasses.fields(kind)]
     arguments = {}
-    for key, value in values.items():
+    other_names: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
+    for given, value in values.items():
+        key = other_names.get(given, given)
+        if key in arguments:
+            raise ValueError(f"the setting {where}{key} is given twice, under two names")
         if key not in names:
             raise ValueError(f"the setting {where}{key} is not known; {hint(where, key, names)}")
         arguments[key] = _value(kinds[key], value, where + key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from .optim import OptimizerConfig, ScheduleConfig
 from .parallel import ParallelConfig
 from .parse import build, overridden, positive
 from .router import RouterConfig
+from .watching import SamplesConfig
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]
 Precision = Literal["float32", "bfloat16", "mixed"]
+PLACES = ("tensorboard", "wandb", "mlflow")
 Checkpointing = Literal["auto", "none", "selective", "full"]
 
 
@@ -36,7 +39,8 @@ class TrainConfig:
             good or bad); ``grpo`` (rewards of its own answers); ``distill`` (a larger model's distribution). Each has
             a table of its name.
         run_dir: where logs and checkpoints go.
-        steps: optimizer steps in all.
+        steps: optimizer steps in all; 100 where neither these nor ``epochs`` are given.
+        epochs: in place of ``steps``, how often the data is gone through, such as ``1.5``.
         accumulate: micro-batches to a step.
         precision: ``float32``; ``bfloat16`` for weights and optimizer alike; ``mixed``: bfloat16 weights to compute
             with and float32 master copies in the optimizer.
@@ -51,7 +55,13 @@ class TrainConfig:
             asked for.
         seed: decides initial weights, the order of the data, and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
-        eval_every: steps between measurements of the validation loss (0: at the end only).
+        eval_every: steps between measurements of the validation loss (0: at the end only). Where the loss is lower than
+            ever before a checkpoint is saved and kept, and ``RUN/best`` points to it.
+        patience: stop after so many measurements in a row without a better loss (0: never).
+        min_gain: by how many nats a loss must be lower to be better.
+        log_to: where numbers go beside ``RUN/log.jsonl``: any of ``tensorboard`` (where it is installed), ``wandb`` and
+            ``mlflow``.
+        project: the name of the project or experiment there.
         device: ``auto``, ``cpu`` or ``cuda``.
         threads: CPU threads; None: all cores of this process.
     """
@@ -61,7 +71,8 @@ class TrainConfig:
     task: Task = "finetune"
     objective: Objective = "next_token"
     run_dir: str = "runs/default"
-    steps: int = 100
+    steps: int = 0
+    epochs: float = 0.0
     accumulate: int = 1
     precision: Precision = "float32"
     checkpointing: Checkpointing = "auto"
@@ -72,11 +83,16 @@ class TrainConfig:
     save_every: int = 500
     keep: int = 2
     eval_every: int = 0
+    patience: int = 0
+    min_gain: float = 0.0
+    log_to: tuple[str, ...] = ("tensorboard",)
+    project: str = "transect"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
@@ -87,10 +103,20 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        positive(self, "steps", "accumulate", "keep")
+        if self.epochs < 0 or not math.isfinite(self.epochs):
+            raise ValueError(f"epochs must be 0 or greater, not {self.epochs}")
+        if self.epochs and self.steps:
+            raise ValueError("give steps or epochs, not both")
+        if not self.epochs and not self.steps:
+            object.__setattr__(self, "steps", 100)
+        positive(self, "accumulate", "keep", *([] if self.epochs else ["steps"]))
+        if unknown := sorted(set(self.log_to) - set(PLACES)):
+            raise ValueError(f"log_to knows {', '.join(PLACES)}, not {', '.join(unknown)}")
+        if self.patience and not (self.eval_every and self.data.validation):
+            raise ValueError("patience counts measurements on data.validation: set that, and eval_every")
         if self.memory:
             parse_bytes(self.memory)
-        for name in ("save_every", "eval_every", "seed"):
+        for name in ("save_every", "eval_every", "patience", "min_gain", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
 

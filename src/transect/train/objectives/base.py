@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,18 @@ class Objective:
     def evaluate(self) -> Evaluation | None:
         """Validation; None without data."""
         raise NotImplementedError
+
+    def micro_batches(self, epoch: int) -> int:
+        """How many micro-batches an epoch has."""
+        raise ValueError("epochs are not known for this data: set steps")
+
+    def steps_of(self, epochs: float, accumulate: int) -> int:
+        """How many optimizer steps so many epochs are, the last one begun included."""
+        whole = int(epochs)
+        count = float(sum(self.micro_batches(epoch) for epoch in range(whole)))
+        if epochs > whole:
+            count += (epochs - whole) * self.micro_batches(whole)
+        return max(1, math.ceil(round(count, 6) / accumulate))
 
     def identity(self) -> dict[str, str]:
         """Digests by part (``identity.py``): where they are the same, the same position means the same batches."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -94,6 +95,10 @@ class GRPO(Objective):
             key = [self._config.seed, int(rollout.begun)]
             order = np.random.Generator(np.random.Philox(key=key)).permutation(order)
         return self._micro_batches(rollout, np.array_split(order, settings.minibatches)[part])
+
+    def steps_of(self, epochs: float, accumulate: int) -> int:
+        settings = self._config.grpo
+        return max(1, math.ceil(epochs * len(self._prompts) / settings.prompts)) * settings.steps_a_rollout
 
     def loss(self, batch: Batch) -> Tensor:
         assert isinstance(batch, AnswerBatch)

@@ -56,6 +56,9 @@ class NextToken(Objective):
     def batches(self, step: int) -> Sequence[Batch]:
         return [next(self.loader) for _ in range(self._accumulate)]
 
+    def micro_batches(self, epoch: int) -> int:
+        return self.loader.size(epoch)
+
     def loss(self, batch: Batch) -> Tensor:
         with self._balance.watching():
             loss = batch_loss(self._trainable.model, batch, self._loss)

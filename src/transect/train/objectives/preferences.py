@@ -78,6 +78,9 @@ class Preferences(Objective):
             self.position = Position(self.position.epoch, self.position.index + 1)
         return made
 
+    def micro_batches(self, epoch: int) -> int:
+        return len(self._train.plan(epoch))
+
     def loss(self, batch: Batch) -> Tensor:
         assert isinstance(batch, ExampleBatch)
         loss, numbers = self.examples_loss(batch)

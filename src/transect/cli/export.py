@@ -1,0 +1,35 @@
+"""``transect export``: a run, an adapter or a model as files that other programs read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="A run, a checkpoint of one, an adapter's directory, or a model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="A new directory; with --gguf a file.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Put the adapter into the weights: a plain model.")] = False,
+    adapter: Annotated[str | None, typer.Option(help="An adapter for SOURCE, to be merged.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of a merged model: auto (as trained), float32, bfloat16, float16.")
+    ] = "auto",
+) -> None:
+    """Write an adapter in PEFT's layout, a plain model in Hugging Face layout (--merge)."""
+    from ..train.export import export_adapter, export_model, opened
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is there already: name another output, or remove it")
+    found = opened(source, adapter)
+    if found.adapter is not None and not merge:
+        export_adapter(found, output)
+        kind = "adapter in PEFT's layout"
+    else:
+        export_model(found, output, dtype)
+        kind = "model in Hugging Face layout"
+    for line in found.notes:
+        print(f"transect: {line}", file=sys.stderr)
+    print(f"{output}: {kind}")

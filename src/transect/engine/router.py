@@ -1,0 +1,120 @@
+"""Which of several engines gets a request: the one that will be done with it soonest, as far as tokens tell.
+
+Each engine has its own prefix cache. So the router remembers which blocks of prompts it has sent where, newest first,
+and expects them to be cached there still. A request costs an engine the tokens that are not cached there, behind the
+tokens that the engine has to compute already; the least of these sums wins. So a long prefix draws its requests to one
+engine until that one's queue is longer than what the prefix saves. Plain arithmetic: no clock, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+TYPICAL_OUTPUT = 256
+"""Tokens that an answer is expected to have at the most, where a request does not say fewer."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What the router knows of one engine."""
+
+    most_blocks: int
+    load: int = 0
+    """Tokens that are to be computed."""
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Hashes of the blocks that its cache is thought to hold, each standing for all before it too."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request on its way: where it went, and what it still counts there."""
+
+    engine: int
+    prompt: int
+    outputs: int
+
+
+class Router:
+    """Keeps the load and the prefixes of some engines.
+
+    Args:
+        capacities: tokens that the prefix cache of each holds.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, capacities: Sequence[int], block_size: int) -> None:
+        self._size = block_size
+        self._engines = [_Engine(max(1, tokens // block_size)) for tokens in capacities]
+        self._turn = 0
+
+    def load(self, engine: int) -> int:
+        """Tokens that an engine has to compute, as far as is known here."""
+        return self._engines[engine].load
+
+    def send(self, prompt: Sequence[int], outputs: int, alive: Iterable[int]) -> Ticket:
+        """Choose an engine, and count the request there.
+
+        Args:
+            prompt: token ids.
+            outputs: tokens that will be drawn at the most, over all choices.
+            alive: the engines to choose from.
+
+        Raises:
+            ValueError: there are none.
+        """
+        hashes = self._hashes(prompt)
+        best: tuple[int, int, int] | None = None
+        for index in alive:
+            engine = self._engines[index]
+            uncached = len(prompt) - min(self._cached(engine, hashes), max(0, len(prompt) - 1))
+            turn = (index - self._turn) % len(self._engines)
+            if best is None or (engine.load + uncached, turn) < best[:2]:
+                best = engine.load + uncached, turn, index
+        if best is None:
+            raise ValueError("there is no engine to choose from")
+        index = best[2]
+        engine = self._engines[index]
+        self._turn = (index + 1) % len(self._engines)
+        ticket = Ticket(index, best[0] - engine.load, outputs)
+        for each in reversed(hashes):  # the beginning of a prompt is the newest: it is forgotten last
+            engine.blocks.pop(each, None)
+            engine.blocks[each] = None
+        while len(engine.blocks) > engine.most_blocks:
+            engine.blocks.popitem(last=False)
+        engine.load += ticket.prompt + ticket.outputs
+        return ticket
+
+    def drawn(self, ticket: Ticket, tokens: int) -> None:
+        """Some tokens of a request have come: its prompt is done, and so many are fewer to draw."""
+        engine = self._engines[ticket.engine]
+        fewer = min(tokens, ticket.outputs)
+        engine.load -= ticket.prompt + fewer
+        ticket.prompt, ticket.outputs = 0, ticket.outputs - fewer
+
+    def done(self, ticket: Ticket) -> None:
+        """The request has ended, in whatever way."""
+        self._engines[ticket.engine].load -= ticket.prompt + ticket.outputs
+        ticket.prompt = ticket.outputs = 0
+
+    def forget(self, engine: int | None = None) -> None:
+        """The prefix cache of an engine, or of all, is empty."""
+        for index, each in enumerate(self._engines):
+            if engine is None or index == engine:
+                each.blocks.clear()
+
+    def _hashes(self, prompt: Sequence[int]) -> list[int]:
+        found, before = [], 0
+        for start in range(0, len(prompt) - self._size + 1, self._size):
+            before = hash((before, *prompt[start : start + self._size]))
+            found.append(before)
+        return found
+
+    def _cached(self, engine: _Engine, hashes: Sequence[int]) -> int:
+        count = 0
+        for each in hashes:
+            if each not in engine.blocks:
+                break
+            count += 1
+        return count * self._size

@@ -1,0 +1,429 @@
+"""What to change: findings in the order of what they are predicted to gain.
+
+A finding has evidence in the trace, a predicted gain in seconds of the wall time that was looked at, and what to do.
+Detectors are small functions over the same material; each names one cause, and no time is claimed twice by causes that
+stand for the same thing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..hardware.ceilings import Ceilings
+from .gaps import Named
+from .op_floor import PRODUCTS, SIZES, cost, floor
+from .sampler import Samples
+from .split import COPIES, SYNC, OpStat, Split, stretches
+from .trace import COPY, KERNEL, OP, RUNTIME, Key
+
+LEAST = 0.02
+"""Findings that would gain a smaller share of the wall time are left out."""
+MANY = 16
+"""Calls of the same work that make a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to change.
+
+    Attributes:
+        kind: a short name, the same for the same cause.
+        title: what it is.
+        evidence: what in the trace says so.
+        gain: seconds that the change is predicted to save.
+        advice: what to do.
+        apply: the name of what ``--apply`` can do about it; empty: nothing.
+    """
+
+    kind: str
+    title: str
+    evidence: str
+    gain: float
+    advice: str
+    apply: str = ""
+    share: float = 0.0
+    """The gain as a part of the program's own time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """All that is known of a run."""
+
+    split: Split
+    ceilings: Ceilings
+    named: list[Named] = field(default_factory=list)
+    samples: Samples | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """``threads`` of torch, ``cores``, ``backward`` (whether one ran), ``padding`` (share of tokens)."""
+
+
+def find(material: Material) -> list[Finding]:
+    """All findings worth a look, the best first."""
+    found = [each for detector in DETECTORS for each in detector(material)]
+    wall = material.split.own or 1.0
+    found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
+    return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
+
+
+HOST_ADVICE = {
+    "tokenize": ("text is tokenized between steps", "tokenize once, before the loop, or in a worker process"),
+    "logging": ("logging holds up the loop", "log every N steps, buffer the output, or write from another thread"),
+    "sleep": ("the program sleeps", "remove the wait, or wait for the event itself"),
+    "file": ("files are read in the loop", "read them once, or in a DataLoader with workers"),
+    "collection": ("the garbage collector is called in the loop", "call gc.collect() outside of it, or not at all"),
+    "wait": ("the main thread waits for another thread", "hand work over earlier, or do it in this thread"),
+    "python": ("Python computes between operators", "vectorize it with torch or numpy, or move it out of the loop"),
+}
+
+
+def host(material: Material) -> Iterator[Finding]:
+    """What the host did in gaps, by kind and line."""
+    totals: dict[str, list[Named]] = {}
+    for each in material.named:
+        totals.setdefault(each.doing.kind, []).append(each)
+    for kind, every in totals.items():
+        seconds = sum(each.seconds for each in every)
+        where = max(every, key=lambda each: each.seconds).doing.frame
+        evidence = f"{1e3 * seconds:.1f} ms between operators, most of it in {where or 'an unknown place'}"
+        if kind == "compile":
+            continue  # ``compiling`` has it
+        if kind in HOST_ADVICE:
+            title, advice = HOST_ADVICE[kind]
+            # Beside a thread that holds the lock nobody knows how long the same Python would take.
+            alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
+            yield Finding(kind, title, evidence, seconds * alone, advice)
+
+
+def compiling(material: Material) -> Iterator[Finding]:
+    """torch.compile at work, more than once."""
+    split = material.split
+    again = [each for each in stretches(split.trace, split.lane) if each[2] == "recompilation"]
+    if len(again) < 2:
+        return
+    seconds = split.parts["recompilation"]
+    yield Finding(
+        "recompilation",
+        "the program is compiled again and again",
+        f"{len(again)} compilations, {1e3 * seconds:.1f} ms",
+        seconds * (1 - 1 / len(again)),
+        "keep shapes and Python values the same (pad to buckets, or dynamic=True), and warm up first",
+    )
+
+
+def synchronisation(material: Material) -> Iterator[Finding]:
+    """``.item()`` and its like: the time that they take, and the loop around them."""
+    split = material.split
+    ops = split.named(*SYNC)
+    calls = sum(op.calls for op in ops if op.key.name == "aten::item") or sum(op.calls for op in ops)
+    if split.on_gpu:
+        seconds = split.parts["sync"]
+        labels = sorted({gap.label for gap in split.gaps if gap.part == "sync"})
+        evidence = f"the GPU was idle for {1e3 * seconds:.1f} ms after {', '.join(labels[:4])}"
+    else:
+        seconds = split.parts["sync"] + _sync_launch(split, calls)
+        evidence = f"{calls} calls of .item() or the like"
+    if calls >= MANY or split.on_gpu:
+        yield Finding(
+            "sync",
+            "the program waits for single values",
+            evidence,
+            seconds,
+            "keep values in tensors and read them once, after the loop",
+        )
+
+
+def _sync_launch(split: Split, calls: int) -> float:
+    """The time of launching in the loop around so many waits: that of operators called about as often."""
+    inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls)
+    every = sum(op.calls for op in split.ops) or 1
+    return split.parts["launch"] * inside / every if calls >= MANY else 0.0
+
+
+def launching(material: Material) -> Iterator[Finding]:
+    """Many small operators."""
+    split = material.split
+    calls = sum(op.calls for op in split.ops)
+    most = max(split.ops, key=lambda op: op.launch, default=None)
+    if most is None or most.calls < MANY:
+        return
+    waits = sum(op.calls for op in split.named("aten::item"))
+    seconds = split.parts["launch"] - (0.0 if split.on_gpu else _sync_launch(split, waits))
+    yield Finding(
+        "launch",
+        "many small operators",
+        f"{calls} operators; {most.key.name} {most.calls} times with {most.key.shapes}",
+        seconds * (1 - 1 / most.calls),
+        "do the loop's work in one batch; else torch.compile or a CUDA graph",
+        apply="compile",
+    )
+
+
+def small_batch(material: Material) -> Iterator[Finding]:
+    """The same product with few rows, again and again: the weights are read every time."""
+    gain, evidence, worst = 0.0, "", 0.0
+    for op in material.split.ops:
+        rows = _rows(op.key)
+        if op.key.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
+            continue
+        count = min(op.calls, 256)
+        batched = floor(_with_rows(op.key, rows * count), material.ceilings)
+        if batched is None:
+            continue
+        efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
+        seconds = op.seconds - op.calls / count * batched / max(efficiency, 0.3)
+        gain += max(0.0, seconds)
+        if seconds > worst:
+            worst = seconds
+            evidence = f"{op.key.name} {op.calls} times with {rows} rows ({op.key.shapes})"
+    if gain:
+        yield Finding(
+            "small batch",
+            "the batch is too small",
+            evidence,
+            gain,
+            f"compute {MANY} or more of them together: the weights are then read once for all",
+        )
+
+
+def _rows(key: Key) -> int | None:
+    shapes = key.shapes
+    if not isinstance(shapes, list) or len(shapes) < 2:
+        return None
+    left = shapes[1] if key.name == "aten::addmm" else shapes[0]
+    return left[0] if key.name in ("aten::mm", "aten::addmm") and isinstance(left, list) and len(left) == 2 else None
+
+
+def _with_rows(key: Key, rows: int) -> Key:
+    shapes = [list(each) for each in key.shapes]
+    shapes[1 if key.name == "aten::addmm" else 0][0] = rows
+    return replace(key, shapes=shapes)
+
+
+def conversions(material: Material) -> Iterator[Finding]:
+    """Copies that change the type, the layout or the length of the same tensors."""
+    groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
+    for op in material.split.named(*COPIES):
+        if op.key.name in ("aten::cat", "aten::stack"):
+            groups["grow"].append(op)
+        elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:
+            groups["convert" if op.key.types[0] != op.key.types[1] else "layout"].append(op)
+        else:
+            groups["layout"].append(op)
+    texts = {
+        "convert": ("the same tensors are converted again and again", "convert once, before the loop"),
+        "layout": ("tensors are copied to change their layout", "keep the layout that the next operator wants"),
+        "grow": ("tensors grow by concatenation", "allocate the whole tensor once and write into it"),
+    }
+    for kind, ops in groups.items():
+        calls = sum(op.calls for op in ops)
+        if calls < MANY:
+            continue
+        most = max(ops, key=lambda op: op.seconds)
+        spent = sum(op.seconds for op in ops)
+        # The first conversion of each shape is needed; a tensor that grows is written once in any case.
+        kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
+        seconds = max(0.0, spent - kept) if kind != "layout" else spent
+        title, advice = texts[kind]
+        evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.key.name} {most.key.shapes}"
+        yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)
+
+
+def wide_numbers(material: Material) -> Iterator[Finding]:
+    """float64 where float32 would do; float32 products where a GPU has faster ones."""
+    double = [op for op in material.split.ops if "double" in op.key.types and op.key.name not in COPIES]
+    seconds = sum(op.seconds - op.launch for op in double)
+    if seconds:
+        most = max(double, key=lambda op: op.seconds)
+        evidence = f"{1e3 * seconds:.1f} ms in float64, most of it in {most.key.name} {most.key.shapes}"
+        advice = "use float32: a number takes half the bytes and half the time"
+        yield Finding("float64", "float64 numbers", evidence, seconds / 2, advice)
+    rates = material.ceilings.flops_per_second
+    fast, slow = rates.get("tf32"), rates.get("float32")
+    if not (material.split.on_gpu and fast and slow):
+        return
+    ops = [
+        op
+        for op in material.split.ops
+        if "float" in op.key.types and (found := cost(op.key)) is not None and found.flops > 100 * found.bytes
+    ]
+    seconds = sum(op.seconds for op in ops if re.search(r"sgemm|simt|fp32|f32f32_f32f32", op.key.name))
+    if seconds:
+        yield Finding(
+            "float32 products",
+            "products in full float32",
+            f"{1e3 * seconds:.1f} ms in float32 products",
+            seconds * (1 - slow / fast),
+            "torch.set_float32_matmul_precision('high'), or bfloat16",
+            apply="tf32",
+        )
+
+
+def padding(material: Material) -> Iterator[Finding]:
+    """Tokens that are padding."""
+    seconds = material.split.parts["padding"]
+    if seconds:
+        share = float(material.facts.get("padding", 0.0))
+        yield Finding(
+            "padding",
+            "most of the work is on padding" if share > 0.5 else "work on padding",
+            f"{share:.0%} of the token ids are padding",
+            seconds,
+            "sort by length, pack sequences, or use variable-length attention",
+        )
+
+
+def gradients(material: Material) -> Iterator[Finding]:
+    """Autograd records what nobody asks the gradient of."""
+    if material.facts.get("backward", True):
+        return
+    calls = sum(op.calls for op in material.split.ops if op.key.nodes)
+    if calls >= MANY:
+        yield Finding(
+            "autograd",
+            "autograd records operators, and no backward pass runs",
+            f"{calls} operators were recorded",
+            calls * 1.0e-6,
+            "run inference under torch.inference_mode()",
+            apply="inference mode",
+        )
+
+
+def loading(material: Material) -> Iterator[Finding]:
+    """A DataLoader that works in the main process."""
+    split = material.split
+    seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
+    if seconds <= 0:
+        return
+    workers = max(1, (os.cpu_count() or 2) - 1)
+    rest = split.wall - seconds
+    left = max(0.0, seconds / workers - rest)
+    yield Finding(
+        "loading",
+        "the loop waits for its data",
+        f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
+        seconds - left,
+        f"DataLoader(num_workers={workers}, persistent_workers=True, prefetch_factor=2): loads while the step computes",
+    )
+
+
+def other_threads(material: Material) -> Iterator[Finding]:
+    """Another thread runs Python, and the two take turns."""
+    share = _thread_share(material)
+    if not share:
+        return
+    parts = material.split.parts
+    python = parts["host"] + parts["launch"] + parts["sync"]
+    yield Finding(
+        "gil",
+        "another thread runs Python and holds the interpreter's lock",
+        f"it ran Python in {share:.0%} of the samples",
+        python * share / 2,
+        "move it to another process",
+    )
+
+
+def _thread_share(material: Material) -> float:
+    """The share of samples in which another thread ran Python; 0 where it is too small to matter."""
+    samples = material.samples.samples if material.samples is not None else []
+    share = sum(sample.busy > 0 for sample in samples) / len(samples) if samples else 0.0
+    return share if share >= 0.2 else 0.0
+
+
+def collector(material: Material) -> Iterator[Finding]:
+    """The garbage collector, where nobody calls it."""
+    if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
+        return
+    seconds = sum(end - begin for begin, end in material.samples.collections)
+    seconds *= 1 - material.split.share("recompilation")
+    if seconds:
+        evidence = f"{len(material.samples.collections)} collections, {1e3 * seconds:.1f} ms"
+        advice = "gc.freeze() after setting up, or gc.disable() in the loop; make fewer objects"
+        yield Finding("collection", "the garbage collector runs often", evidence, seconds, advice)
+
+
+def threads(material: Material) -> Iterator[Finding]:
+    """torch uses fewer threads than there are cores."""
+    used, cores = material.facts.get("threads"), material.facts.get("cores")
+    if material.split.on_gpu or not used or not cores or used >= cores:
+        return
+    large = [op for op in material.split.ops if op.seconds / op.calls > 200e-6 and op.key.name not in SYNC]
+    seconds = sum(op.seconds for op in large)
+    yield Finding(
+        "threads",
+        "cores are idle",
+        f"torch uses {used} of {cores} cores, and {1e3 * seconds:.1f} ms are in operators that could use more",
+        seconds * (1 - used / cores),
+        f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}",
+        apply="threads",
+    )
+
+
+def transfers(material: Material) -> Iterator[Finding]:
+    """Copies between host and GPU: from pageable memory, or of the same thing again."""
+    split, link = material.split, material.ceilings.host_to_device_bytes_per_second
+    ops = [op for op in split.ops if op.key.name.startswith("Memcpy")]
+    pageable = [op for op in ops if "Pageable" in op.key.name]
+    if pageable and link:
+        seconds = sum(op.seconds - op.calls * op.key.bytes / link for op in pageable)
+        evidence = f"{sum(op.calls for op in pageable)} copies, {sum(op.calls * op.key.bytes for op in pageable)} bytes"
+        advice = "pin_memory=True in the DataLoader or tensor.pin_memory(), and non_blocking=True"
+        yield Finding("pinned", "copies from pageable memory", evidence, max(0.0, seconds), advice)
+    again = [op for op in ops if "HtoD" in op.key.name and op.calls >= MANY and op.key.bytes >= 1 << 20]
+    if again:
+        seconds = sum(op.seconds * (1 - 1 / op.calls) for op in again)
+        evidence = f"{again[0].calls} copies of {again[0].key.bytes} bytes each"
+        yield Finding("upload", "the same bytes go to the GPU again and again", evidence, seconds, "upload them once")
+
+
+def allocation(material: Material) -> Iterator[Finding]:
+    """The GPU's memory is allocated and freed in the loop."""
+    trace = material.split.trace
+    calls = [i for i in trace.where(RUNTIME) if re.search(r"Malloc$|Free$|HostAlloc", trace.key_of(int(i)).name)]
+    if len(calls) >= MANY:
+        seconds = float(sum(trace.dur[i] for i in calls))
+        advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        yield Finding("allocation", "the allocator asks the driver", f"{len(calls)} calls", seconds, advice)
+
+
+def fallback(material: Material) -> Iterator[Finding]:
+    """Operators that compute on the host between kernels."""
+    split = material.split
+    if not split.on_gpu:
+        return
+    trace = split.trace
+
+    launched = {int(trace.link[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)}
+    slow = [
+        int(i)
+        for i in trace.where(OP)
+        if trace.dur[i] > 1e-3 and int(trace.link[i]) not in launched and cost(trace.key_of(int(i))) is not None
+    ]
+    seconds = float(sum(trace.dur[i] for i in slow))
+    if slow and seconds:
+        names = sorted({trace.key_of(i).name for i in slow})
+        advice = "move their inputs to the GPU, or use an operator that has a kernel there"
+        yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
+
+
+DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
+    host,
+    compiling,
+    synchronisation,
+    launching,
+    small_batch,
+    conversions,
+    wide_numbers,
+    padding,
+    gradients,
+    loading,
+    other_threads,
+    collector,
+    threads,
+    transfers,
+    allocation,
+    fallback,
+)

@@ -1,0 +1,201 @@
+"""Names the gaps between operators, or between kernels: what the host was doing then.
+
+On a host without kernels the samples of the main thread's stack say it. Gaps are mostly shorter than the time between
+two samples, so samples are counted over all gaps together, and the time is divided by these counts. Gaps between
+kernels are named by the calls of the driver's interface and the ranges that lie in them.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .sampler import Frame, Samples
+from .split import COMPILING, LOADING, LONG_GAP_S, SHORT_GAP_S, WINDOW, Gap, Split, self_segments
+from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
+
+WAITING = re.compile(r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy$")
+LIBRARY = (
+    sysconfig.get_paths()["stdlib"],
+    sysconfig.get_paths()["purelib"],
+    "<frozen",
+    "/torch/",
+    "/transect/explain/",
+)
+"""Files of these are not the user's."""
+LINES = (
+    ("logging", re.compile(r"\bprint\(|\.write\(|\.flush\(|fsync|\blogg(?:er|ing)\b|\.log\(")),
+    ("sleep", re.compile(r"\bsleep\(")),
+    ("file", re.compile(r"\.load\(|\bopen\(|\.read\(|read_bytes|read_text|imread|pickle|loads\(")),
+    ("collection", re.compile(r"gc\.collect")),
+)
+COMPILER_FILES = ("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/", "_dynamo/output_graph")
+
+
+RARE, INTERRUPTED_S = 0.05, 0.02
+"""Fewer gaps than this share, none of them longer: others interrupted a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What the host did: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
+
+    part: str
+    kind: str
+    frame: Frame | None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Something the host did in gaps: seconds, and in how many samples it was seen."""
+
+    doing: Doing
+    seconds: float
+    samples: int
+    episodes: int = 1
+    """Stretches of samples without anything else between them."""
+
+
+def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0) -> list[Named]:
+    """Move the time of gaps to the parts that they belong to; returns what the host did in them.
+
+    Args:
+        samples: of the main thread.
+        offset: what to add to a sample's time to have it on the trace's clock.
+    """
+    trace = split.trace
+    if split.on_gpu:
+        for gap in split.gaps:
+            gap.part, gap.label = _between_kernels(trace, split, gap)
+            split.parts[gap.part] += gap.seconds
+        return []
+    short = SHORT_GAP_S
+    if len(split.gaps) >= 100:
+        short = min(max(short, 10 * float(np.median([gap.seconds for gap in split.gaps]))), LONG_GAP_S)
+    for gap in split.gaps:
+        if gap.seconds <= short:
+            gap.part = "launch"
+        split.parts[gap.part] += gap.seconds
+    named = _sampled(split, samples, offset) if samples is not None and samples.samples else _called(split)
+    long = [gap.seconds for gap in split.gaps if gap.part == "host"]
+    if len(split.gaps) >= 100 and len(long) < RARE * len(split.gaps) and max(long, default=0.0) < INTERRUPTED_S:
+        # Rare and not very long: the loop was interrupted by other work on the machine.
+        loop = Doing("launch", "loop", None)
+        named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
+    for each in named:
+        if each.doing.part != "host":
+            split.parts["host"] -= each.seconds
+            split.parts[each.doing.part] += each.seconds
+    return named
+
+
+def _sampled(split: Split, samples: Samples, offset: float) -> list[Named]:
+    host = [gap for gap in split.gaps if gap.part == "host"]
+    begins = [gap.begin for gap in host]
+    counts: Counter[Doing] = Counter()
+    episodes: Counter[str] = Counter()
+    last = ""
+    for sample in samples.samples:
+        at = sample.at + offset
+        index = bisect_right(begins, at) - 1
+        doing = doing_of(sample.stack)
+        if doing.kind != last:
+            episodes[doing.kind] += 1
+            last = doing.kind
+        if index >= 0 and at <= host[index].end:
+            counts[doing] += 1
+    total = sum(counts.values())
+    seconds = sum(gap.seconds for gap in host)
+    if not total:
+        return []
+    return [
+        Named(doing, seconds * count / total, count, max(1, episodes[doing.kind]))
+        for doing, count in counts.most_common()
+    ]
+
+
+def doing_of(stack: tuple[Frame, ...]) -> Doing:
+    """What a stack says, innermost frame first."""
+    user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
+    for frame in stack:
+        if any(part in frame.file for part in COMPILER_FILES):
+            return Doing("recompilation", "compile", user)
+        if "tokeniz" in frame.file.lower() or "tokeniz" in frame.function.lower():
+            return Doing("host", "tokenize", user)
+        if "/logging/" in frame.file:
+            return Doing("host", "logging", user)
+    text = linecache.getline(user.file, user.line) if user is not None else ""
+    for kind, pattern in LINES:
+        if pattern.search(text):
+            return Doing("loading" if kind == "file" else "host", kind, user)
+    if stack and stack[0].file.endswith(("threading.py", "queue.py", "selectors.py")):
+        return Doing("host", "wait", user)
+    return Doing("host", "python", user)
+
+
+def _called(split: Split) -> list[Named]:
+    """Without samples: the Python functions that the trace itself has (``with_stack=True``)."""
+    trace = split.trace
+    indices = [int(i) for i in trace.where(PYTHON) if trace.lane[i] == split.lane]
+    if not indices:
+        return []
+    host = [gap for gap in split.gaps if gap.part == "host"]
+    counts: Counter[str] = Counter()
+    for gap in host:
+        inside = [i for i in indices if trace.ts[i] < gap.end and trace.ts[i] + trace.dur[i] > gap.begin]
+        for first, last, index in self_segments(trace, inside, gap.begin, gap.end):
+            if index >= 0:
+                counts[trace.key_of(index).name] += int(1e9 * (last - first))
+    return [Named(_python(name), nanoseconds * 1e-9, 1) for name, nanoseconds in counts.most_common(50)]
+
+
+def _python(name: str) -> Doing:
+    """What a ``python_function`` event says, such as ``train.py(12): step``."""
+    found = re.match(r"(.*)\((\d+)\): (.*)", name)
+    frame = Frame(found[1], found[3], int(found[2])) if found else Frame("", name, 0)
+    return doing_of((frame,))
+
+
+def _between_kernels(trace: Trace, split: Split, gap: Gap) -> tuple[str, str]:
+    """The part of a gap in which no kernel ran, and what says so."""
+    cache = _overlapping(trace, gap)
+    for part, pattern in (("loading", LOADING), ("recompilation", COMPILING)):
+        for index in cache:
+            name = trace.key_of(index).name
+            if trace.kind[index] in (RANGE, OP, PYTHON) and name != WINDOW and pattern.search(name):
+                return part, name
+    for index in cache:
+        name = trace.key_of(index).name
+        if trace.kind[index] == RUNTIME and WAITING.search(name):
+            return "sync", name
+        if name in ("aten::item", "aten::_local_scalar_dense"):
+            return "sync", name
+    busy = sum(
+        max(0.0, min(gap.end, trace.ts[i] + trace.dur[i]) - max(gap.begin, trace.ts[i]))
+        for i in cache
+        if trace.kind[i] in (OP, RUNTIME)
+    )
+    if gap.seconds <= SHORT_GAP_S or busy >= gap.seconds / 2:
+        return "launch", "the host was issuing work"
+    python = [i for i in cache if trace.kind[i] == PYTHON]
+    if python:
+        return "host", trace.key_of(max(python, key=lambda i: trace.ts[i])).name
+    return ("host", "") if cache else ("unexplained", "")
+
+
+def _overlapping(trace: Trace, gap: Gap) -> list[int]:
+    """Events of the host that overlap a gap, or end just before it."""
+    before = 20e-6
+    last = int(np.searchsorted(trace.ts, gap.end))
+    ends = trace.latest_ends()
+    first = int(np.searchsorted(ends, gap.begin - before))
+    chosen = np.arange(first, last)
+    host = np.isin(trace.kind[first:last], (OP, RANGE, PYTHON, RUNTIME))
+    late = trace.ts[first:last] + trace.dur[first:last] >= gap.begin - before
+    return [int(i) for i in chosen[host & late]]

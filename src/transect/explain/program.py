@@ -1,0 +1,236 @@
+"""Explains a PyTorch program while it runs: ``with Explain() as found: ...``, or a script with its arguments.
+
+The torch profiler records operators with their shapes, a thread samples the stack, and hooks look at the token ids that
+embeddings get. What all of that costs is measured beforehand and shown as a part of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..hardware.ceilings import Ceilings
+from ..hardware.cores import usable_cores
+from ..hardware.device import detect
+from ..ops.cpu.ceilings import device_measurement
+from .findings import Finding, Material, find
+from .gaps import Named, name_gaps
+from .sampler import Sampler, Samples
+from .split import WINDOW, Split, split_trace
+from .trace import RANGE, Trace
+from .trace_file import read_trace
+
+PROBES = 2000
+"""Operators by which the profiler's own cost is measured."""
+LOOKS = 200
+"""Calls of embeddings whose ids are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What came out: the parts of the wall time, findings, and what they were found in."""
+
+    split: Split
+    findings: list[Finding]
+    named: list[Named] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; seconds."""
+        from .report import as_dict
+
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        from .report import lines
+
+        return "\n".join(lines(self))
+
+
+class Explain:
+    """Explains what runs inside of ``with``; afterwards ``result`` is there.
+
+    Args:
+        ceilings: what floors are computed from; None: those of this machine, measured (seconds) if they are not known.
+        stacks: sample the Python stack.
+        trace: keep the profiler's trace in this file.
+        cores: that the program could use; None: all that this process may run on.
+    """
+
+    def __init__(
+        self,
+        ceilings: Ceilings | None = None,
+        *,
+        stacks: bool = True,
+        trace: str | Path | None = None,
+        cores: int | None = None,
+    ) -> None:
+        self._cores = cores or usable_cores()
+        self.ceilings = ceilings or machine_ceilings()
+        self.result: Explanation | None = None
+        self._stacks, self._file = stacks, trace
+        self._padding = _Padding()
+
+    def __enter__(self) -> Self:
+        self._overhead = profiler_seconds()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._padding.look)
+        self._sampler = Sampler() if self._stacks else None
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.__enter__()
+        if self._sampler is not None:
+            self._sampler.__enter__()
+        self._range = torch.profiler.record_function(WINDOW)
+        self._range.__enter__()
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._range.__exit__(None, None, None)
+        if self._sampler is not None:
+            self._sampler.__exit__()
+        self._profiler.__exit__(None, None, None)
+        self._hook.remove()
+        if kind is not None and not issubclass(kind, SystemExit):
+            return
+        trace = self._trace()
+        marked = [i for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
+        offset = float(trace.ts[marked[0]]) - self._began if marked else 0.0
+        self.result = explain_trace(
+            trace,
+            self.ceilings,
+            self._sampler.found if self._sampler is not None else None,
+            offset,
+            profiler_s=self._overhead,
+            facts={"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share},
+        )
+
+    def _trace(self) -> Trace:
+        if self._file is not None:
+            self._profiler.export_chrome_trace(str(self._file))
+            return read_trace(self._file)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            return read_trace(path)
+
+
+def explain_trace(
+    trace: Trace,
+    ceilings: Ceilings,
+    samples: Samples | None = None,
+    offset: float = 0.0,
+    *,
+    profiler_s: float = 0.0,
+    facts: dict[str, Any] | None = None,
+) -> Explanation:
+    """Split a trace and find what to change."""
+    facts = dict(facts or {})
+    facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
+    padded = float(facts.get("padding", 0.0))
+    split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded)
+    named = name_gaps(split, samples, offset)
+    if trace.truncated:
+        split.notes.append("the trace ends in the middle: what came after is missing")
+    if not any(key.shapes for key in trace.keys):
+        split.notes.append("the trace has no shapes (record_shapes=True records them): no kernel has a floor")
+    found = find(Material(split, ceilings, named, samples, facts))
+    return Explanation(split, found, named, facts, ceilings)
+
+
+def explain_script(path: Path, arguments: Sequence[str], run: Explain) -> Explanation:
+    """Run a Python script as ``python PATH ARGUMENTS`` would, and explain it.
+
+    Raises:
+        ValueError: there is no such file, or it ended with an error.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no script {path}")
+    before, folder = sys.argv, str(path.resolve().parent)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, folder)
+    try:
+        with run:
+            runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as stopped:
+        if stopped.code not in (None, 0):
+            raise ValueError(f"{path} ended with {stopped.code}") from None
+    except Exception as error:
+        raise ValueError(f"{path} failed with {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv = before
+        sys.path.remove(folder)
+    assert run.result is not None
+    return run.result
+
+
+def machine_ceilings() -> Ceilings:
+    """Those of this machine's first device, measured if nothing is known of it."""
+    return device_measurement(detect()).ceilings
+
+
+@functools.cache
+def profiler_seconds() -> float:
+    """What the profiler adds to a small operator, measured once."""
+    x = torch.ones(4)
+
+    def work() -> float:
+        began = time.perf_counter()
+        for _ in range(PROBES):
+            x.neg()
+        return time.perf_counter() - began
+
+    work()
+    plain = min(work() for _ in range(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+        watched = min(work() for _ in range(3))
+    return max(0.0, (watched - plain) / PROBES)
+
+
+class _Padding:
+    """The share of padding among the ids that embeddings get: ``padding_idx``, or the id that ends most rows."""
+
+    def __init__(self) -> None:
+        self.tokens = self.padding = self.looks = 0
+
+    def look(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """A forward pre-hook of all modules."""
+        if not isinstance(module, nn.Embedding) or self.looks >= LOOKS or not inputs:
+            return
+        ids = inputs[0]
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 4 or ids.device.type == "meta":
+            return
+        self.looks += 1
+        last = ids[:, -1:]
+        pad = module.padding_idx
+        if pad is None:
+            value = last.mode(0).values
+            if int((last == value).sum()) * 2 < len(ids) or len(ids) < 2:
+                self.tokens += ids.numel()
+                return
+            pad = int(value)
+        # Only the run of padding at the end of a row counts: the id may also be a token.
+        same = (ids == pad).flip(1).cumprod(1)
+        self.padding += int(same.sum())
+        self.tokens += ids.numel()
+
+    @property
+    def share(self) -> float:
+        """0 where nothing was seen, or where it is too little to be padding."""
+        share = self.padding / self.tokens if self.tokens else 0.0
+        return share if share > 0.05 else 0.0

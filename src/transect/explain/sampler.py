@@ -1,0 +1,128 @@
+"""Looks every few milliseconds what the threads of this process are doing in Python.
+
+The samples name the gaps between operators, which a profiler of operators shows as nothing. A sample is the main
+thread's stack, from the innermost frame outwards, and how many other threads were running Python.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Self
+
+PERIOD_S = 0.002
+SWITCH_S = 50e-6
+"""How soon the watched thread hands over the interpreter's lock. With Python's own 5 ms it would mostly do so at the
+next operator, and every sample would show that line."""
+LITTLE_S = 100e-6
+"""A thread that ran no longer than this since the sample before was waiting."""
+RECENT_S = 0.03
+"""A thread that ran so lately is running: on a busy machine each gets its turn only now and then."""
+DEEPEST = 60
+WAITS = ("wait", "acquire", "select", "poll", "accept", "recv", "get", "join", "_wait_for_tstate_lock", "sleep", "run")
+"""Innermost functions of threads that wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One place in a stack."""
+
+    file: str
+    function: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """``at``: ``time.perf_counter()``. ``busy``: others that ran Python."""
+
+    at: float
+    stack: tuple[Frame, ...]
+    busy: int
+
+
+@dataclass(slots=True)
+class Samples:
+    """What was seen; ``collections``: (begin, end) of each run of the garbage collector."""
+
+    period: float = PERIOD_S
+    samples: list[Sample] = field(default_factory=list)
+    collections: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Sampler:
+    """Samples the thread that enters it until it leaves."""
+
+    def __init__(self, period: float = PERIOD_S) -> None:
+        self.found = Samples(period)
+        self._stop = threading.Event()
+        self._collecting = 0.0
+
+    def __enter__(self) -> Self:
+        self._watched = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="transect-sampler")
+        gc.callbacks.append(self._collection)
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        sys.setswitchinterval(self._interval)
+        gc.callbacks.remove(self._collection)
+
+    def _run(self) -> None:
+        own = threading.get_ident()
+        before: dict[int, int] = {}
+        seen: dict[int, float] = {}
+        while not self._stop.wait(self.found.period):
+            frames = sys._current_frames()
+            at = time.perf_counter()
+            frame = frames.pop(self._watched, None)
+            frames.pop(own, None)
+            busy = 0
+            now = {each.ident: _ran(each) for each in threading.enumerate() if each.ident in frames}
+            for thread, other in frames.items():
+                ran = now.get(thread)
+                if ran is None or ran - before.get(thread, ran) >= LITTLE_S * 1e9:
+                    seen[thread] = at
+                # Where the system does not say how long a thread ran, the name of its function must do.
+                waits = at - seen.get(thread, -1.0) > RECENT_S
+                busy += not (waits or other.f_code.co_name in WAITS)
+            before = {ident: ran for ident, ran in now.items() if ident is not None and ran is not None}
+            del frames
+            if frame is not None:
+                self.found.samples.append(Sample(at, _stack(frame), busy))
+
+    def _collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        else:
+            self.found.collections.append((self._collecting, time.perf_counter()))
+
+
+def _ran(thread: threading.Thread) -> int | None:
+    """Nanoseconds that a thread has run on a core; None where nobody says."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
+            return int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _stack(frame: FrameType | None) -> tuple[Frame, ...]:
+    found: list[Frame] = []
+    while frame is not None and len(found) < DEEPEST:
+        code = frame.f_code
+        found.append(Frame(code.co_filename, code.co_name, frame.f_lineno or 0))
+        frame = frame.f_back
+    return tuple(found)

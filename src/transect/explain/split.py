@@ -1,0 +1,324 @@
+"""Splits the wall time of a trace into causes. Every instant gets one name, so the parts add up to the whole.
+
+Where kernels ran, an instant belongs to what the GPU did: computing, else communication, else a copy, else a gap that
+is named by what the host did (``gaps.py``). Without kernels it belongs to what the main thread did: the innermost
+operator, or a gap between operators.
+
+Time inside an operator is divided: what its shapes need at the least (``op_floor.py``), the cost of calling it at all,
+and the rest. An operator that only moves, converts, allocates or waits belongs to the part of its kind as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..hardware.ceilings import Ceilings
+from .op_floor import floor
+from .trace import COPY, KERNEL, OP, RANGE, SET, Key, Trace
+
+WINDOW = "transect.explain"
+"""The range that marks what is explained; without one it is the whole trace."""
+PARTS: Mapping[str, str] = {
+    "floor": "at the floor: what the shapes need at the least",
+    "inefficiency": "kernels above their floor",
+    "unrated": "kernels whose shapes are not in the trace",
+    "padding": "computing on padding",
+    "launch": "launch-bound: calling operators, and short gaps between them",
+    "host": "host-bound: Python and other work between operators",
+    "sync": "synchronisation: .item(), .cpu(), allocation",
+    "loading": "data loading",
+    "copies": "copies, conversions and changes of layout",
+    "communication": "communication that nothing hides",
+    "recompilation": "compiling",
+    "profiler": "what profiling itself cost",
+    "unexplained": "unexplained",
+}
+LAUNCH_S = 3e-6
+"""What calling an operator costs, where nothing is measured."""
+SMALL_S = 30e-6
+"""An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
+SHORT_GAP_S = 30e-6
+"""A gap between operators that is no longer is the loop that calls them; where most gaps are longer, so are these."""
+LONG_GAP_S = 500e-6
+SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique"}
+COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
+LOADING = re.compile(r"enumerate\(DataLoader\)|DataLoader.*__next__")
+COMPILING = re.compile(r"dynamo|inductor|compile_fx|convert_frame", re.I)
+COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
+
+
+@dataclass(slots=True)
+class OpStat:
+    """All calls of one operator with the same shapes. Times are seconds inside it, without the operators it calls."""
+
+    key: Key
+    calls: int = 0
+    seconds: float = 0.0
+    floor: float | None = None
+    """For one call."""
+    first: float = 0.0
+    last: float = 0.0
+
+    @property
+    def launch(self) -> float:
+        """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
+        floor = self.floor or 0.0
+        most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
+        return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
+
+
+@dataclass(slots=True)
+class Gap:
+    """A stretch between operators or kernels, and the part that it belongs to."""
+
+    begin: float
+    end: float
+    part: str = "host"
+    label: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.begin
+
+
+@dataclass(slots=True)
+class Split:
+    """The parts of a trace's wall time, in seconds, and what they were made of."""
+
+    wall: float
+    begin: float
+    parts: dict[str, float]
+    ops: list[OpStat]
+    gaps: list[Gap]
+    on_gpu: bool
+    lane: int
+    trace: Trace
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def own(self) -> float:
+        """The wall time without what profiling cost: the program's own, in seconds."""
+        return self.wall - self.parts.get("profiler", 0.0)
+
+    def share(self, part: str) -> float:
+        """The part of the wall time."""
+        return self.parts.get(part, 0.0) / self.wall if self.wall else 0.0
+
+    def named(self, *names: str) -> list[OpStat]:
+        """Operators with these names."""
+        return [op for op in self.ops if op.key.name in names]
+
+
+def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, padding: float = 0.0) -> Split:
+    """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
+
+    Args:
+        ceilings: what floors are computed from.
+        profiler_s: what the profiler adds to each operator, if that is known.
+        padding: the share of tokens that are padding, if that is known.
+    """
+    begin, end, lane = _window(trace)
+    if trace.on_gpu:
+        ops, gaps, parts = _device(trace, ceilings, begin, end)
+    else:
+        ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s)
+    computed = parts["floor"] + parts["inefficiency"]
+    for part in ("floor", "inefficiency"):
+        parts[part] -= parts[part] * padding
+    parts["padding"] = computed * padding
+    return Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace)
+
+
+def _window(trace: Trace) -> tuple[float, float, int]:
+    """(begin, end, main thread): those of the marked range, or of all that is there."""
+    for index in trace.where(RANGE):
+        if trace.key_of(index).name == WINDOW:
+            return float(trace.ts[index]), float(trace.ts[index] + trace.dur[index]), int(trace.lane[index])
+    counted = np.flatnonzero(np.isin(trace.kind, (OP, KERNEL, COPY, SET)))
+    counted = counted if len(counted) else np.arange(len(trace.ts))
+    ops = trace.where(OP)
+    lane = -1
+    if len(ops):
+        lanes, where = np.unique(trace.lane[ops], return_inverse=True)
+        lane = int(lanes[np.argmax(np.bincount(where, weights=trace.dur[ops]))])
+    return float(trace.ts[counted].min()), float((trace.ts[counted] + trace.dur[counted]).max()), lane
+
+
+def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float) -> Iterator[tuple[float, float, int]]:
+    """(begin, end, event) of every stretch of a thread between two moments: the innermost event, or -1 for none."""
+    stack: list[tuple[float, int]] = []
+    at = begin
+    for index in indices:
+        first = min(max(float(trace.ts[index]), begin), end)
+        last = min(float(trace.ts[index] + trace.dur[index]), end)
+        if last <= begin or first >= end:
+            continue
+        while stack and stack[-1][0] <= first:
+            until, inner = stack.pop()
+            if until > at:
+                yield at, until, inner
+                at = until
+        if first > at:
+            yield at, first, stack[-1][1] if stack else -1
+            at = first
+        if stack:
+            last = min(last, stack[-1][0])
+        stack.append((last, index))
+    while stack:
+        until, inner = stack.pop()
+        if until > at:
+            yield at, until, inner
+            at = until
+    if end > at:
+        yield at, end, -1
+
+
+def stretches(trace: Trace, lane: int) -> list[tuple[float, float, str]]:
+    """(begin, end, part) of the stretches of a thread that belong to one part whatever runs in them, in order."""
+    found: list[tuple[float, float, str]] = []
+    for index in np.flatnonzero(np.isin(trace.kind, (OP, RANGE)) & (trace.lane == lane)):
+        name = trace.key_of(int(index)).name
+        part = "loading" if LOADING.search(name) else "recompilation" if COMPILING.search(name) else ""
+        begin = float(trace.ts[index])
+        if part and not (found and begin < found[-1][1]):
+            found.append((begin, begin + float(trace.dur[index]), part))
+    return found
+
+
+def owner_of(owners: list[tuple[float, float, str]], moment: float) -> str:
+    """The part that a moment belongs to; empty: to none of these."""
+    index = bisect_right(owners, (moment, float("inf"), "")) - 1
+    return owners[index][2] if index >= 0 and moment <= owners[index][1] else ""
+
+
+def _host(
+    trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
+) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+    """What the main thread did, where no kernel ran on a GPU."""
+    mine = [int(i) for i in trace.where(OP) if trace.lane[i] == lane]
+    stats: dict[int, OpStat] = {}
+    gaps: list[Gap] = []
+    seen: set[int] = set()
+    parts = dict.fromkeys(PARTS, 0.0)
+    owners = stretches(trace, lane)
+    for first, last, index in self_segments(trace, mine, begin, end):
+        owner = owner_of(owners, (first + last) / 2)
+        if owner:
+            parts[owner] += last - first
+            continue
+        if index < 0:
+            gaps.append(Gap(first, last))
+            continue
+        number = int(trace.key[index])
+        stat = stats.get(number)
+        if stat is None:
+            stat = stats[number] = OpStat(trace.keys[number], first=first)
+        stat.seconds += last - first
+        stat.last = last
+        if index not in seen:
+            seen.add(index)
+            stat.calls += 1
+    for stat in stats.values():
+        stat.floor = floor(stat.key, ceilings)
+        parts["profiler"] += (cost := min(stat.calls * profiler_s, 0.9 * stat.seconds))
+        stat.seconds -= cost
+        _add_op(parts, stat)
+    return list(stats.values()), gaps, parts
+
+
+def _add_op(parts: dict[str, float], stat: OpStat) -> None:
+    name = stat.key.name
+    if COMMUNICATION.search(name):
+        parts["communication"] += stat.seconds
+    elif name in SYNC:
+        parts["sync"] += stat.seconds
+    elif name in COPIES:
+        parts["copies"] += stat.seconds
+    elif stat.floor is None:
+        launch = min(stat.calls * LAUNCH_S, stat.seconds)
+        plumbing = name.startswith(("autograd::", "Optimizer", "torch::autograd")) or name.endswith("Backward0")
+        parts["launch"] += stat.seconds if plumbing else launch
+        parts["unrated"] += 0.0 if plumbing else stat.seconds - launch
+    else:
+        least = min(stat.seconds, stat.calls * stat.floor)
+        parts["floor"] += least
+        parts["launch"] += stat.launch
+        parts["inefficiency"] += stat.seconds - least - stat.launch
+
+
+def _device(
+    trace: Trace, ceilings: Ceilings, begin: float, end: float
+) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+    """What the GPU did. A kernel's shapes are those of the operator that launched it; where one operator launched
+    several kernels, its floor is theirs together."""
+    launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+    marks: list[tuple[float, int, int]] = []
+    for kind in (KERNEL, COPY, SET):
+        for index in trace.where(kind):
+            first, last = max(float(trace.ts[index]), begin), min(float(trace.ts[index] + trace.dur[index]), end)
+            if last > first:
+                marks += [(first, 1, int(index)), (last, 0, int(index))]
+    marks.sort()
+    live: dict[int, int] = {}
+    owned: dict[int, float] = defaultdict(float)
+    gaps: list[Gap] = []
+    at = begin
+    for moment, starts, index in [*marks, (end, 0, -1)]:
+        if moment > at:
+            if live:
+                owned[min(live, key=lambda each: (live[each], each))] += moment - at
+            else:
+                gaps.append(Gap(at, moment))
+            at = moment
+        if starts:
+            live[index] = _rank(trace, index)
+        else:
+            live.pop(index, None)
+    parts = dict.fromkeys(PARTS, 0.0)
+    stats: dict[tuple[str, int], OpStat] = {}
+    ops_seen: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for index, seconds in owned.items():
+        rank = _rank(trace, index)
+        if rank == 1:
+            parts["communication"] += seconds
+        elif rank >= 2:
+            parts["copies"] += seconds
+        op = launcher.get(int(trace.link[index]))
+        name = trace.key_of(index).name
+        mark = (name, -1 if op is None else int(trace.key[op]))
+        stat = stats.get(mark)
+        if stat is None:
+            key = trace.key_of(op) if op is not None and rank == 0 else trace.key_of(index)
+            key = Key(name, key.shapes, key.types, key.values, key.nodes, trace.key_of(index).bytes)
+            stat = stats[mark] = OpStat(key, first=float(trace.ts[index]))
+            if op is not None and rank == 0:
+                stat.floor = floor(trace.key_of(op), ceilings)
+        stat.calls += 1
+        stat.seconds += seconds
+        stat.last = float(trace.ts[index])
+        if op is not None:
+            ops_seen[mark].add(op)
+    for mark, stat in stats.items():
+        if COMMUNICATION.search(stat.key.name) or mark[0].startswith(("Memcpy", "Memset")):
+            continue
+        if stat.floor is None:
+            parts["unrated"] += stat.seconds
+            continue
+        least = min(stat.seconds, len(ops_seen[mark]) * stat.floor)
+        parts["floor"] += least
+        parts["inefficiency"] += stat.seconds - least
+    return list(stats.values()), gaps, parts
+
+
+def _rank(trace: Trace, index: int) -> int:
+    """0: computes. 1: communicates. 2: copies or clears."""
+    if trace.kind[index] != KERNEL:
+        return 2
+    return 1 if COMMUNICATION.search(trace.key_of(index).name) else 0

@@ -1,0 +1,156 @@
+"""The events of a trace as columns of numbers, and what they mean.
+
+Times are seconds from the earliest event. Names and shapes are kept once each. An event keeps: kind, begin, duration,
+thread or stream, the number of its name and shapes, and the number that ties a kernel to the operator that launched it.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+OP, RANGE, PYTHON, RUNTIME, KERNEL, COPY, SET = range(7)
+"""Kinds of events. RANGE: ``record_function``; RUNTIME: a call of the driver's interface; SET: a memset."""
+KINDS = {
+    "cpu_op": OP,
+    "operator": OP,
+    "user_annotation": RANGE,
+    "python_function": PYTHON,
+    "cuda_runtime": RUNTIME,
+    "cuda_driver": RUNTIME,
+    "runtime": RUNTIME,
+    "kernel": KERNEL,
+    "gpu_memcpy": COPY,
+    "memcpy": COPY,
+    "gpu_memset": SET,
+    "memset": SET,
+}
+"""By ``cat``, in the spellings of the versions that there were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What an event is: its name, and where the trace has them the shapes, types and plain arguments of its inputs.
+    ``nodes`` says that autograd recorded it."""
+
+    name: str
+    shapes: Any = None
+    types: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    nodes: bool = False
+    bytes: int = 0
+    """Those that a copy moves."""
+
+
+class Trace:
+    """Filled by ``add``; ``close`` makes the columns arrays."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.head: dict[str, Any] = {}
+        self.truncated = False
+        self.other: dict[str, int] = {}
+        """Events of kinds that are not looked at, by kind."""
+        self.keys: list[Key] = []
+        self._numbers: dict[Any, int] = {}
+        self._columns: dict[str, Any] = {
+            "kind": array("b"),
+            "ts": array("d"),
+            "dur": array("d"),
+            "lane": array("q"),
+            "key": array("i"),
+            "link": array("q"),
+        }
+        self._lanes: dict[Any, int] = {}
+        self._ends: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """Events that are kept."""
+        return len(self._columns["ts"])
+
+    def add(self, event: Any) -> None:
+        """Take in one event as JSON has it; what is no complete event of a known kind is counted and left."""
+        if not isinstance(event, dict):
+            self.other["things that are no events"] = self.other.get("things that are no events", 0) + 1
+            return
+        kind = KINDS.get(str(event.get("cat", "")).lower())
+        begin: Any = event.get("ts")
+        length: Any = event.get("dur")
+        if kind is None or event.get("ph") != "X" or not _number(begin) or not _number(length):
+            if event.get("ph") == "X":
+                name = str(event.get("cat", "events without a kind"))
+                self.other[name] = self.other.get(name, 0) + 1
+            return
+        found = event.get("args")
+        args: dict[str, Any] = found if isinstance(found, dict) else {}
+        lane = (event.get("pid"), event.get("tid"))
+        link = args.get("External id", args.get("external id", args.get("correlation", -1)))
+        columns = self._columns
+        columns["kind"].append(kind)
+        columns["ts"].append(float(begin) * 1e-6)
+        columns["dur"].append(max(0.0, float(length)) * 1e-6)
+        columns["lane"].append(self._lanes.setdefault(lane, len(self._lanes)))
+        columns["key"].append(self._key(kind, str(event.get("name", "")), args))
+        columns["link"].append(int(link) if _number(link) else -1)
+
+    def _key(self, kind: int, name: str, args: dict[str, Any]) -> int:
+        shapes = args.get("Input Dims", args.get("Input dims")) if kind == OP else None
+        shapes = shapes if isinstance(shapes, list) else None
+        types = args.get("Input type", ()) if kind == OP else ()
+        values = args.get("Concrete Inputs", ()) if kind == OP and "conv" in name else ()
+        size = args.get("bytes", 0) if kind in (COPY, SET) else 0
+        nodes = "Sequence number" in args and kind == OP and not name.endswith(("Backward0", "AccumulateGrad"))
+        mark = (name, repr(shapes), repr(types), repr(values), size, nodes)
+        number = self._numbers.get(mark)
+        if number is None:
+            number = self._numbers[mark] = len(self.keys)
+            listed = types if isinstance(types, (list, tuple)) else ()
+            plain = tuple(name.lower() if "c10" in name else name for name in map(str, listed))
+            concrete = tuple(str(each) for each in values) if isinstance(values, (list, tuple)) else ()
+            counted = int(size) if _number(size) else 0
+            self.keys.append(Key(sys.intern(name), shapes, plain, concrete, nodes, counted))
+        return number
+
+    def close(self) -> None:
+        """Make the columns arrays, in the order of their begins; times count from the first."""
+        self.kind = np.frombuffer(self._columns["kind"], dtype=np.int8)
+        self.ts = np.frombuffer(self._columns["ts"], dtype=np.float64)
+        order = np.lexsort((-np.frombuffer(self._columns["dur"], dtype=np.float64), self.ts))
+        self.origin = float(self.ts.min())
+        self.ts = self.ts[order] - self.origin
+        self.kind = self.kind[order]
+        self.dur = np.frombuffer(self._columns["dur"], dtype=np.float64)[order]
+        self.lane = np.frombuffer(self._columns["lane"], dtype=np.int64)[order]
+        self.key = np.frombuffer(self._columns["key"], dtype=np.int32)[order]
+        self.link = np.frombuffer(self._columns["link"], dtype=np.int64)[order]
+        self._columns = {name: array(column.typecode) for name, column in self._columns.items()}
+        self.size_kept = len(self.ts)
+        self._numbers.clear()
+
+    def where(self, kind: int) -> np.ndarray:
+        """Indices of the events of a kind, in the order of their begins."""
+        return np.flatnonzero(self.kind == kind)
+
+    def key_of(self, index: int) -> Key:
+        """What an event is."""
+        return self.keys[self.key[index]]
+
+    def latest_ends(self) -> np.ndarray:
+        """For each event the latest end of it and all before it, in seconds; it never falls."""
+        if self._ends is None:
+            self._ends = np.maximum.accumulate(self.ts + self.dur)
+        return self._ends
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether kernels ran."""
+        return bool((self.kind == KERNEL).any())
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

@@ -1,0 +1,113 @@
+r"""Adapters as files hold them, and how they reach a model's weights.
+
+    W' = W + s B A                       LoRA (Hu et al. 2021, arXiv:2106.09685)
+    W' = m / ||W + s B A|| (W + s B A)   DoRA (Liu et al. 2024, arXiv:2402.09353), norms of rows
+
+Where a model holds its matrices as plain numbers, ``merged_weights`` adds adapters while the files are read: a token
+then costs what it costs without one. A packed matrix cannot take an addition without being rounded anew, so there
+``put_beside`` leaves it as it is and makes it an ``Adapted`` weight.
+
+Shapes: O outputs, I inputs, r the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+from .peft_config import PeftSettings
+from .staging import dense_values
+from .stored import ALL, Stored, StoredWeights, Values
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Factors ``a [r, I]``, ``b [O, r]`` beside a matrix, and DoRA's ``magnitude [O]``."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+
+    def applied(self, weight: Tensor) -> Tensor:
+        """The plain matrix ``[O, I]`` that computes the same as ``weight`` with these beside it, at least float32."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        moved = weight.to(wide) + self.scale * (self.b.to(wide) @ self.a.to(wide))
+        if self.magnitude is None:
+            return moved
+        return moved * (self.magnitude.to(wide) / torch.linalg.vector_norm(moved, dim=1))[:, None]
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter of a model.
+
+    Attributes:
+        settings: of PEFT.
+        factors: by canonical name of a matrix, without ``.weight``. Those of ``embed`` are of its table ``[V, D]``.
+        replaced: weights that take the place of the base's, by canonical name.
+    """
+
+    settings: PeftSettings
+    factors: Mapping[str, LowRank]
+    replaced: Mapping[str, Tensor]
+
+
+def merged_weights(
+    weights: StoredWeights, adapter: StoredAdapter, config: ModelConfig, *, beside: bool = False
+) -> StoredWeights:
+    """The weights of a base with an adapter in them.
+
+    Args:
+        weights: of the base.
+        config: of the model with the adapter, see ``adapted_config``.
+        beside: leave the matrices of the layers as they are, for ``put_beside``.
+    """
+    for name, stored in weights:
+        yield name, _adapted(name, stored, adapter, beside)
+        if name == "embed.weight" and not config.tied_embeddings:
+            table = stored
+    if not config.tied_embeddings and name != "head.weight":  # the base ties them
+        yield "head.weight", _adapted("head.weight", table, adapter, beside)
+
+
+def _adapted(name: str, stored: Stored, adapter: StoredAdapter, beside: bool) -> Stored:
+    given = adapter.replaced.get(name)
+    if given is not None:
+        new: Tensor = given
+        stored = Stored(tuple(new.shape), lambda rows, columns: new[rows, columns] if new.ndim == 2 else new[rows])
+    low = adapter.factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    if low is None or (beside and name.startswith("layers.")):
+        return stored
+    factors, base = low, stored
+
+    def read(rows: slice, columns: slice) -> Values:
+        if factors.magnitude is not None:  # the norm of a row needs all of it
+            return factors.applied(dense_values(base.read()))[rows, columns]
+        part = LowRank(factors.a[:, columns], factors.b[rows], factors.scale)
+        return part.applied(dense_values(base.read(rows, columns)))
+
+    return Stored(stored.shape, read)
+
+
+def put_beside(model: Decoder, adapter: StoredAdapter) -> None:
+    """Put the adapter's factors beside the matrices of a model's layers, for inference."""
+    from .weights.adapted import Adapted
+
+    for name, weight in list(model.weights()):
+        low = adapter.factors.get(name)
+        if low is not None and name != "head":
+            model.replace(name, Adapted.over(weight, low).requires_grad_(False))
+
+
+def all_of(weights: StoredWeights) -> dict[str, Tensor]:
+    """Every weight as a tensor in memory, by canonical name."""
+    return {name: dense_values(stored.read(ALL, ALL)).clone() for name, stored in weights}

@@ -1,0 +1,43 @@
+"""Dropout whose masks are a function of a seed and the place in a run, so that a pass that is computed again, or a run
+that goes on from a checkpoint, draws the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Moment:
+    """The place in a run: ``step`` and its ``part``, a micro-batch. One object for all layers; the trainer moves it."""
+
+    step: int = 0
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Sets the share ``p`` of numbers to 0 and multiplies the others by 1 / (1 - p) (Srivastava et al. 2014).
+
+    Only in passes that will have a gradient; measuring and drawing answers see everything.
+    """
+
+    p: float
+    seed: int
+    moment: Moment
+
+    @property
+    def active(self) -> bool:
+        return self.p > 0 and torch.is_grad_enabled()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return x
+        key = f"{self.seed} {self.moment.step} {self.moment.part}".encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - self.p, generator=generator)
+        return x * kept.mul_(1 / (1 - self.p))

@@ -1,0 +1,144 @@
+"""Runs, adapters and models as files for other programs: what ``transect export`` writes.
+
+A checkpoint of adapters holds the adapters alone; their model is named beside them. Merged, the base is what it was
+during training: the base of ``qlora`` is rounded to 4 bits and back first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.adapter import StoredAdapter, merged_weights
+from ..models.adapter_peft import read_adapter
+from ..models.load import stored_weights
+from ..models.peft_config import CONFIG, WEIGHTS
+from ..models.resolve import ModelSource, resolve
+from ..models.staging import dense_values
+from ..models.stored import Stored, StoredWeights, Values
+from ..models.weights_hf import save_hf
+from ..text.export import export_tokenizer
+from .checkpoint import STATE, list_steps
+from .config import TrainConfig
+from .model import DTYPES
+from .qlora import rounded
+
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What is to be exported.
+
+    Attributes:
+        adapter: the directory of an adapter; None: a plain model.
+        base: what rounds a matrix of the layers as the base of the run was, if it was.
+        dtype: of the run; None: there is none, or it had float32.
+        notes: what a user should know.
+    """
+
+    source: ModelSource
+    adapter: Path | None
+    base: Callable[[Tensor], Tensor] | None = None
+    dtype: torch.dtype | None = None
+    notes: tuple[str, ...] = ()
+
+
+def opened(name: str, adapter: str | None = None) -> Opened:
+    """A run, a checkpoint, an adapter or a model by its name.
+
+    Raises:
+        ValueError: there is no such thing.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and (steps := list_steps(path)):
+        path = steps[-1]
+    source = resolve(str(path) if path.exists() else name, adapter=adapter)
+    folder = None if source.adapter is None else source.adapter.path
+    config = _run_of(path)
+    if config is None:
+        return Opened(source, folder)
+    dtype = DTYPES[config.precision]
+    if config.task == "qlora" and folder is not None:
+        lora = config.lora
+        note = f"the base was trained over in 4 bits ({lora.base_format}): merged, it has the values of those codes"
+        return Opened(source, folder, lambda weight: rounded(weight, lora, dtype), dtype, (note,))
+    return Opened(source, folder, None, dtype)
+
+
+def _run_of(path: Path) -> TrainConfig | None:
+    """The configuration of the run that a checkpoint is of."""
+    try:
+        state: Mapping[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))["state"]
+        return TrainConfig.from_dict(state["config"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def export_adapter(found: Opened, output: Path) -> None:
+    """Write the adapter and the tokenizer that goes with it.
+
+    Raises:
+        ValueError: ``output`` cannot be written.
+    """
+    assert found.adapter is not None
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name in (CONFIG, WEIGHTS):
+            shutil.copyfile(found.adapter / name, output / name)
+        export_tokenizer(found.source, output)
+    except OSError as error:
+        raise ValueError(f"cannot write to {output}: {error.strerror}") from None
+
+
+def merged(found: Opened) -> StoredWeights:
+    """The weights of the plain model."""
+    source = found.source
+    if source.adapter is None:
+        return stored_weights(source)
+    adapter: StoredAdapter = read_adapter(source.adapter.path, source.config)
+    base = stored_weights(source.adapter.base)
+    return merged_weights(base if found.base is None else _rounded(base, found.base), adapter, source.config)
+
+
+def _rounded(weights: StoredWeights, rounding: Callable[[Tensor], Tensor]) -> StoredWeights:
+    for name, stored in weights:
+        if name.startswith("layers.") and len(stored.shape) == 2:
+
+            def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
+                return rounding(dense_values(stored.read()))[rows, columns]
+
+            yield name, replace(stored, reader=read)
+        else:
+            yield name, stored
+
+
+def export_model(found: Opened, output: Path, dtype: str = "auto") -> None:
+    """Write a plain model in Hugging Face layout, the adapter merged, with its tokenizer.
+
+    Args:
+        dtype: ``auto``: that of the run, else of the embedding in the files; bfloat16 where that is packed.
+
+    Raises:
+        ValueError: an unknown dtype, or ``output`` cannot be written.
+    """
+    if dtype not in ("auto", *EXPORT_DTYPES):
+        raise ValueError(f"dtype must be auto, {', '.join(EXPORT_DTYPES)}, not {dtype!r}")
+    wanted = EXPORT_DTYPES.get(dtype) or found.dtype or _dtype_of(found.source)
+    state = {name: dense_values(stored.read()).to(wanted, copy=True) for name, stored in merged(found)}
+    save_hf(state, found.source.config, output)
+    export_tokenizer(found.source, output)
+
+
+def _dtype_of(source: ModelSource) -> torch.dtype:
+    base = source if source.adapter is None else source.adapter.base
+    weights = stored_weights(base)
+    values = next(stored.read(slice(0, 1)) for name, stored in weights if name == "embed.weight")
+    return values.dtype if isinstance(values, Tensor) else torch.bfloat16

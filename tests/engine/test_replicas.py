@@ -1,0 +1,61 @@
+"""Several engines behind one face: requests are spread, and the end of one is not that of the others."""
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+from tiny_llm import save_tiny_llm
+
+from transect import SamplingParams
+from transect.engine.async_engine import EngineDeadError
+from transect.engine.config import EngineConfig
+from transect.engine.replicas import config_of, start_engines
+
+SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
+
+
+def test_every_replica_has_devices_of_its_own():
+    config = EngineConfig(model="m", data_parallel_size=3, tensor_parallel_size=2, decision_log="log")
+    parts = [config_of(config, index) for index in range(3)]
+    assert [part.first_device for part in parts] == [0, 2, 4]
+    assert [part.decision_log for part in parts] == ["log.0", "log.1", "log.2"]
+    assert {(part.data_parallel_size, part.tensor_parallel_size) for part in parts} == {(1, 2)}
+
+
+@pytest.mark.prove
+async def test_one_dead_replica_does_not_end_the_streams_of_the_other(tmp_path):
+    save_tiny_llm(tmp_path)
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    async with await start_engines(model=str(tmp_path), data_parallel_size=2, **SETTINGS) as engines:
+        pids = {engine.pid for engine in engines.engines}
+        assert len(pids) == 2
+        short = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        first = [[o async for o in engines.generate([i, 5, 6], short)][-1] for i in range(4)]
+        assert all(len(each.outputs[0].token_ids) == 4 for each in first)
+        each = [(await engine.stats()).generation_tokens for engine in engines.engines]
+        assert each == [8, 8] and (await engines.stats()).generation_tokens == 16
+
+        async def run(start):
+            outputs = engines.generate([start] * 40, endless)
+            ends = [(started[start].set(), output.outputs[0].finish_reason)[1] async for output in outputs]
+            return ends[-1]
+
+        started = {start: asyncio.Event() for start in (1, 2)}
+        running = {start: asyncio.create_task(run(start)) for start in (1, 2)}
+        await asyncio.gather(*(event.wait() for event in started.values()))
+        os.kill(engines.engines[0].pid, signal.SIGKILL)
+        ends = await asyncio.gather(*running.values(), return_exceptions=True)
+        assert sorted(type(end).__name__ for end in ends) == ["EngineDeadError", "str"]
+        report = await engines.health()
+        assert report.state == "ok" and "1 of 2 replicas make progress; replica 0 is dead" in report.detail
+        assert [[o async for o in engines.generate([i], short)][-1].finished for i in range(3)] == [True] * 3
+
+        os.kill(engines.engines[1].pid, signal.SIGKILL)
+        with contextlib.suppress(EngineDeadError):
+            async for _ in engines.generate([1], endless):
+                pass
+        assert (await engines.health()).state == "dead"
+        with pytest.raises(EngineDeadError):
+            await anext(engines.generate([1], short))

@@ -1,0 +1,28 @@
+"""The same file of weights is read in every step."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+KIND = "file"
+folder = tempfile.mkdtemp()
+path = Path(folder) / "weights.pt"
+torch.save([torch.randn(64, 64) for _ in range(60)], path)
+x = torch.randn(64, 64)
+
+
+@torch.inference_mode()
+def faulty():
+    for _ in range(25):
+        weights = torch.load(path)
+        result = x @ weights[0]
+    return result
+
+
+@torch.inference_mode()
+def fixed():
+    weights = torch.load(path)
+    for _ in range(25):
+        result = x @ weights[0]
+    return result

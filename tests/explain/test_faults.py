@@ -1,0 +1,56 @@
+"""Planted faults: the right one comes first, and the parts add up."""
+
+import pytest
+import torch
+from effort import quick_first
+from planted_faults import GPU_NAMES, NAMES, ceilings, explain, load, verdict
+
+from transect.explain.program import Explain
+
+STEADY = ["sleeping", "growing_tensor", "double_precision", "mostly_padding"]
+"""They say the same on any machine, and quickly."""
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", quick_first(NAMES, STEADY))
+def test_the_right_fault_comes_first(name):
+    found = explain(name)
+    assert found.findings and found.findings[0].kind == load(name).KIND, str(found)
+    assert sum(found.split.parts.values()) == pytest.approx(found.split.wall, rel=1e-6)
+    assert found.split.share("unexplained") < 0.05
+
+
+def test_there_are_enough():
+    assert len(NAMES) >= 15 and len({load(name).KIND for name in NAMES}) >= 15
+
+
+def healthy():
+    """Large products, in one thread, without gradients."""
+    x = torch.randn(700, 700)
+    with torch.inference_mode():
+        for _ in range(10):
+            x = (x @ x).mul_(0.01)
+    return x
+
+
+def test_a_healthy_program_gets_no_finding():
+    torch.set_num_threads(1)
+    healthy()
+    with Explain(ceilings(), cores=1) as run:
+        healthy()
+    large = [each for each in run.result.findings if each.share > 0.05]
+    assert not large, str(run.result)
+    assert run.result.split.share("floor") + run.result.split.share("inefficiency") > 0.8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_NAMES)
+def test_the_right_fault_comes_first_on_a_gpu(name):
+    found = verdict(name)
+    assert found.right, str(found)

@@ -1,0 +1,144 @@
+"""Traces from files: any size, packed, torn, foreign; and what a GPU's trace is split into."""
+
+import gzip
+import json
+import tracemalloc
+
+import pytest
+from commands import run_here
+from planted_faults import ceilings
+
+from transect.explain.program import explain_trace
+from transect.explain.trace_file import PIECE, read_trace
+from transect.hardware.presets import preset
+
+
+def event(cat, name, begin, length, tid=1, **args):
+    """An event; times are microseconds."""
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": length, "pid": 1, "tid": tid, "args": args}
+
+
+def gpu_step(begin, number):
+    """A step of 100 us: a product of 40 us, a copy of 10, then nothing while the host waits for a value."""
+    mm = {"Input Dims": [[512, 512], [512, 512]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
+    return [
+        event("cpu_op", "aten::mm", begin, 20, **mm, **{"External id": 3 * number}),
+        event("cuda_runtime", "cudaLaunchKernel", begin + 5, 5, correlation=7 * number),
+        event("kernel", "gemm_bf16", begin + 10, 40, tid=7, **{"External id": 3 * number}),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", begin + 50, 10, tid=7, bytes=4),
+        event("cpu_op", "aten::item", begin + 25, 65, **{"External id": 3 * number + 1}),
+        event("cuda_runtime", "cudaStreamSynchronize", begin + 30, 55),
+    ]
+
+
+def write(path, events, **head):
+    path.write_text(json.dumps({"schemaVersion": 1, **head, "traceEvents": events, "traceName": "x"}))
+    return path
+
+
+@pytest.fixture
+def gpu_trace(tmp_path):
+    steps = [each for number in range(1, 21) for each in gpu_step(100.0 * number, number)]
+    return write(tmp_path / "gpu.json", [*steps, event("kernel", "ncclDevKernel_AllReduce", 2160, 40, tid=8)])
+
+
+def test_a_gpu_trace_is_split_exactly(gpu_trace):
+    """The parts are those that the events were laid out with."""
+    limits = preset("h200").ceilings()
+    found = explain_trace(read_trace(gpu_trace), limits)
+    parts = {name: 1e6 * seconds for name, seconds in found.split.parts.items() if seconds}
+    assert found.split.on_gpu and sum(parts.values()) == pytest.approx(1e6 * found.split.wall)
+    assert parts["copies"] == pytest.approx(200) and parts["communication"] == pytest.approx(40)
+    floor = 20 * 1e6 * max(2 * 512**3 / limits.rate("bfloat16"), 3 * 512 * 512 * 2 / limits.copy_bytes_per_second)
+    assert parts["floor"] == pytest.approx(floor)
+    assert parts["floor"] + parts["inefficiency"] == pytest.approx(800)
+    assert parts["sync"] == pytest.approx(20 * 50, rel=0.1)
+    assert found.findings[0].kind == "sync"
+
+
+def test_an_independent_reading_agrees(gpu_trace):
+    """Busy time of the GPU, by marking every microsecond."""
+    marked = set()
+    for each in json.loads(gpu_trace.read_text())["traceEvents"]:
+        if each["cat"] in ("kernel", "gpu_memcpy"):
+            marked.update(range(int(each["ts"]), int(each["ts"] + each["dur"])))
+    parts = explain_trace(read_trace(gpu_trace), ceilings()).split.parts
+    busy = sum(parts[name] for name in ("floor", "inefficiency", "unrated", "copies", "communication"))
+    assert 1e6 * busy == pytest.approx(len(marked), abs=1)
+
+
+def test_packed_torn_and_bare_traces(gpu_trace, tmp_path):
+    whole = read_trace(gpu_trace)
+    assert not whole.truncated and whole.head["traceName"] == "x"
+    packed = tmp_path / "gpu.json.gz"
+    packed.write_bytes(gzip.compress(gpu_trace.read_bytes()))
+    assert read_trace(packed).size_kept == whole.size_kept
+    torn = tmp_path / "torn.json"
+    torn.write_bytes(gpu_trace.read_bytes()[:-4000])
+    assert read_trace(torn).truncated and 50 < read_trace(torn).size_kept < whole.size_kept
+    packed.write_bytes(packed.read_bytes()[:-200])
+    assert read_trace(packed).truncated
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(json.loads(gpu_trace.read_text())["traceEvents"]))
+    assert read_trace(bare).size_kept == whole.size_kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "hello", "{}", '{"traceEvents": []}', '{"traceEvents": 3}', '[1, 2, "x", null, {"ph": "X"}]', '{"a" 1}', "[}"],
+)
+def test_what_is_no_trace_is_refused(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"no Chrome trace|has no operators"):
+        read_trace(tmp_path / "x.json")
+
+
+def test_foreign_and_odd_events_are_left_out(tmp_path):
+    """Events of other programs, without times, with numbers that are none, with lists where objects belong."""
+    odd = [
+        {"ph": "X", "cat": "v8", "name": "gc", "ts": 1, "dur": 1},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm"},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": "later", "dur": 1},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 5, "dur": -1, "args": [1]},
+        {"ph": "X", "cat": "Operator", "name": "aten::mul", "ts": 7, "dur": 2, "args": {"Input dims": "?"}},
+        {"ph": "i", "name": "mark"},
+        7,
+    ]
+    found = read_trace(write(tmp_path / "odd.json", odd))
+    assert found.size_kept == 2 and found.other["v8"] == 1
+    assert "has no shapes" in str(explain_trace(found, ceilings()))
+
+
+def test_a_large_trace_is_read_in_little_memory(tmp_path):
+    """Some ten megabytes of events leave far less behind, and are never held as text."""
+    path = tmp_path / "large.json"
+    filler = "x" * 300
+    with path.open("w") as file:
+        file.write('{"traceEvents": [')
+        for number in range(15_000):
+            file.write(json.dumps(event("cpu_op", "aten::add", 10.0 * number, 5, Stack=filler)) + ",\n")
+        file.write(json.dumps(event("cpu_op", "aten::add", 0, 5)) + "]}")
+    shares = []
+    tracemalloc.start()
+    found = read_trace(path, shares.append)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.size_kept == 15_001 and len(found.keys) == 1
+    assert peak < 4 * PIECE + 100 * found.size_kept + 4_000_000 < path.stat().st_size * 2 and kept < peak
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
+
+
+def test_the_commands(gpu_trace, tmp_path):
+    figures = tmp_path / "out.json"
+    done = run_here("explain", "trace", str(gpu_trace), "--preset", "h200", "--json", str(figures))
+    assert done.returncode == 0 and "synchronisation" in done.stdout and "100.0%" in done.stdout
+    assert json.loads(figures.read_text())["findings"][0]["kind"] == "sync"
+    assert "cannot be read" in run_here("explain", "trace", str(tmp_path / "none"), "--preset", "h200").stderr
+    script = tmp_path / "script.py"
+    script.write_text("import sys, torch\nx = torch.ones(200, 200)\nfor _ in range(int(sys.argv[1])):\n    x @ x\n")
+    done = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script), "9")
+    assert done.returncode == 0 and "aten::mm" in done.stdout
+    script.write_text("raise KeyError('x')")
+    failed = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script))
+    assert failed.returncode == 2 and "KeyError" in failed.stderr
+    assert "give a script" in run_here("explain", "run", "--", "python").stderr
