@@ -69,7 +69,7 @@ def test_the_outputs_are_the_same():
 
 
 def test_other_lags_are_refused():
-    with pytest.raises(ValueError, match="lag must be 0 or 1, got 2"):
+    with pytest.raises(ValueError, match=r"lag must be 0 or 1, or less than pipeline_depth .1., got 2"):
         EngineCore(Scheduler(CONFIG, VirtualClock()), CheckingExecutor(CONFIG, late=False), lag=2)
 
 

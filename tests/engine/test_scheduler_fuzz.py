@@ -39,3 +39,15 @@ def test_static_batches_with_tokens_at_once(workload: Workload):
 @given(workloads(lag=1, policy="static"))
 def test_static_batches_with_tokens_one_step_late(workload: Workload):
     run(workload)
+
+
+@examples(60, 500, print_blob=True)
+@given(workloads(lag=2, depth=3))
+def test_pipeline(workload: Workload):
+    run(workload)
+
+
+@examples(40, 350, print_blob=True)
+@given(workloads(lag=1, depth=2, storm=True))
+def test_preemption_storm_in_a_pipeline(workload: Workload):
+    run(workload)

@@ -107,8 +107,11 @@ def _arrivals(storm: bool) -> st.SearchStrategy[Arrival]:
 
 
 @st.composite
-def workloads(draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: bool = False) -> Workload:
-    """Random workloads. ``storm``: pools so small that sequences drive each other out all the time."""
+def workloads(
+    draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: bool = False, depth: int = 1
+) -> Workload:
+    """Random workloads. ``storm``: pools so small that sequences drive each other out all the time; ``depth``: of a
+    pipeline."""
     block_size = draw(st.integers(1, 4))
     max_model_len = draw(st.integers(20, 34)) if storm else draw(st.integers(8, 34))
     enough = -(-(max_model_len - 1) // block_size)
@@ -128,6 +131,7 @@ def workloads(draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: b
         max_queue=draw(st.sampled_from((None, None, 1, 3))),
         max_prefill_chunk=draw(st.sampled_from((None, None, 1, 3, 7))),
         watermark=draw(st.sampled_from((0.0, 0.01, 0.3))),
+        pipeline_depth=depth,
         seed=1,
     )
     arrivals = draw(st.lists(_arrivals(storm), min_size=1, max_size=10))
@@ -143,7 +147,7 @@ def workloads(draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: b
             max_size=3,
         )
     )
-    return Workload(config, tuple(arrivals), tuple(aborts), lag, draw(st.booleans()))
+    return Workload(config, tuple(arrivals), tuple(aborts), lag, lag > 1 or draw(st.booleans()))
 
 
 def can_fit(arrival: Arrival, config: SchedulerConfig) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 
+from transect.bench import collectives as collectives_of_bench
 from transect.parallel.layout import Layout
 from transect.parallel.mesh import Mesh
 from transect.parallel.world import Failure
@@ -26,3 +27,13 @@ def collectives(world, given):
 
 def fail(world, given):
     raise RuntimeError("on purpose")
+
+
+def measure_with_other_numbers(world, plan):
+    """This rank sends what nobody expects."""
+    numbers = collectives_of_bench._numbers
+    collectives_of_bench._numbers = lambda *arguments: numbers(*arguments) + 1
+    try:
+        collectives_of_bench.measure(world, plan)
+    finally:
+        collectives_of_bench._numbers = numbers

@@ -33,7 +33,13 @@ def make_config(family, **changes):
         "qwen2": lambda: t.Qwen2Config(**SMALL | changes, tie_word_embeddings=True),
         "qwen3": lambda: t.Qwen3Config(**SMALL | changes, head_dim=32),
         "gpt2": lambda: t.GPT2Config(
-            vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+            vocab_size=changes.get("vocab_size", 96),
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            bos_token_id=1,
+            eos_token_id=2,
         ),
     }[family]()
 

@@ -8,7 +8,9 @@ import transformers
 from tiny_llm import EOS, VOCAB, save_tiny_llm_text
 
 from transect import LLM, SamplingParams
-from transect.models.config import ModelConfig
+from transect.engine.config import EngineConfig
+from transect.engine.gpu.setup import check_model
+from transect.models.config import ModelConfig, RopeConfig
 from transect.models.config_hf import from_hf, to_hf
 from transect.models.config_moe import MoEConfig
 from transect.models.context import PagedContext, VarlenContext
@@ -124,6 +126,42 @@ def test_what_cannot_be(settings, sentence):
         MoEConfig(**{"experts": 6, "per_token": 2, "expert_dim": 16} | settings)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"])
+def test_families_are_saved_as_transformers_reads_them(family, tmp_path):
+    """Random weights of ours through ``save_hf`` give the same logits in transformers."""
+    plain = dataclasses.replace(CONFIG, architecture=family, qk_norm=False, moe=None)
+    sliding = {"sliding_window": 5, "full_attention_layers": (1,)}
+    gemma = {
+        "norm_order": "both",
+        "norm_offset": 1.0,
+        "embed_scale": 32**0.5,
+        "query_scale": 0.25,
+        "activation": "gelu_tanh",
+    }
+    own = {
+        "gpt_oss": sliding | {
+            "attention_sinks": True, "qkv_bias": True, "o_bias": True, "ffn_dim": 16, "norm_eps": 1e-5,
+            "moe": MoEConfig(6, 2, 16, router_bias=True, bias=True, clamp=7.0),
+        },
+        "gemma2": sliding | gemma | {"attention_softcap": 3.0, "logit_softcap": 5.0},
+        "gemma3_text": sliding | gemma | {"qk_norm": True, "local_rope": RopeConfig(500.0)},
+        "olmo2": {"norm_order": "post", "qk_norm": True, "qk_norm_whole": True},
+        "granite": {"embed_scale": 2.0, "residual_scale": 0.5, "query_scale": 0.3, "logit_scale": 0.5},
+        "smollm3": {"no_rope_layers": (1,)},
+    }.get(family, {})  # fmt: skip
+    config = dataclasses.replace(plain, **own)
+    assert from_hf(to_hf(config)) == config
+    model = drawn(config)
+    save_hf(model.state_dict(), config, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = list(range(3, 30))
+    with torch.no_grad():
+        want = theirs.eval()(torch.tensor([tokens])).logits[0]
+    assert (logits(model, tokens) - want).abs().max() < 1e-4
+
+
 def test_missing_expert_is_named(checkpoint, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -198,6 +236,15 @@ def test_cost_counts_the_experts_that_are_touched():
     assert expert_cost(8, 2, 6, [16], 32, bits=16, activation=16, distinct=3).bytes_read == 3 * matrix + 8 * 64
     single, many = (least_cost(CONFIG, [Row(n, n)], storage=Storage())["linear"] for n in (1, 512))
     assert single.bytes_read < many.bytes_read
+
+
+def test_a_gpu_refuses_what_it_has_no_kernel_for():
+    sinks = dataclasses.replace(CONFIG, architecture="gpt_oss", qk_norm=False, attention_sinks=True)
+    with pytest.raises(ValueError, match=r"attention sinks.*device='cpu'"):
+        check_model(EngineConfig(model="m"), sinks)
+    with pytest.raises(ValueError, match="leave out deterministic"):
+        check_model(EngineConfig(model="m", deterministic=True), CONFIG)
+    check_model(EngineConfig(model="m"), CONFIG)
 
 
 def test_parameters_that_a_token_meets():

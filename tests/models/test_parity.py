@@ -94,6 +94,35 @@ def make_configs() -> dict[str, transformers.PreTrainedConfig]:
             routed_scaling_factor=2.5,
             sliding_window=None,
         ),
+        "gpt-oss": t.GptOssConfig(
+            **SMALL | {"num_attention_heads": 4},
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=7,
+            rope_parameters=YARN | {"truncate": False},
+        ),
+        "gemma2": t.Gemma2Config(
+            **SMALL,
+            head_dim=16,
+            sliding_window=7,
+            query_pre_attn_scalar=9,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=8.0,
+        ),
+        "gemma3": t.Gemma3TextConfig(
+            **SMALL,
+            head_dim=16,
+            sliding_window=7,
+            query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        "phi3": t.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=2),
+        "olmo2": t.Olmo2Config(**SMALL, eos_token_id=2),
+        "granite": t.GraniteConfig(
+            **SMALL, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6, attention_multiplier=0.4
+        ),
+        "smollm3": t.SmolLM3Config(**SMALL, no_rope_layers=[1, 0, 1], bos_token_id=1, eos_token_id=2, pad_token_id=0),
         "gpt2": t.GPT2Config(vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256),
         "gpt2-exact-gelu": t.GPT2Config(
             vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256, n_inner=40, activation_function="gelu"
@@ -110,8 +139,9 @@ def spread_weights(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 1:
-                weight.copy_(0.3 * noise if "bias" in name else 1 + 0.3 * noise)
+            if weight.ndim == 1 or "_bias" in name:
+                centred = "bias" in name or "sinks" in name or "Gemma" in type(model).__name__
+                weight.copy_(0.3 * noise if centred else 1 + 0.3 * noise)
             elif "wpe" in name:
                 weight.copy_(0.5 * noise)
             elif "embed" in name or "wte" in name or "lm_head" in name:
@@ -144,6 +174,10 @@ def canonical(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, 
         renames = {"model.layers.": "layers.", "self_attn.": "attention.", "_proj": "", "model.norm": "norm"}
         renames |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
         renames |= {"model.embed_tokens": "embed", "lm_head": "head"}
+        if config.norm_order != "pre":
+            renames |= {"post_attention_layernorm": "attention_post_norm"}
+            renames |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_post_norm"}
+        state = apart(state, config)
         out = {}
         for name, value in (state if config.moe is None else with_experts(state, config)).items():
             for old, new in renames.items():
@@ -154,11 +188,35 @@ def canonical(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, 
     return out
 
 
+def apart(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """What Phi-3 keeps in one matrix as several."""
+    out = {}
+    for name, value in state.items():
+        if "qkv_proj" in name:
+            parts = value.split((config.q_dim, config.kv_dim, config.kv_dim))
+            out |= {name.replace("qkv_proj", f"{part}_proj"): own for part, own in zip("qkv", parts, strict=True)}
+        elif name.endswith("mlp.gate_up_proj.weight"):
+            for part, own in zip(("gate", "up"), value.chunk(2), strict=True):
+                out[name.replace("gate_up_proj", f"{part}_proj")] = own
+        else:
+            out[name] = value
+    return out
+
+
 def with_experts(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """Experts one below the other, routers under their names here; attention as it is."""
     out = {}
     for name, value in state.items():
-        if name.endswith("experts.gate_up_proj"):
+        if config.architecture == "gpt_oss" and ".experts." in name:
+            layer, _, what = name.partition("experts.")
+            kind = "bias" if what.endswith("_bias") else "weight"
+            value = value if kind == "bias" else value.mT
+            if what.startswith("gate_up"):
+                out[f"{layer}experts_gate.{kind}"] = value[:, ::2].flatten(0, 1)
+                out[f"{layer}experts_up.{kind}"] = value[:, 1::2].flatten(0, 1)
+            else:
+                out[f"{layer}experts_down.{kind}"] = value.flatten(0, 1)
+        elif name.endswith("experts.gate_up_proj"):
             layer = name.removesuffix("experts.gate_up_proj")
             gate, up = value.chunk(2, dim=1)
             out |= {f"{layer}experts_gate.weight": gate.flatten(0, 1), f"{layer}experts_up.weight": up.flatten(0, 1)}
@@ -306,6 +364,17 @@ def test_greedy_paged(family: str) -> None:
         ("qwen3", {"qk_norm": False}),
         ("qwen3", {"norm_eps": 1e-2}),
         ("olmoe", {"qk_norm": False, "qk_norm_whole": False}),
+        ("gpt-oss", {"attention_sinks": False}),
+        ("gemma2", {"attention_softcap": None}),
+        ("gemma2", {"logit_softcap": None}),
+        ("gemma2", {"query_scale": None}),
+        ("gemma3", {"local_rope": None}),
+        ("gemma3", {"norm_offset": 0.5}),
+        ("olmo2", {"norm_order": "pre"}),
+        ("granite", {"residual_scale": 1.0}),
+        ("granite", {"embed_scale": 1.0}),
+        ("granite", {"logit_scale": 1.0}),
+        ("smollm3", {"no_rope_layers": ()}),
         ("gpt2", {"activation": "gelu"}),
         ("gpt2", {"norm_eps": 1e-2}),
     ],

@@ -1,7 +1,9 @@
 """Ranks as processes: they meet, end with their parent, and one that ends too early is named."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm_text
 
+from transect.bench.collectives import COLLECTIVES
 from transect.parallel.launch import Ranks
 from transect.parallel.layout import Layout, Place, share
 from transect.parallel.mesh import Mesh
@@ -107,6 +110,32 @@ def test_ranks_end_with_their_parent_and_a_lost_one_is_named():
     assert errors.count("RuntimeError: on purpose") == 1 and gone(child)
 
 
+def on_two_hosts(*program):
+    """What a program says under ``torchrun`` on two "hosts" of one rank each: output and errors of each host."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    hosts = [
+        subprocess.Popen(
+            [*launch, "--node-rank", str(host), *program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for host in range(2)
+    ]
+    return [host.communicate(timeout=PATIENCE_S) for host in hosts]
+
+
+@pytest.mark.prove
+def test_collectives_between_two_hosts():
+    (out, errors), (other, _) = on_two_hosts(
+        "-m", "transect", "bench", "collectives", "--max-bytes", "4096", "--iterations", "2", "--json"
+    )
+    rows = json.loads(out)["rows"]
+    assert {row["collective"] for row in rows} == set(COLLECTIVES) and other == "", errors
+    assert all(row["wrong"] == 0 and row["seconds"] > 0 for row in rows)
+
+
 @pytest.mark.prove
 def test_under_torchrun_every_rank_runs_the_program(tmp_path):
     """Two "hosts" of one rank each, that meet at a port."""
@@ -122,26 +151,39 @@ def test_under_torchrun_every_rank_runs_the_program(tmp_path):
         print("rank", os.environ["RANK"], [r.outputs[0].token_ids for r in found], flush=True)
     """)
     )
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    hosts = [
-        subprocess.Popen(
-            [*launch, "--node-rank", str(host), str(script), str(tmp_path / "model")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in range(2)
-    ]
-    said = [host.communicate(timeout=PATIENCE_S) for host in hosts]
+    said = on_two_hosts(str(script), str(tmp_path / "model"))
     lines = [line for out, _ in said for line in out.splitlines() if line.startswith("rank ")]
     assert len(lines) == 2 and lines[0].split(" ", 2)[2] == lines[1].split(" ", 2)[2], said
     assert sum(err.count("KV cache") for _, err in said) == 1  # one of them says what runs
+
+
+FOUR = """
+    import sys
+    from transect import LLM, SamplingParams
+    settings = dict(dtype="float32", native=False, threads=1, seed=5, num_kv_blocks=64, block_size=4)
+    found = []
+    for sizes in ({}, dict(tensor_parallel_size=4), dict(tensor_parallel_size=2, pipeline_parallel_size=2)):
+        llm = LLM(sys.argv[1], check_plans=True, **sizes, **settings)
+        results = llm.generate([[5, 6, 7], [8] * 20, [9]], SamplingParams(max_tokens=12, n=2, ignore_eos=True))
+        found.append([[choice.token_ids for choice in result.outputs] for result in results])
+        llm.close()
+    assert found[0] == found[1] == found[2], found
+    print("the same")
+"""
+
+
+@pytest.mark.prove
+def test_four_ranks_more_than_key_heads_and_both_axes_at_once(tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path)
+    save_tiny_llm_text(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FOUR), str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert "the same" in done.stdout, done.stderr
+    assert (
+        "rank 3: cpu, 1 threads: heads 2-3 of 4, key heads 1 of 2, tokens 48-95 of 96, layers 1 of 2, head"
+        in done.stderr
+    )
 
 
 def test_the_process_group_is_left_as_it_was(pair):

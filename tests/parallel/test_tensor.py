@@ -48,11 +48,11 @@ def tokens_of(results):
     return [[choice.token_ids for choice in result.outputs] for result in results]
 
 
-def assert_same(model, ranks, size=2, **changes):
+def assert_same(model, ranks, axis="tensor_parallel_size", size=2, **changes):
     """The same requests on one device and on several; returns what the engines say of themselves."""
     settings = SETTINGS | changes
     alone = LLM(model, **settings | {"check_plans": False})
-    spread = LLM(model, ranks=ranks, tensor_parallel_size=size, **settings)
+    spread = LLM(model, ranks=ranks, **{axis: size}, **settings)
     try:
         for _ in range(2):  # the second time with prefix hits
             mine, theirs = alone.generate(PROMPTS, params()), spread.generate(PROMPTS, params())
@@ -61,7 +61,8 @@ def assert_same(model, ranks, size=2, **changes):
             assert list(a) == list(b)
             assert [v.logprob for v in a.values()] == pytest.approx([v.logprob for v in b.values()], abs=1e-4)
         stats = alone.stats(), spread.stats()
-        assert stats[0] == stats[1]
+        if axis == "tensor_parallel_size":
+            assert stats[0] == stats[1]
         assert stats[1].prefix_hit_tokens > 0 or not settings.get("enable_prefix_caching", True)
         return alone, spread
     finally:
@@ -160,3 +161,21 @@ def test_steps_that_are_sized_by_time(checkpoints, pair):
     llm.generate([*PROMPTS, *long], SamplingParams(max_tokens=30, ignore_eos=True))
     assert llm.stats().timed_steps > 20
     llm.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pipeline_stages_draw_the_same_tokens(checkpoints, pair, family):
+    assert_same(checkpoints(family), pair, "pipeline_parallel_size")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_kv_blocks": 20, "max_model_len": 64}, {"max_num_batched_tokens": 16}, {"native": True, "block_size": 16}],
+    ids=["preempted", "chunks", "packed"],
+)
+def test_a_pipeline_in_other_engines(quantized, checkpoints, pair, settings):
+    model = quantized if "native" in settings else checkpoints("qwen3")
+    tokenizer = {"tokenizer": checkpoints("llama")} if "native" in settings else {}
+    _, spread = assert_same(model, pair, "pipeline_parallel_size", **tokenizer, **settings)
+    assert ("num_kv_blocks" in settings) == (spread.stats().preemptions > 0)
+    assert spread._core.lag == 1

@@ -98,7 +98,7 @@ def test_what_training_adds_is_what_the_stock_template_writes_last(folder, token
     save_tiny_llm_text(folder, chat_template=stock)
     from types import SimpleNamespace
 
-    source = SimpleNamespace(kind="hf", path=folder)
+    source = SimpleNamespace(kind="hf", path=folder, text_folder=folder)
     model, kept = (run_template(source, tokenizer, DataConfig(chat_template=name)) for name in ("model", "auto"))
     assert not continues(model) and continues(kept)
     assert ("t1" in kept.render(TURNS, False)) and "t1" not in model.render(TURNS, False)

@@ -18,8 +18,6 @@ from transect.train.schedule import factor
         ({"model": "m", "lr": 1}, r"the setting lr is not known; here it is optimizer\.learning_rate"),
         ({"model": "m", "num_train_epochs": 1}, "here it is epochs"),
         ({"model": "m", "optimizer": {"lr": 1}}, r"optimizer\.lr is not known; here it is optimizer\.learning_rate"),
-        ({"model": "m", "lora": {"r": 8}}, r"lora\.r is not known; here it is lora\.rank"),
-        ({"model": "m", "lora": {"target_modules": []}}, r"here it is lora\.targets"),
         ({"model": "m", "max_seq_length": 8}, r"here it is data\.seq_len"),
         ({"model": "m", "data": {"batch_size": 8}}, r"here it is data\.micro_batch, in tokens"),
         ({"model": "m", "xyz": 8}, "known are model, load_format"),

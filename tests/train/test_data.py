@@ -3,6 +3,7 @@
 import itertools
 import json
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -251,3 +252,60 @@ def test_damaged_and_foreign_token_files_are_refused(tiny, tmp_path) -> None:
 def test_joined_streams_keep_their_documents() -> None:
     joined = join([stream_of([3, 4]), stream_of([5])])
     assert joined.ends.tolist() == [3, 7, 12] and joined.bounds(2) == (7, 12)
+
+
+def documents_of(loader, epoch):
+    """Which document each packed one of an epoch is."""
+    loader.position = Position(epoch, 0)
+    batches = [next(loader) for _ in range(loader.size(epoch))]
+    return [int(token) // 100 for batch in batches for token in batch.tokens_T[batch.cu_seqlens[:-1].long()]]
+
+
+def two_sources(first, second, *, chats):
+    stream = stream_of(first + second, chats=chats)
+    return replace(stream, sources=(len(first), len(first) + len(second)))
+
+
+@pytest.mark.parametrize("chats", [True, False])
+@pytest.mark.parametrize(("weights", "times"), [((1, 1), (2.5, 0.625)), ((0.2, 0.8), (1, 1)), ((3, 1), (3.75, 0.3125))])
+def test_weights_are_shares_of_the_tokens_of_an_epoch(weights, times, chats) -> None:
+    stream = two_sources([32] * 20, [32] * 80, chats=chats)
+    config = DataConfig(train=("a", "b"), weights=weights, seq_len=32, micro_batch=64)
+    loader = Loader(stream, config, seed=1)
+    seen = documents_of(loader, 0)
+    counts = np.bincount(seen, minlength=100)
+    assert abs(counts[:20].mean() - times[0]) < 0.11 and abs(counts[20:].mean() - times[1]) < 0.03
+    assert set(counts[:20]) <= {int(times[0]), int(times[0]) + 1}
+    if times[1] % 1:
+        other = np.bincount(documents_of(loader, 1), minlength=100)
+        assert (other[20:] > 0).tolist() != (counts[20:] > 0).tolist()  # another part in every epoch
+    plain = Loader(stream, DataConfig(seq_len=32, micro_batch=64), seed=1)
+    assert plain.identity()["sizes"] != loader.identity()["sizes"]
+
+
+def test_chats_that_are_too_long_are_dropped_cut_or_an_error() -> None:
+    stream = stream_of([20, 50, 90], chats=True)
+    late = np.asarray(stream.trained).copy()
+    late[70:110] = False  # the first 40 tokens of the last document
+    stream = replace(stream, trained=late)
+    told = []
+    made = {}
+    for policy in ("drop", "cut"):
+        loader = Loader(stream, DataConfig(seq_len=40, micro_batch=80, too_long=policy), seed=0, tell=told.append)
+        batch = next(loader)
+        made[policy] = sorted(batch.lengths)
+    assert made == {"drop": [20], "cut": [20, 40]}
+    assert told == [
+        "2 of 3 documents are longer than data.seq_len = 40 tokens and are left out",
+        "1 of 3 documents are longer than data.seq_len = 40 tokens and are left out",
+        "1 of 3 documents are longer than data.seq_len = 40 tokens and are cut to that length",
+    ]
+    with pytest.raises(
+        ValueError, match=r"2 documents are longer than data.seq_len = 40 tokens \(the longest has 90\)"
+    ):
+        Loader(stream, DataConfig(seq_len=40, micro_batch=80, too_long="stop"), seed=0)
+
+
+def test_weights_that_fit_no_files_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"for each of the 1 entries of data\.train"):
+        DataConfig(train=("a",), weights=(1.0, 2.0))

@@ -26,6 +26,7 @@ With tensors, or on the way to them:
 * ``ranks``: one engine on several ranks: the one that leads, and those that follow.
 * ``kv_size``: how many KV blocks to have.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
+* ``stage_runner``: the executor of one stage of a pipeline.
 * ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
 * ``pooling``: vectors of prompts. ``scoring``: how likely a query is after a document.

@@ -31,6 +31,7 @@ from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
 from .runner import Runner
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
+from .stage_runner import StageRunner
 
 log = logging.getLogger(__name__)
 
@@ -117,13 +118,15 @@ def build_engine(
             policy=config.policy,
             longest_first=bool(config.longest_first),
             max_queue=config.max_queue,
+            pipeline_depth=config.pipeline_parallel_size,
             seed=config.seed if seed is None else seed,
         ),
         WallClock(),
     )
     ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-    log_of = decision_log(config, scheduler, int(ahead), source.config, storage, device)
-    core = EngineCore(scheduler, executor, lag=int(ahead), decisions=log_of)
+    lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
+    log_of = decision_log(config, scheduler, lag, source.config, storage, device)
+    core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report)
@@ -165,4 +168,6 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
     computed = 32 if native or cache_type.itemsize == 4 else 16
     storage = storage_of_model(model, activation=computed, kv=8 * cache_type.itemsize)
+    if mesh is not None and mesh.pipeline.size > 1:
+        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage
     return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage

@@ -37,18 +37,20 @@ class EngineCore:
     Args:
         scheduler: holds all requests.
         executor: runs the batches in the order of their submission.
-        lag: 0, or 1 to plan one step ahead of the executor.
+        lag: 0, or 1 to plan one step ahead of the executor; in a pipeline, how many steps are under way beside the
+            newest.
         decisions: writes down what is decided; None: nobody does.
 
     Raises:
-        ValueError: ``lag`` is neither 0 nor 1.
+        ValueError: ``lag`` is none of these.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, *, lag: int = 0, decisions: DecisionLog | None = None
     ) -> None:
-        if lag not in (0, 1):
-            raise ValueError(f"lag must be 0 or 1, got {lag!r}")
+        depth = scheduler.config.pipeline_depth
+        if not 0 <= lag <= max(1, depth - 1):
+            raise ValueError(f"lag must be 0 or 1, or less than pipeline_depth ({depth}), got {lag!r}")
         self.scheduler = scheduler
         self.executor = executor
         self.lag = lag
@@ -122,7 +124,7 @@ class EngineCore:
                 self._in_flight[0].handle.draw()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
             self._take_result()
-            if batch is not None and self._in_flight:
+            if self._in_flight:
                 self._in_flight[0].handle.draw()  # all tokens before it are known now
         outputs, self._ready = self._ready, []
         return outputs

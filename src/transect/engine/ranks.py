@@ -147,13 +147,13 @@ def start_engine(
         ValueError: the model or a setting is at fault, or the ranks would disagree; the message says what to change.
         RankFailure: a rank ended meanwhile.
     """
-    if config.pipeline_parallel_size > 1:
-        raise ValueError("pipeline_parallel_size is not possible yet: leave it out")
     if config.ranks == 1:
         return build_engine(config, compilers, began)
     own = ranks is None
     kind: Literal["cpu", "cuda"] = "cuda" if device_for(config)[0].type == "cuda" else "cpu"
     config = replace(config, device=kind)
+    if kind == "cuda" and config.pipeline_parallel_size > 1:
+        raise ValueError("pipeline stages run on CPUs so far: leave pipeline_parallel_size out, or give device='cpu'")
     leads = leads or ranks is not None or not under_torchrun()
     if ranks is None and under_torchrun():
         ranks = Ranks.join(kind)

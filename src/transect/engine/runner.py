@@ -98,11 +98,18 @@ class Runner:
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Copy blocks, compute the rows, draw (under a grammar: when told to). A row whose logits are not finite fails
         alone."""
+        self._copy_blocks(batch)
+        tokens_T, positions_T, context, starts = self._inputs(batch)
+        return self._finish(batch, self._model(tokens_T, positions_T, context), starts)
+
+    def _copy_blocks(self, batch: ScheduledBatch) -> None:
         if batch.block_copies:
             sources, targets = (torch.tensor(column) for column in zip(*batch.block_copies, strict=True))
             for cache in (self._k_cache, self._v_cache):
                 cache[:, targets] = cache[:, sources]
-        hidden_TD, starts = self._forward(batch)
+
+    def _finish(self, batch: ScheduledBatch, hidden_TD: Tensor, starts: Sequence[int]) -> Handle:
+        """From hidden states ``[T, D]`` to what is drawn, or to what will be."""
         picks: list[Pick] = []
         last_tokens: list[int] = []
         for row, start in zip(batch.rows, starts, strict=True):
@@ -136,8 +143,8 @@ class Runner:
         self._drawn = result.tokens
         return Done(result)
 
-    def _forward(self, batch: ScheduledBatch) -> tuple[Tensor, list[int]]:
-        """Hidden states ``[T, D]`` of the batch, and where each row begins."""
+    def _inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, PagedContext, list[int]]:
+        """Tokens and positions ``[T]`` of the batch, where its keys and values are, and where each row begins."""
         tokens: list[int] = []
         positions: list[int] = []
         starts: list[int] = []
@@ -162,7 +169,7 @@ class Runner:
             torch.tensor(lengths, dtype=torch.int32),
             self._model.ops,
         )
-        return self._model(torch.tensor(tokens), torch.tensor(positions), context), starts
+        return torch.tensor(tokens), torch.tensor(positions), context, starts
 
     def _prompt_logprobs(self, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
         """One entry for each prompt token that the row's tokens predict."""

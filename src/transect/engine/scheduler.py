@@ -142,6 +142,8 @@ class Scheduler:
         must come back through ``commit``, in order."""
         block_size = self.config.block_size
         running = self.running
+        depth = self.config.pipeline_depth
+        most = -(-len(running) // depth)
         decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
         budget = self.budget.beside_decodes(running, self.waiting, self._cut) if decoding else self.budget.alone()
         spare = budget.tokens - len(running)
@@ -153,6 +155,9 @@ class Scheduler:
             length = seq.length
             if length == seq.max_length:  # its last token is being drawn
                 spare += 1
+                continue
+            if depth > 1 and (len(rows) >= most or length > seq.prompt_len + len(seq.output_token_ids)):
+                spare += 1  # it is in a step under way, or its turn is the next one's
                 continue
             take = length - seq.scheduled
             if (

@@ -38,6 +38,8 @@ class SchedulerConfig:
             long one and steps stay short; None: as many as the token budget leaves.
         watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that
             run can grow for a while without preemption.
+        pipeline_depth: steps that are under way at the same time. With more than 1 a step has only sequences whose last
+            token is known, and at most its share of those that run, so that the others can be in the next.
         seed: requests without a seed of their own get one that depends on this number and on how many requests came
             before, so that a run can be repeated; None takes a random number.
 
@@ -59,10 +61,18 @@ class SchedulerConfig:
     max_queue: int | None = None
     max_prefill_chunk: int | None = None
     watermark: float = 0.01
+    pipeline_depth: int = 1
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in (
+            "num_blocks",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "pipeline_depth",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_queue", "max_prefill_chunk"):

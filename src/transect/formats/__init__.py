@@ -7,4 +7,5 @@
 * ``ggml_quantize``: float32 to the simple ones of these types, rounding as ggml does.
 * ``fields``: values of JSON files and GGUF metadata, checked as they are read, with errors that name the field.
 * ``gguf_file``: ``GGUFFile.open``: metadata and tensors of a GGUF file, memory-mapped and checked before use.
+* ``gguf_write``: such a file, written tensor by tensor.
 """

@@ -5,8 +5,10 @@ Shapes: T tokens, D model dim, H query heads, K key heads, d head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops.opset import OpSet
 from .config import ModelConfig
@@ -20,8 +22,10 @@ from .weights.weight import Kinds, Weight
 class Attention(Half):
     """Causal self-attention of one layer; grouped key heads, optional biases, QK-norm and window by configuration.
 
-    Its projections are ``qkv`` (of q, k and v) and ``o``.
+    Its projections are ``qkv`` (of q, k and v) and ``o``. ``sinks`` ``[H]`` are the scores of attention sinks, or None.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -48,7 +52,8 @@ class Attention(Half):
             if not config.qk_norm:
                 return None
             size = width if config.qk_norm_whole else config.head_dim
-            return RMSNorm(size, config.norm_eps, op=ops.rms_norm, device=device, dtype=dtype)
+            offset = config.norm_offset
+            return RMSNorm(size, config.norm_eps, op=ops.rms_norm, offset=offset, device=device, dtype=dtype)
 
         self.q = matrix("q", config.dim, config.q_dim, config.qkv_bias)
         self.k = matrix("k", config.dim, config.kv_dim, config.qkv_bias)
@@ -58,6 +63,9 @@ class Attention(Half):
         self.q_norm = head_norm(config.q_dim)
         self.k_norm = head_norm(config.kv_dim)
         self.norm_whole = config.qk_norm_whole
+        self.softcap = config.attention_softcap
+        sinks = torch.empty(config.n_heads, device=device, dtype=dtype) if config.attention_sinks else None
+        self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         """``rotation`` is cos and sin ``[T, d/2]``, or None where positions are not rotary."""
@@ -69,5 +77,10 @@ class Attention(Half):
             q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k_TKd)
         if rotation is not None:
             q_THd, k_TKd = self.rotary(q_THd, k_TKd, *rotation)
-        out_THd = context.attend(self.layer, q_THd, k_TKd, v_TKd, self.scale, self.window)
+        how: dict[str, Any] = {}
+        if self.softcap is not None:
+            how["softcap"] = self.softcap
+        if self.sinks is not None:
+            how["sinks"] = self.sinks
+        out_THd = context.attend(self.layer, q_THd, k_TKd, v_TKd, self.scale, self.window, **how)
         return self.o(out_THd.flatten(-2))

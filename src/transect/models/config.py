@@ -16,9 +16,10 @@ from .config_moe import MoEConfig
 
 ARCHITECTURES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3",
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "gpt_oss",
+    "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3",
 )  # fmt: skip
-"""What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``."""
+"""What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``; Phi-4 is ``phi3``."""
 
 MAX_LAYERS = 4096
 
@@ -91,6 +92,10 @@ class ModelConfig:
     """Longest sequence, prompt and output together, in tokens."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
+    norm_order: Literal["pre", "post", "both"] = "pre"
+    """Norms before attention and MLP, after them (before what they say is added), or both."""
+    norm_offset: float = 0.0
+    """Added to the weight of each norm (Gemma)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated_mlp: bool = True
     """``down(silu(gate(x)) * up(x))`` if true, else ``down(activation(up(x)))``."""
@@ -104,6 +109,22 @@ class ModelConfig:
     tied_embeddings: bool = False
     position: Literal["rope", "learned"] = "rope"
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None
+    """With a sliding window: the frequencies of the layers that use it (Gemma 3)."""
+    no_rope_layers: tuple[int, ...] = ()
+    """Layers that do not rotate (SmolLM3)."""
+    query_scale: float | None = None
+    """What attention scores are multiplied by; None: ``head_dim ** -0.5``."""
+    attention_softcap: float | None = None
+    """Scores s become ``softcap * tanh(s / softcap)``."""
+    attention_sinks: bool = False
+    """A learned score for each head takes part in the softmax and has no value (gpt-oss)."""
+    embed_scale: float = 1.0
+    """Embeddings are multiplied by it."""
+    residual_scale: float = 1.0
+    """What attention and MLP say is multiplied by it before it is added."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     sliding_window: int | None = None
     """A query sees itself and the ``sliding_window - 1`` tokens before it."""
     full_attention_layers: tuple[int, ...] = ()
@@ -130,14 +151,17 @@ class ModelConfig:
             ("norm", self.norm, ("rmsnorm", "layernorm")),
             ("activation", self.activation, ("silu", "gelu", "gelu_tanh")),
             ("position", self.position, ("rope", "learned")),
+            ("norm_order", self.norm_order, ("pre", "post", "both")),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} {value!r} is not supported; supported are: {', '.join(allowed)}")
-        if self.gated_mlp != (self.activation == "silu"):
-            raise ValueError(
-                f"a {'gated' if self.gated_mlp else 'plain'} MLP with activation {self.activation!r} is not supported: "
-                "gated MLPs use silu, plain ones gelu or gelu_tanh"
-            )
+        if not self.gated_mlp and self.activation == "silu":
+            raise ValueError("a plain MLP with activation 'silu' is not supported: plain ones use gelu or gelu_tanh")
+        for name in ("query_scale", "attention_softcap", "logit_softcap"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name in ("embed_scale", "residual_scale", "logit_scale"):
+            _check_positive(name, getattr(self, name))
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
         if self.rope.scaling == "factors" and len(self.rope.frequency_factors) != self.head_dim // 2:
@@ -166,6 +190,16 @@ class ModelConfig:
         found = {
             "experts": self.moe is not None,
             "a norm over all heads of q": self.qk_norm_whole,
+            "norms after attention and MLP": self.norm_order != "pre",
+            "an offset of norms": bool(self.norm_offset),
+            "a gate with GELU": self.gated_mlp and self.activation != "silu",
+            "rotary frequencies of sliding layers": self.local_rope is not None,
+            "layers without positions": bool(self.no_rope_layers),
+            "soft-capped scores": self.attention_softcap is not None,
+            "attention sinks": self.attention_sinks,
+            "scaled embeddings": self.embed_scale != 1.0,
+            "scaled residuals": self.residual_scale != 1.0,
+            "scaled logits": self.logit_scale != 1.0 or self.logit_softcap is not None,
         }
         return tuple(name for name, there in found.items() if there)
 
@@ -182,7 +216,19 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.head_dim) if self.query_scale is None else self.query_scale
+
+    @property
+    def plain_attention(self) -> bool:
+        """Whether only torch's attention operators compute its scores."""
+        return self.attention_sinks or self.attention_softcap is not None
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """The rotary frequencies of a layer, or None where it does not rotate."""
+        if self.position != "rope" or layer in self.no_rope_layers:
+            return None
+        local = self.local_rope is not None and self.layer_window(layer) is not None
+        return self.local_rope if local else self.rope
 
     def local(self, ranks: int) -> ModelConfig:
         """The sizes that each of ``ranks`` has when matrices are cut between them: a share of the query heads, of the

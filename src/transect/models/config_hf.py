@@ -16,6 +16,7 @@ from typing import Any
 
 from ..formats.fields import Fields, read_json_object, shown
 from .config import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
+from .config_hf_families import family_from_hf, family_to_hf, layer_types
 from .config_hf_moe import moe_from_hf, moe_to_hf
 
 _ACTIVATIONS = {
@@ -36,13 +37,30 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
-_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
-_MAX_POSITION = {"mistral": 131072, "llama": 2048, "mixtral": 131072, "olmoe": 4096, "dots1": 2048}
-_THETA = {"mixtral": 1e6}
-_EPS = {"mixtral": 1e-5, "olmoe": 1e-5}
-_BIAS_SWITCH = ("llama", "qwen3", "qwen3_moe", "olmoe", "dots1")
+_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4, "gemma2": 4, "gemma3_text": 4, "smollm3": 4}
+_KV_HEADS["gpt_oss"] = 8
+_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}
+_MAX_POSITION = {"mistral": 131072, "mixtral": 131072, "olmoe": 4096, "gemma2": 8192, "gemma3_text": 131072}
+_MAX_POSITION |= dict.fromkeys(("llama", "dots1", "olmo2", "granite"), 2048) | {"phi3": 4096, "gpt_oss": 131072}
+_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "smollm3": 2e6, "gpt_oss": 150000.0}
+_EPS = dict.fromkeys(("mixtral", "olmoe", "phi3", "olmo2", "gpt_oss"), 1e-5)
+_TIED = ("gemma2", "gemma3_text", "smollm3")
+_GEMMA = ("gemma2", "gemma3_text")
+_BIAS_SWITCH = ("llama", "qwen3", "qwen3_moe", "olmoe", "dots1", "gpt_oss", "olmo2", "granite", "smollm3", *_GEMMA)
 """Families whose ``attention_bias`` puts a bias on q, k, v and o."""
+_QK_NORM = ("qwen3", "qwen3_moe", "olmoe", "dots1", "gemma3_text", "olmo2")
+_WHOLE_NORM = ("olmoe", "olmo2")
+_LISTS_WINDOWS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1", "smollm3", "gpt_oss", *_GEMMA)
+"""Families whose ``layer_types`` say which layers slide."""
+_ALWAYS_SLIDES = ("dots1", "gpt_oss", *_GEMMA)
 
 
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -136,19 +154,20 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.ffn_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
+        "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, "gelu"),
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_scaling_to_hf(config.rope),
     }
     if config.architecture in _BIAS_SWITCH:
         values["attention_bias"] = config.qkv_bias
-    if config.architecture == "llama":
+    if config.architecture in ("llama", "granite"):
         values["mlp_bias"] = config.mlp_bias
     if config.architecture == "qwen2_moe":
         values["qkv_bias"] = config.qkv_bias
-    if config.architecture in ("mistral", "mixtral"):
+    if config.architecture in ("mistral", "mixtral", "phi3"):
         values["sliding_window"] = config.sliding_window
-    if config.architecture in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1"):
+    values |= family_to_hf(config)
+    if config.architecture in _LISTS_WINDOWS:
         values["use_sliding_window"] = config.sliding_window is not None
         values["sliding_window"] = config.sliding_window
         values["layer_types"] = [
@@ -188,10 +207,10 @@ def _llama_like(architecture: str, read: Fields) -> dict[str, Any]:
     dim, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     layers = read.integer("num_hidden_layers")
     default_heads = _KV_HEADS.get(architecture, heads)
-    default_head_dim = 128 if architecture == "qwen3" else None
+    default_head_dim = _HEAD_DIM.get(architecture)
     head_dim = read.integer("head_dim", default_head_dim or _split(dim, heads))
     # Qwen2 has biases on q, k and v alone, always; others on all four projections or on none.
-    all_bias = architecture in _BIAS_SWITCH and read.flag("attention_bias", False)
+    all_bias = architecture in _BIAS_SWITCH and read.flag("attention_bias", architecture == "gpt_oss")
     qkv_bias = architecture == "qwen2" or (architecture == "qwen2_moe" and read.flag("qkv_bias", True))
     max_position = read.integer("max_position_embeddings", _MAX_POSITION.get(architecture, 32768))
     rope = _rope_from_hf(read, max_position, _THETA.get(architecture, 10000.0))
@@ -199,7 +218,9 @@ def _llama_like(architecture: str, read: Fields) -> dict[str, Any]:
         # Files of stretched models often keep the length before stretching here.
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
     window, full_layers = _window(architecture, read, layers)
-    return {
+    gelu = "gelu_pytorch_tanh"
+    act, default_act = ("hidden_activation", gelu) if architecture in _GEMMA else ("hidden_act", "silu")
+    return family_from_hf(architecture, read, layers) | {
         "dim": dim,
         "n_layers": layers,
         "n_heads": heads,
@@ -208,14 +229,14 @@ def _llama_like(architecture: str, read: Fields) -> dict[str, Any]:
         "ffn_dim": read.integer("intermediate_size"),
         "max_position": max_position,
         "norm_eps": read.number("rms_norm_eps", _EPS.get(architecture, 1e-6)),
-        "activation": _activation(read, "hidden_act", "silu"),
+        "activation": _activation(read, act, default_act),
         "qkv_bias": qkv_bias or all_bias,
         "o_bias": all_bias,
-        "mlp_bias": architecture == "llama" and read.flag("mlp_bias", False),
-        "qk_norm": architecture in ("qwen3", "qwen3_moe", "olmoe", "dots1"),
-        "qk_norm_whole": architecture == "olmoe",
+        "mlp_bias": architecture in ("llama", "granite") and read.flag("mlp_bias", False),
+        "qk_norm": architecture in _QK_NORM,
+        "qk_norm_whole": architecture in _WHOLE_NORM,
         "moe": moe_from_hf(architecture, read, layers),
-        "tied_embeddings": read.flag("tie_word_embeddings", False),
+        "tied_embeddings": read.flag("tie_word_embeddings", architecture in _TIED),
         "rope": rope,
         "sliding_window": window,
         "full_attention_layers": full_layers,
@@ -237,22 +258,24 @@ def _activation(read: Fields, key: str, default: str) -> str:
 
 def _window(architecture: str, read: Fields, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window and the layers that do without it."""
-    if architecture in ("llama", "olmoe"):
+    if architecture in ("llama", "olmoe", "olmo2", "granite"):
         return None, ()
-    if architecture in ("mistral", "mixtral"):
+    if architecture in ("mistral", "mixtral", "phi3"):
         # A Mistral's file without the key means 4096, one with null means none.
         value = read.values.get("sliding_window", 4096 if architecture == "mistral" else None)
         return (None if value is None else read.integer("sliding_window")), ()
-    if architecture == "dots1" and read.values.get("sliding_window", 4096) is None:
+    if architecture in _ALWAYS_SLIDES and read.values.get("sliding_window", 4096) is None:
         return None, ()
     if architecture == "qwen3_moe" and read.flag("use_sliding_window", False) and not read.values.get("layer_types"):
         return read.integer("sliding_window", 4096), ()  # in all layers
-    if (architecture != "dots1" and not read.flag("use_sliding_window", False)) or (
+    if (architecture not in _ALWAYS_SLIDES and not read.flag("use_sliding_window", False)) or (
         "sliding_window" in read.values and not read.values["sliding_window"]
     ):
         return None, ()
-    window = read.integer("sliding_window", 4096)
+    window = read.integer("sliding_window", 128 if architecture == "gpt_oss" else 4096)
     kinds = read.values.get("layer_types")
+    if kinds is None and architecture in ("gpt_oss", *_GEMMA):
+        kinds = layer_types(architecture, layers, read)
     if kinds is None:
         first = read.integer("max_window_layers", 62 if architecture == "dots1" else 28)
         if architecture == "qwen2_moe":  # every other one of the first layers
@@ -272,7 +295,11 @@ def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{key!r} in config.json must be an object or null, not {value!r}")
+    if isinstance(new, dict) and isinstance(new.get("full_attention"), dict):
+        new = new["full_attention"]  # of Gemma 3, by kind of layer
     values = {**(new or {}), **(old or {})}
+    if new is None and "rope_scaling" not in read.values and read.values.get("model_type") == "gpt_oss":
+        values = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     rope = Fields(values, "the rope parameters of config.json")
     theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
     partial = rope.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
@@ -305,6 +332,11 @@ def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.
             beta_slow=rope.number("beta_slow", 0.0) or 1.0,
             attention_factor=attention_factor,
             truncate=rope.flag("truncate", True),
+        )
+    if kind == "longrope":
+        raise ValueError(
+            "rope scaling 'longrope' is not supported (Phi-3 of 128k, Phi-4-mini): it changes frequencies within "
+            "a sequence; take the 4k or 16k model"
         )
     raise ValueError(f"rope scaling {kind!r} is not supported; supported are: default, linear, llama3, yarn")
 

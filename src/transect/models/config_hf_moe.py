@@ -7,7 +7,7 @@ from typing import Any
 from ..formats.fields import Fields
 from .config_moe import MoEConfig
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "gpt_oss")
 
 
 def moe_from_hf(architecture: str, read: Fields, layers: int) -> MoEConfig | None:
@@ -21,6 +21,15 @@ def moe_from_hf(architecture: str, read: Fields, layers: int) -> MoEConfig | Non
             _experts(read, 8),
             read.integer("num_experts_per_tok", 2),
             read.integer("intermediate_size"),
+        )
+    if architecture == "gpt_oss":
+        return MoEConfig(
+            _experts(read, 128),
+            read.integer("num_experts_per_tok", read.integer("experts_per_token", 4)),
+            read.integer("intermediate_size", 2880),
+            router_bias=True,
+            bias=True,
+            clamp=read.number("swiglu_limit", 7.0),
         )
     if architecture == "olmoe":
         if read.values.get("clip_qkv") is not None:
@@ -80,6 +89,9 @@ def _dense_layers(read: Fields, layers: int) -> tuple[int, ...]:
 def moe_to_hf(architecture: str, moe: MoEConfig) -> dict[str, Any]:
     """The keys of ``config.json`` that ``moe_from_hf`` reads."""
     common = {"num_experts_per_tok": moe.per_token}
+    if architecture == "gpt_oss":
+        own = {"num_local_experts": moe.experts, "intermediate_size": moe.expert_dim, "swiglu_limit": moe.clamp}
+        return common | own
     if architecture == "mixtral":
         return common | {"num_local_experts": moe.experts, "intermediate_size": moe.expert_dim}
     if architecture == "olmoe":

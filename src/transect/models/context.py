@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..ops.attention.packed.attention import by_document
 from ..ops.attention.paged.batch import PagedBatch
+from ..ops.attention.paged.paged_attention_torch import tiled_uniform
 from ..ops.opset import OpSet, resolve_ops
 
 
@@ -28,9 +30,18 @@ class AttentionContext(Protocol):
         ...
 
     def attend(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        scale: float,
+        window: int | None,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of one layer -> ``[T, H, d]``."""
+        """Causal attention of one layer -> ``[T, H, d]``; ``softcap`` and ``sinks`` as in ``ModelConfig``."""
         ...
 
 
@@ -82,9 +93,20 @@ class VarlenContext:
         return index - starts.repeat_interleave(lengths)
 
     def attend(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        scale: float,
+        window: int | None,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``AttentionContext.attend``."""
+        if softcap is not None or sinks is not None:
+            return by_document(q_THd, k_TKd, v_TKd, self.cu_seqlens, scale, window, softcap=softcap, sinks=sinks)
         return self.ops.attention(q_THd, k_TKd, v_TKd, self.cu_seqlens, scale, window)
 
 
@@ -148,10 +170,22 @@ class PagedContext:
         return self.batch.positions_T
 
     def attend(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        scale: float,
+        window: int | None,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``AttentionContext.attend``; k and v are written to the cache first."""
         self.ops.kv_cache_write(k_TKd, v_TKd, self.k_cache[layer], self.v_cache[layer], self.batch)
+        if softcap is not None or sinks is not None:
+            caches = self.k_cache[layer], self.v_cache[layer]
+            return tiled_uniform(q_THd, *caches, self.batch, scale, window, softcap=softcap, sinks=sinks)
         return self.attend_written(layer, q_THd, k_TKd, v_TKd, scale, window)
 
     def attend_written(

@@ -1,7 +1,8 @@
 """``Decoder``: the one model definition, for training and serving, for every architecture of ``ModelConfig``.
 
 Tokens of all sequences of a batch lie flat in one axis; what belongs together is the business of the
-``AttentionContext``. Each layer is pre-norm: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+``AttentionContext``. Each layer is ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; some families
+put norms after attention and MLP, or both before and after.
 
 Shapes: T tokens, D model dim, V vocabulary.
 """
@@ -45,9 +46,14 @@ class Layer(nn.Module):
         kinds: Kinds | None = None,
     ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config, ops, device=device, dtype=dtype)
+        before, after = config.norm_order != "post", config.norm_order != "pre"
+        none = nn.Identity()
+        self.attention_norm = make_norm(config, ops, device=device, dtype=dtype) if before else none
+        self.attention_post_norm = make_norm(config, ops, device=device, dtype=dtype) if after else none
+        self.scale = config.residual_scale
         self.attention = Attention(config, layer, ops, device=device, dtype=dtype, kinds=kinds)
-        self.mlp_norm = make_norm(config, ops, device=device, dtype=dtype)
+        self.mlp_norm = make_norm(config, ops, device=device, dtype=dtype) if before else none
+        self.mlp_post_norm = make_norm(config, ops, device=device, dtype=dtype) if after else none
         moe = config.layer_moe(layer)
         self.mlp: MLP | MoE
         if moe is None:
@@ -56,8 +62,18 @@ class Layer(nn.Module):
             self.mlp = MoE(config, moe, ops, device=device, dtype=dtype, kinds=kinds)
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, context)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        return self.add_mlp(self.add_attention(x_TD, rotation, context))
+
+    def add_attention(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
+        """The first half: x and what attention says."""
+        return self._add(x_TD, self.attention_post_norm(self.attention(self.attention_norm(x_TD), rotation, context)))
+
+    def add_mlp(self, x_TD: Tensor) -> Tensor:
+        """The second half: x and what the MLP says."""
+        return self._add(x_TD, self.mlp_post_norm(self.mlp(self.mlp_norm(x_TD))))
+
+    def _add(self, x_TD: Tensor, branch_TD: Tensor) -> Tensor:
+        return x_TD + (branch_TD if self.scale == 1.0 else self.scale * branch_TD)
 
 
 class Decoder(nn.Module):
@@ -91,6 +107,7 @@ class Decoder(nn.Module):
             self.position_embed = Embedding(config.max_position, config.dim, device=device, dtype=dtype)
         else:
             self.rope = Rope(config.rope, config.head_dim)
+        self.local_rope = None if config.local_rope is None else Rope(config.local_rope, config.head_dim)
         self.layers = nn.ModuleList(
             Layer(config, layer, ops, device=device, dtype=dtype, kinds=kinds) for layer in range(config.n_layers)
         )
@@ -113,22 +130,36 @@ class Decoder(nn.Module):
         if whole is not None:
             return whole(tokens_T, positions_T, context, places_T)
         x_TD = self.embed(tokens_T if places_T is None else placed(tokens_T, places_T))
+        if self.config.embed_scale != 1.0:  # rounded as the makers round it
+            x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype, device=x_TD.device)
         if self.position_embed is not None:
             x_TD = x_TD + self.position_embed(positions_T)
-        return self.norm(self.stack(x_TD, positions_T, context))
+        hidden_TD = self.norm(self.stack(x_TD, positions_T, context))
+        return hidden_TD if self.config.logit_scale == 1.0 else hidden_TD * self.config.logit_scale
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Hidden states ``[T, D]`` of ``forward`` -> logits ``[T, V]``, float32 (float64 for a float64 model)."""
         logits_TV = self.head(hidden_TD)
-        return logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        cap = self.config.logit_softcap
+        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """The default ``stack``: one layer after another."""
-        rotation = None if self.rope is None else self.rope.cos_sin(positions_T)
-        for layer in self.layers:
+        for layer, rotation in zip(self.layers, self.rotations(positions_T), strict=True):
             x_TD = layer(x_TD, rotation, context)
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
+
+    def rotations(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """Cos and sin for each layer; None where a layer does not rotate."""
+        if self.rope is None:
+            return [None] * len(self.layers)
+        angles = self.rope.cos_sin(positions_T)
+        local = angles if self.local_rope is None else self.local_rope.cos_sin(positions_T)
+        config = self.config
+        ropes = [config.layer_rope(layer) for layer in range(config.n_layers)]
+        return [None if rope is None else angles if rope is config.rope else local for rope in ropes]
 
     def new_kv_cache(self, blocks: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``; not filled.
@@ -208,7 +239,9 @@ class Decoder(nn.Module):
             elif isinstance(module, (Router, SharedRouter)):
                 module.weight.normal_(0.0, std, generator=generator)
             elif isinstance(module, (RMSNorm, LayerNorm)):
-                module.weight.fill_(1.0)
+                module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
+            elif isinstance(module, Attention) and module.sinks is not None:
+                module.sinks.zero_()
             bias = getattr(module, "bias", None)
             if bias is not None:
                 bias.zero_()

@@ -1,4 +1,4 @@
-"""``MLP``: the feed-forward half of a layer, gated (SwiGLU) or plain (GELU).
+"""``MLP``: the feed-forward half of a layer, gated (SwiGLU, GeGLU) or plain (GELU).
 
 Shapes: T tokens, D model dim, F ffn dim.
 """
@@ -36,6 +36,7 @@ class MLP(Half):
         self.swiglu = ops.swiglu
         self.gelu = ops.gelu
         self.tanh = config.activation == "gelu_tanh"
+        self.silu = config.activation == "silu"
 
         def matrix(name: str, inputs: int, outputs: int) -> Weight:
             kind = Dense if kinds is None else kinds(f"mlp.{name}")
@@ -48,7 +49,9 @@ class MLP(Half):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         *gate_TF, up_TF = self.gate_up.apart(x_TD)
-        return self.down(self.swiglu(*gate_TF, up_TF) if gate_TF else self.gelu(up_TF, self.tanh))
+        if not gate_TF:
+            return self.down(self.gelu(up_TF, self.tanh))
+        return self.down(self.swiglu(*gate_TF, up_TF) if self.silu else self.gelu(*gate_TF, self.tanh) * up_TF)
 
     def projections(self) -> dict[str, Weight]:
         """What it multiplies by, under the names of ``shapes.PROJECTIONS``."""

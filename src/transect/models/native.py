@@ -187,7 +187,8 @@ def packed_path(source: Path, dtype: str) -> Path:
 def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> StackLayer:
     assert isinstance(layer, Layer)
     attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, MLP)
+    before, between = layer.attention_norm, layer.mlp_norm
+    assert isinstance(mlp, MLP) and not isinstance(before, nn.Identity) and not isinstance(between, nn.Identity)
     products = {"o": attention.o, "down": mlp.down, **attention.qkv.parts, **mlp.gate_up.parts}
 
     def scale(norm: RMSNorm | LayerNorm | None) -> Tensor | None:
@@ -197,10 +198,10 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         return norm.bias.data if isinstance(norm, LayerNorm) else None
 
     return StackLayer(
-        attention_norm=layer.attention_norm.weight.data,
-        attention_norm_bias=shift(layer.attention_norm),
-        mlp_norm=layer.mlp_norm.weight.data,
-        mlp_norm_bias=shift(layer.mlp_norm),
+        attention_norm=before.weight.data,
+        attention_norm_bias=shift(before),
+        mlp_norm=between.weight.data,
+        mlp_norm_bias=shift(between),
         q_norm=scale(attention.q_norm),
         k_norm=scale(attention.k_norm),
         **cast(dict[str, Any], {"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),

@@ -109,8 +109,13 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             whole = config.qk_norm_whole
             shapes[f"{prefix}attention.q_norm.weight"] = (config.q_dim if whole else config.head_dim,)
             shapes[f"{prefix}attention.k_norm.weight"] = (config.kv_dim if whole else config.head_dim,)
-        norm(f"{prefix}attention_norm", config.dim)
-        norm(f"{prefix}mlp_norm", config.dim)
+        if config.attention_sinks:
+            shapes[f"{prefix}attention.sinks"] = (config.n_heads,)
+        for half in ("attention", "mlp"):
+            if config.norm_order != "post":
+                norm(f"{prefix}{half}_norm", config.dim)
+            if config.norm_order != "pre":
+                norm(f"{prefix}{half}_post_norm", config.dim)
     norm("norm", config.dim)
     if not config.tied_embeddings:
         shapes["head.weight"] = (config.vocab_size, config.dim)

@@ -21,13 +21,13 @@ from .config import ModelConfig
 from .shapes import weight_shapes
 from .stored import ALL, Stored, StoredWeights, Values, is_whole, within
 
-_OUTER = {
+OUTER = {
     "embed": "token_embd",
     "position_embed": "position_embd",
     "norm": "output_norm",
     "head": "output",
 }
-_IN_LAYER = {
+IN_LAYER = {
     "attention_norm": "attn_norm",
     "attention.q": "attn_q",
     "attention.k": "attn_k",
@@ -40,7 +40,7 @@ _IN_LAYER = {
     "mlp.up": "ffn_up",
     "mlp.down": "ffn_down",
 }
-_FUSED = ("attention.q", "attention.k", "attention.v")
+FUSED = ("attention.q", "attention.k", "attention.v")
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Frequencies of rotary embedding; the configuration has them."""
 _DENSE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
@@ -85,15 +85,15 @@ def _places(file: GGUFFile, config: ModelConfig) -> dict[str, _Place]:
         paired = False
         if module.startswith("layers."):
             _, layer, inner = module.split(".", 2)
-            if fused and inner in _FUSED:
-                part = _FUSED.index(inner)
+            if fused and inner in FUSED:
+                part = FUSED.index(inner)
                 tensor = f"blk.{layer}.attn_qkv.{kind}"
                 stored = (3 * config.q_dim, *shape[1:])
             else:
-                tensor = f"blk.{layer}.{_IN_LAYER[inner]}.{kind}"
+                tensor = f"blk.{layer}.{IN_LAYER[inner]}.{kind}"
                 paired = interleaved and inner in ("attention.q", "attention.k")
         else:
-            tensor = f"{_OUTER[module]}.{kind}"
+            tensor = f"{OUTER[module]}.{kind}"
         _check(file, tensor, stored)
         rows: slice | np.ndarray | None = None
         if part is not None:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .config_hf import to_hf
-from .shapes import weight_shapes
+from .config_moe import MoEConfig
+from .shapes import projection_shapes, weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import expert_tensor
 
@@ -47,6 +48,21 @@ _LLAMA_LAYER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+_LLAMA_LAYER["attention"] = "self_attn"
+"""The name for sinks, which belong to no matrix."""
+_POST_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+"""Names in families that have norms after attention and MLP (Gemma, OLMo 2)."""
+_PHI3 = {
+    "attention.q": "self_attn.qkv_proj",
+    "attention.k": "self_attn.qkv_proj",
+    "attention.v": "self_attn.qkv_proj",
+    "mlp.gate": "mlp.gate_up_proj",
+    "mlp.up": "mlp.gate_up_proj",
+}
 _GPT2_OUTER = {"embed": "transformer.wte", "position_embed": "transformer.wpe", "norm": "transformer.ln_f"}
 _GPT2_OUTER["head"] = "lm_head"
 _GPT2_LAYER = {
@@ -59,7 +75,6 @@ _GPT2_LAYER = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_FUSED = ("attention.q", "attention.k", "attention.v")
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias)")
 """Buffers of old checkpoints: rotary frequencies and GPT-2's causal masks."""
 
@@ -68,29 +83,45 @@ _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias
 class Place:
     """Where transformers keeps a weight.
 
-    ``part`` counts thirds of the first dimension, after transposing if ``transposed``; ``stored`` is the file's shape.
-    With ``experts`` the weight is so many tensors, one below the other: ``tensor`` has ``{}`` for the expert, and
-    ``stored`` is the shape of one.
+    The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
+    file's shape. With ``experts`` it is so many tensors, one below the other: ``tensor`` has ``{}`` for the expert, and
+    ``stored`` is the shape of one. ``stacked``: one tensor holds all experts; ``step`` 2: of each, every other row from
+    ``first`` on (gpt-oss).
     """
 
     tensor: str
     stored: tuple[int, ...]
     transposed: bool = False
-    part: int | None = None
+    first: int = 0
+    size: int | None = None
     experts: int = 0
+    stacked: bool = False
+    step: int = 1
 
     @property
     def tensors(self) -> list[str]:
         """The names of all its tensors."""
         return [self.tensor.format(expert) for expert in range(self.experts)] if self.experts else [self.tensor]
 
+    @property
+    def rows(self) -> slice:
+        """Its rows of the tensor."""
+        end = None if self.size is None else self.first + self.size * self.step
+        return slice(self.first, end, self.step)
+
 
 def places(config: ModelConfig) -> dict[str, Place]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
-    gpt2 = config.architecture == "gpt2"
-    outer, inner_names, stack = (
+    architecture = config.architecture
+    gpt2 = architecture == "gpt2"
+    outer, names, stack = (
         (_GPT2_OUTER, _GPT2_LAYER, "transformer.h") if gpt2 else (_LLAMA_OUTER, _LLAMA_LAYER, "model.layers")
     )
+    if config.norm_order != "pre":
+        names = names | _POST_NORMS
+    if architecture == "phi3":
+        names = names | _PHI3
+    joined = {"phi3": ("qkv", "gate_up"), "gpt2": ("qkv",)}.get(architecture, ())
     out = {}
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
@@ -98,19 +129,44 @@ def places(config: ModelConfig) -> dict[str, Place]:
             out[name] = Place(f"{outer[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
-        expert = expert_tensor(config.architecture, inner, kind)
         moe = config.layer_moe(int(layer))
+        if architecture == "gpt_oss" and inner.startswith("mlp.experts_") and moe is not None:
+            out[name] = _gpt_oss_place(f"{stack}.{layer}.mlp.experts", inner, kind, config, moe)
+            continue
+        expert = expert_tensor(architecture, inner, kind)
         if moe is not None and expert is not None:
             experts = moe.experts if "{}" in expert else 0
             own = (shape[0] // experts, *shape[1:]) if experts else shape
             out[name] = Place(f"{stack}.{layer}.{expert}", own, experts=experts)
             continue
-        part = _FUSED.index(inner) if gpt2 and inner in _FUSED else None
-        stored = shape if part is None else (3 * shape[0], *shape[1:])
         transposed = gpt2 and len(shape) == 2
-        tensor = f"{stack}.{layer}.{inner_names[inner]}.{kind}"
-        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, part)
+        tensor = f"{stack}.{layer}.{names[inner]}.{kind}"
+        first, whole = _within_joined(config, inner, shape[0], joined)
+        stored = (whole, *shape[1:])
+        size = None if whole == shape[0] else shape[0]
+        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size)
     return out
+
+
+def _within_joined(config: ModelConfig, inner: str, rows: int, joined: tuple[str, ...]) -> tuple[int, int]:
+    """(the first row, all rows) of a matrix in the tensor that holds it, maybe with others."""
+    for projection in joined:
+        parts = {name: shape[0] for name, shape in projection_shapes(config)[projection].items()}
+        if inner in parts:
+            before = list(parts).index(inner)
+            sizes = list(parts.values())
+            return sum(sizes[:before]), sum(sizes)
+    return 0, rows
+
+
+def _gpt_oss_place(prefix: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> Place:
+    """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one."""
+    up = inner.endswith("_up")
+    down = inner.endswith("_down")
+    width, inputs = (config.dim, moe.expert_dim) if down else (2 * moe.expert_dim, config.dim)
+    tensor = f"{prefix}.{'down_proj' if down else 'gate_up_proj'}{'_bias' if kind == 'bias' else ''}"
+    shape = (moe.experts, width) if kind == "bias" else (moe.experts, inputs, width)
+    return Place(tensor, shape, transposed=kind != "bias", first=int(up), stacked=True, step=1 if down else 2)
 
 
 # ---- in
@@ -141,22 +197,38 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     except BaseException:
         stack.close()
         raise
-    return _weights(found, plan, stack)
+    return _weights(found, plan, stack, config)
 
 
-def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack) -> StoredWeights:
+def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack, config: ModelConfig) -> StoredWeights:
     with stack:
-        for name, place in plan.items():
-            shape = place.stored[::-1] if place.transposed else place.stored
+        for name, shape in weight_shapes(config).items():
+            place = plan[name]
             if place.experts:
+                one = (shape[0] // place.experts, *shape[1:])
                 stack_of = [found[tensor] for tensor in place.tensors]
-                whole = (place.experts * shape[0], *shape[1:])
-                yield name, Stored(whole, partial(_read_experts, stack_of, place, shape))
-                continue
-            where = found[place.tensor]
-            if place.part is not None:
-                shape = (shape[0] // 3, *shape[1:])
-            yield name, Stored(shape, partial(_read, where, place, shape))
+                yield name, Stored(shape, partial(_read_experts, stack_of, place, one))
+            elif place.stacked:
+                yield name, Stored(shape, partial(_read_stack, found[place.tensor], place, shape))
+            else:
+                yield name, Stored(shape, partial(_read, found[place.tensor], place, shape))
+
+
+def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+    """Some rows of the experts in one tensor of gpt-oss, expert by expert."""
+    wanted, each = within(shape[0], rows), shape[0] // place.stored[0]
+    parts = []
+    try:
+        tensor = where.file.get_slice(where.name)
+        for expert in range(wanted.start // each, -(-wanted.stop // each)):
+            own = slice(max(0, wanted.start - expert * each), min(each, wanted.stop - expert * each))
+            one = tensor[expert]
+            one = one.t() if place.transposed else one
+            one = one[place.rows][own]
+            parts.append(one[:, columns] if one.ndim == 2 else one)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise _damaged(where.path, error) from None
+    return torch.cat(parts)
 
 
 def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
@@ -171,9 +243,8 @@ def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], ro
 
 def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     parts = [within(size, part) for size, part in zip(shape, (rows, columns), strict=False)]
-    if place.part is not None:
-        offset = place.part * shape[0]
-        parts[0] = slice(offset + parts[0].start, offset + parts[0].stop)
+    if place.size is not None:
+        parts[0] = slice(place.first + parts[0].start, place.first + parts[0].stop)
     if place.transposed:
         parts.reverse()
     try:
@@ -349,16 +420,27 @@ def _to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
             raise ValueError(f"the weight {name!r} (shape {list(shape)}) is missing; give a whole Decoder.state_dict()")
         if tuple(state[name].shape) != shape:
             raise ValueError(f"the weight {name!r} should have shape {list(shape)} and has {list(state[name].shape)}")
-    parts: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
     transposed = {}
+    interleaved: dict[str, int] = {}
     for name, place in places(config).items():  # q, k, v in this order
         whole = state[name].detach().cpu()
+        if place.stacked:  # gpt-oss: gate and up take turns
+            values = whole.unflatten(0, (place.stored[0], -1))
+            parts.setdefault(place.tensor, []).append((place.first, values.mT if place.transposed else values))
+            interleaved[place.tensor] = place.step
+            continue
         own = [whole] if not place.experts else whole.unflatten(0, (place.experts, -1)).unbind()
         for tensor, values in zip(place.tensors, own, strict=True):
-            parts.setdefault(tensor, []).append(values)
+            parts.setdefault(tensor, []).append((place.first, values))
             transposed[tensor] = place.transposed
-    joined = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
-    return {name: (tensor.t() if transposed[name] else tensor).contiguous() for name, tensor in joined.items()}
+    ordered = {name: [values for _, values in sorted(found, key=lambda part: part[0])] for name, found in parts.items()}
+    stacks = {
+        name: (torch.stack(ordered.pop(name), -1).flatten(-2) if step == 2 else ordered.pop(name)[0]).contiguous()
+        for name, step in interleaved.items()
+    }
+    joined = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in ordered.items()}
+    return stacks | {name: (tensor.t() if transposed[name] else tensor).contiguous() for name, tensor in joined.items()}
 
 
 def _shards(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

@@ -20,11 +20,14 @@ _COMMON = {
 }
 
 
+_GPT_OSS = {"router": "mlp.router"}
+
+
 def expert_tensor(architecture: str, inner: str, kind: str) -> str | None:
     """The tensor of ``mlp.experts_up`` or the like, and of its ``weight``, ``bias`` or ``score_bias``; None for what is
     no part of a mixture of experts."""
     name = inner.removeprefix("mlp.")
-    names = _MIXTRAL if architecture == "mixtral" else _COMMON
+    names = {"mixtral": _MIXTRAL, "gpt_oss": _GPT_OSS}.get(architecture, _COMMON)
     if kind == "score_bias":
         return f"{names['router']}.e_score_correction_bias"
     if name in names:

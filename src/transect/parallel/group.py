@@ -62,6 +62,14 @@ class Group:
         work: dist.Work = _gather(out, x, group=self.group, async_op=True)
         return work
 
+    def gather_into(self, out: Tensor, x: Tensor) -> None:
+        """``all_gather`` of vectors into ``out``; ``x`` may be the rank's own part of it."""
+        _gather(out, x, group=self.group)
+
+    def scatter_into(self, out: Tensor, x: Tensor) -> None:
+        """``reduce_scatter`` of a vector into ``out``, which may be the rank's own part of ``x``."""
+        _scatter(out, x, group=self.group)
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """``[ranks * n, ...]`` of each rank -> the own ``[n, ...]`` of the sum."""
         if self.group is None:

@@ -18,6 +18,7 @@ from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
 from ..models.resolve import ModelSource
 from ..models.stored import Stored, StoredWeights, Values, within
+from ..models.weights.dense import Dense
 from ..models.weights.int4_serving import PANEL
 from ..models.weights.packed import Packed, PackedEmbedding
 from ..models.weights.weight import Kinds
@@ -145,13 +146,30 @@ def load_shard_on_device(
 
 
 def shard_embedding(model: Decoder, shard: Shard, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Put this rank's part of the embedding into a model that is on ``meta``."""
-    if mesh.tensor.size == 1:
+    """Put this rank's part of the embedding, and of the head, into a model that is on ``meta``."""
+    keep_ends(model, shard, dtype)
+    if mesh.tensor.size == 1 or not has_embedding(shard):
         return
     tokens = shard.vocabulary
     table = Embedding(tokens.stop - tokens.start, shard.model.dim, device="meta", dtype=dtype)
     model.embed = ShardedEmbedding(table, mesh.tensor, tokens)  # type: ignore[assignment]
     model.tie_weights()
+
+
+def has_embedding(shard: Shard) -> bool:
+    """Whether a stage has the embedding, to begin with or as its head."""
+    return shard.first or (shard.last and shard.model.tied_embeddings)
+
+
+def keep_ends(model: Decoder, shard: Shard, dtype: torch.dtype) -> None:
+    """Leave an embedding or a head of no rows where this stage has none."""
+    if not has_embedding(shard):
+        model.embed = Embedding(0, shard.model.dim, device="meta", dtype=dtype)
+    if not shard.first:
+        model.position_embed = None
+    if not shard.last:
+        model.head = Dense(0, shard.model.dim, ops=model.ops, device="meta", dtype=dtype)
+        model.head_tied = shard.model.tied_embeddings
 
 
 def check_groups(shard: Shard, group: int) -> None:
@@ -184,17 +202,20 @@ def _packed_model(
     in_layers = partial(packed, int4=int4)
     kinds = sharded_kinds(lambda name: packed if name == "head" else in_layers, shard, mesh.tensor)
     model = Decoder(shard.local, "meta", torch.float32, kinds=kinds)
+    keep_ends(model, shard, torch.float32)
+    if not has_embedding(shard):
+        return model.to_empty(device="cpu")
     tokens = shard.vocabulary
     table = packed(tokens.stop - tokens.start, shard.model.dim)
     model.embed = PackedEmbedding(table)  # type: ignore[assignment]
     if mesh.tensor.size > 1:
         model.embed = ShardedEmbedding(model.embed, mesh.tensor, tokens)  # type: ignore[assignment]
-    if shard.model.tied_embeddings:
+    if shard.model.tied_embeddings and shard.last:
         if mesh.tensor.size > 1:
             model.head.inner = table  # type: ignore[assignment]
         else:
             model.head = table
-        model.head_tied = True
+    model.head_tied = shard.model.tied_embeddings
     if half and model.position_embed is not None:
         model.position_embed.to(torch.bfloat16)
     return model.to_empty(device="cpu")

@@ -91,8 +91,15 @@ class Shard:
         if self.stages == 1:
             return whole
         layers = self.layers
-        full = tuple(i - layers.start for i in self.model.full_attention_layers if layers.start <= i < layers.stop)
-        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full)
+        moe = whole.moe
+        if moe is not None:
+            moe = replace(moe, dense_layers=self._own(moe.dense_layers))
+        full = self._own(whole.full_attention_layers)
+        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full, moe=moe)
+
+    def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of some layers that this stage has, by its own count."""
+        return tuple(i - self.layers.start for i in layers if self.layers.start <= i < self.layers.stop)
 
     @property
     def vocabulary(self) -> slice:
@@ -115,7 +122,7 @@ class Shard:
             tied = module == "embed" and self.last and self.model.tied_embeddings
             if not (self.first or tied):
                 return None
-        elif not self.last:  # the norm and the head
+        elif module == "head" and not self.last:
             return None
         return (self.vocabulary if module in ("embed", "head") else ALL), ALL
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -59,30 +61,37 @@ class World:
         self.device = device
         self.on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         """How many ranks share this host."""
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        """Messages on their way, kept until they are there."""
         self._control = dist.new_group(backend="gloo", timeout=FOR_EVER)
 
     def announce(self, message: Any) -> None:
         """Send an object to all others, who ``listen``; rank 0 alone does."""
-        data = pickle.dumps(message)
-        head = torch.zeros(INLINE, dtype=torch.uint8)
-        head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if len(data) <= INLINE - 8:
-            head[8 : 8 + len(data)] = body
+        head, body = _packed(message)
         dist.broadcast(head, 0, group=self._control)
-        if len(data) > INLINE - 8:
+        if body is not None:
             dist.broadcast(body, 0, group=self._control)
 
     def listen(self) -> Any:
         """The next object that rank 0 announces."""
         head = torch.empty(INLINE, dtype=torch.uint8)
         dist.broadcast(head, 0, group=self._control)
-        length = int.from_bytes(head[:8].numpy().tobytes(), "little")
-        body = head[8 : 8 + length]
-        if length > INLINE - 8:
-            body = torch.empty(length, dtype=torch.uint8)
-            dist.broadcast(body, 0, group=self._control)
-        return pickle.loads(body.numpy().tobytes())
+        return _unpacked(head, lambda body: dist.broadcast(body, 0, group=self._control))
+
+    def send(self, message: Any, to: int, *, tag: int = 0) -> None:
+        """Send an object to one rank, which will ``receive`` it; does not wait for that."""
+        head, body = _packed(message)
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        for tensor in (head,) if body is None else (head, body):
+            work = dist.isend(tensor, group=self._control, group_dst=to, tag=tag)
+            if work is not None:
+                self._sent.append((work, tensor))
+
+    def receive(self, source: int, *, tag: int = 0) -> Any:
+        """The object that ``source`` sends with this tag; those of other tags wait for their own turn."""
+        head = torch.empty(INLINE, dtype=torch.uint8)
+        dist.recv(head, group=self._control, group_src=source, tag=tag)
+        return _unpacked(head, lambda body: dist.recv(body, group=self._control, group_src=source, tag=tag))
 
     def exchange(self, mine: T | Failure) -> list[T]:
         """What each rank shows, in their order.
@@ -113,3 +122,24 @@ class World:
                         f"the ranks disagree: {name} is {value!r} on rank 0 and {theirs.get(name)!r} on rank {rank}; "
                         "start all ranks with the same program, files and settings"
                     )
+
+
+def _packed(message: Any) -> tuple[Tensor, Tensor | None]:
+    """A message as bytes: its length and, if it is short, itself; and itself if it is long."""
+    data = pickle.dumps(message)
+    head = torch.zeros(INLINE, dtype=torch.uint8)
+    head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
+    body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if len(data) > INLINE - 8:
+        return head, body
+    head[8 : 8 + len(data)] = body
+    return head, None
+
+
+def _unpacked(head: Tensor, fetch: Callable[[Tensor], object]) -> Any:
+    length = int.from_bytes(head[:8].numpy().tobytes(), "little")
+    body = head[8 : 8 + length]
+    if length > INLINE - 8:
+        body = torch.empty(length, dtype=torch.uint8)
+        fetch(body)
+    return pickle.loads(body.numpy().tobytes())

@@ -5,7 +5,8 @@
   ``documents.py``: rows and text to token ids; ``chat.py``: with which chat template. ``checks.py``: what of a file
   can be trained on.
 * ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: files to streams, and the
-  position in them. ``batches.py``: documents packed side by side.
+  position in them. ``batches.py``: documents packed side by side; ``mixing.py``: how
+  often each file's come.
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
   what the backward pass keeps. ``merged_layers.py``: a layer as one node with a hand-written backward pass, on a
   GPU; ``merged_products.py``: its products, with adapters inside.

@@ -37,20 +37,14 @@ def stack_with(model: Decoder, checkpointing: Checkpointing) -> Stack:
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
 
     def run(x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        rotation = None if model.rope is None else model.rope.cos_sin(positions_T)
-        for layer in layers:
+        for layer, rotation in zip(layers, model.rotations(positions_T), strict=True):
             if not torch.is_grad_enabled():
                 x_TD = layer(x_TD, rotation, context)
             elif checkpointing == "full":
                 x_TD = checkpoint(layer, x_TD, rotation, context, use_reentrant=False)
             else:
-                x_TD = x_TD + layer.attention(layer.attention_norm(x_TD), rotation, context)
-                x_TD = x_TD + checkpoint(_mlp, layer, x_TD, use_reentrant=False)
+                x_TD = layer.add_attention(x_TD, rotation, context)
+                x_TD = checkpoint(layer.add_mlp, x_TD, use_reentrant=False)
         return x_TD
 
     return run
-
-
-def _mlp(layer: Layer, x_TD: Tensor) -> Tensor:
-    out: Tensor = layer.mlp(layer.mlp_norm(x_TD))
-    return out

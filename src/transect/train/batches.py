@@ -13,7 +13,7 @@ Shapes: T tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .mixing import mixed
 from .tokens import TokenStream
 
 IGNORE = -100
@@ -109,11 +110,22 @@ class WindowPlan:
 
     The tokens after the last whole micro-batch are left out in this epoch; another shuffle leaves out others.
 
+    Args:
+        often: how often the windows that begin in each source come (``mixing.py``); empty: once.
+
     Raises:
         ValueError: the stream has not enough tokens for one micro-batch.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, micro_batch: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        micro_batch: int,
+        seed: int,
+        epoch: int,
+        often: Sequence[float] = (),
+    ) -> None:
         self.stream = stream
         self.seq_len = seq_len
         self.per_batch = micro_batch // seq_len
@@ -126,7 +138,13 @@ class WindowPlan:
                 f"the data has {len(stream.tokens)} tokens, less than one micro-batch of {self.per_batch * seq_len}: "
                 "give more text, or lower data.micro_batch and data.seq_len"
             )
-        self.order = generator.permutation(windows)
+        if often:
+            units = np.arange(windows)
+            ends = np.cumsum(stream.source_tokens)
+            source = np.searchsorted(ends, self.offset + units * seq_len, side="right")
+            self.order = mixed(units, source, often, generator)
+        else:
+            self.order = generator.permutation(windows)
 
     def __len__(self) -> int:
         return len(self.order) // self.per_batch
@@ -159,24 +177,53 @@ class WindowPlan:
 
 
 class DocumentPlan:
-    """Shuffled whole documents, packed best-fit; those longer than ``seq_len`` are left out (``left_out`` counts them).
+    """Shuffled whole documents, packed best-fit.
+
+    Args:
+        often: how often the documents of each source come (``mixing.py``); empty: once.
+        too_long: documents of more than ``seq_len`` tokens are left out (``drop``; ``left_out`` counts them), keep
+            their first tokens (``cut``; ``shortened`` counts them) or are an error (``stop``). One that has nothing to
+            train on in its first tokens is left out.
 
     Raises:
-        ValueError: no document is short enough.
+        ValueError: no document is short enough, or one is too long and ``too_long`` says to stop.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, micro_batch: int, seed: int, epoch: int) -> None:
-        self.stream = stream
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        micro_batch: int,
+        seed: int,
+        epoch: int,
+        often: Sequence[float] = (),
+        too_long: str = "drop",
+    ) -> None:
+        self.stream, self.seq_len = stream, seq_len
         lengths = stream.lengths()
-        usable = np.flatnonzero((lengths <= seq_len) & (lengths > 1))
+        over = lengths > seq_len
+        if too_long == "stop" and over.any():
+            raise ValueError(
+                f"{int(over.sum())} documents are longer than data.seq_len = {seq_len} tokens (the longest has "
+                f'{lengths.max()}): raise it, or set data.too_long to "drop" or "cut"'
+            )
+        if too_long == "cut":
+            over = over & ~self._trains_early(np.flatnonzero(over))
+            lengths = np.minimum(lengths, seq_len)
+        usable = np.flatnonzero(~over & (lengths > 1))
         self.left_out = len(lengths) - len(usable)
+        self.shortened = int((stream.lengths()[usable] > seq_len).sum())
         if not len(usable):
             raise ValueError(
                 f"every document is longer than data.seq_len = {seq_len} tokens (the shortest has {lengths.min()}): "
                 "raise it"
             )
         generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-        order = generator.permutation(usable)
+        if often:
+            source = np.searchsorted(np.array(stream.sources), usable, side="right")
+            order = mixed(usable, source, often, generator)
+        else:
+            order = generator.permutation(usable)
         self.bins: list[list[int]] = []
         for at in range(0, len(order), GROUP):
             self.bins.extend(best_fit(order[at : at + GROUP], lengths, micro_batch))
@@ -186,7 +233,17 @@ class DocumentPlan:
         return len(self.bins)
 
     def batch(self, index: int) -> Batch:
-        return pack(self.stream, [(*self.stream.bounds(document), False) for document in self.bins[index]])
+        bounds = [self.stream.bounds(document) for document in self.bins[index]]
+        return pack(self.stream, [(first, min(last, first + self.seq_len), False) for first, last in bounds])
+
+    def _trains_early(self, documents: np.ndarray) -> np.ndarray:
+        """For all documents, whether it is one of these and has a trained token among its first ``seq_len``."""
+        found = np.zeros(self.stream.num_documents, dtype=bool)
+        assert self.stream.trained is not None
+        for document in documents.tolist():
+            first, _ = self.stream.bounds(document)
+            found[document] = bool(self.stream.trained[first + 1 : first + self.seq_len].any())
+        return found
 
 
 def best_fit(documents: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,9 @@ from ..text.tokenizer import Tokenizer
 from .batches import Batch, DocumentPlan, EpochPlan, WindowPlan
 from .config import DataConfig
 from .documents import Document, Reader
-from .files import find
+from .files import DataFile, find
 from .identity import stream_identity
+from .mixing import repeats
 from .tokens import SUFFIX, TokenStream, check_ids, join, open_tokens, token_dtype
 
 log = logging.getLogger(__name__)
@@ -45,23 +46,40 @@ def load_stream(
     Raises:
         ValueError: no file, one that cannot be read, chats mixed with text, or something missing to read them with.
     """
-    streams = []
-    for file in find(list(paths)):
-        if file.kind == "tokens":
-            stream = open_tokens(file.path, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
-            tell(f"{file.path}: {stream.num_documents} documents, tokenized before")
-            streams.append(stream)
-            continue
-        if tokenizer is None:
-            raise ValueError(f"the model brings no tokenizer to read {file.path} with: give a {SUFFIX} directory")
-        reader = Reader(tokenizer, template, skip=skip, apart=apart)
-        streams.append(collect(reader.file(file), vocab_size, file.path))
-        for tally in reader.tallies:
-            tell(str(tally))
+    if not paths:
+        find([])
+    streams: list[TokenStream] = []
+    sources: list[int] = []
+    for name in paths:
+        for file in find([name]):
+            streams.append(_read(file, vocab_size, tokenizer, template, skip, apart, tell))
+        sources.append(sum(stream.num_documents for stream in streams))
     kinds = {stream.trained is not None for stream in streams}
     if len(kinds) == 2:
         raise ValueError("chats and text cannot be packed in one run: give either in data.train")
-    return join(streams)
+    return replace(join(streams), sources=tuple(sources))
+
+
+def _read(
+    file: DataFile,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    skip: bool,
+    apart: bool,
+    tell: Callable[[str], None],
+) -> TokenStream:
+    if file.kind == "tokens":
+        stream = open_tokens(file.path, vocab_size, None if tokenizer is None else tokenizer.fingerprint)
+        tell(f"{file.path}: {stream.num_documents} documents, tokenized before")
+        return stream
+    if tokenizer is None:
+        raise ValueError(f"the model brings no tokenizer to read {file.path} with: give a {SUFFIX} directory")
+    reader = Reader(tokenizer, template, skip=skip, apart=apart)
+    stream = collect(reader.file(file), vocab_size, file.path)
+    for tally in reader.tallies:
+        tell(str(tally))
+    return stream
 
 
 def collect(documents: Iterable[Document], vocab_size: int, path: Path, *, allow_empty: bool = False) -> TokenStream:
@@ -105,12 +123,23 @@ class Loader:
 
     Args:
         ahead: make the next micro-batch in a thread while this one is in use, for a device that would wait for it.
+        weighted: go by ``config.weights``.
+        tell: is told of documents that are left out or shortened.
 
     Raises:
         ValueError: the stream is too short for the sizes in ``config``.
     """
 
-    def __init__(self, stream: TokenStream, config: DataConfig, seed: int, *, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        config: DataConfig,
+        seed: int,
+        *,
+        ahead: bool = False,
+        weighted: bool = True,
+        tell: Callable[[str], None] = log.warning,
+    ) -> None:
         self._thread = ThreadPoolExecutor(1, "loader") if ahead else None
         self._ahead: tuple[Position, Future[Batch]] | None = None
         self.stream = stream
@@ -118,17 +147,22 @@ class Loader:
         self.seed = seed
         self.position = Position()
         self._plan_of: tuple[int, EpochPlan] | None = None
+        self._often = repeats(config.weights, stream.source_tokens) if weighted and config.weights else []
         plan = self._plan(0)
-        left_out = getattr(plan, "left_out", 0)
-        if left_out:
-            log.warning(
-                "%d of %d documents are longer than %d tokens and are left out; raise data.seq_len to use them",
-                left_out, stream.num_documents, config.seq_len,
-            )  # fmt: skip
+        if isinstance(plan, DocumentPlan):
+            parts = ((plan.left_out, "left out"), (plan.shortened, "cut to that length"))
+            for count, what in parts:
+                if count:
+                    tell(
+                        f"{count} of {stream.num_documents} documents are longer than data.seq_len = {config.seq_len} "
+                        f"tokens and are {what}"
+                    )
 
     def identity(self) -> dict[str, str]:
         """Digests of what the same position means the same batch by; see ``identity.py``."""
         sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed}"
+        if self.config.too_long != "drop" or self._often:
+            sizes += f" {self.config.too_long} {self._often}"
         return {**stream_identity(self.stream), "sizes": sizes}
 
     def __next__(self) -> Batch:
@@ -161,7 +195,8 @@ class Loader:
 
     def _plan(self, epoch: int) -> EpochPlan:
         if self._plan_of is None or self._plan_of[0] != epoch:
-            kind = WindowPlan if self.stream.trained is None else DocumentPlan
             config = self.config
-            self._plan_of = epoch, kind(self.stream, config.seq_len, config.micro_batch, self.seed, epoch)
+            sizes = self.stream, config.seq_len, config.micro_batch, self.seed, epoch, self._often
+            whole = self.stream.trained is not None
+            self._plan_of = epoch, DocumentPlan(*sizes, config.too_long) if whole else WindowPlan(*sizes)
         return self._plan_of[1]

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats.gguf_write import write_gguf
 from ..models.adapter import StoredAdapter, merged_weights
 from ..models.adapter_peft import read_adapter
+from ..models.gguf_out import gguf_metadata, gguf_tensors, gguf_type
 from ..models.load import stored_weights
 from ..models.peft_config import CONFIG, WEIGHTS
 from ..models.resolve import ModelSource, resolve
@@ -25,6 +27,7 @@ from ..models.staging import dense_values
 from ..models.stored import Stored, StoredWeights, Values
 from ..models.weights_hf import save_hf
 from ..text.export import export_tokenizer
+from ..text.gguf_vocab_out import gguf_vocabulary
 from .checkpoint import STATE, list_steps
 from .config import TrainConfig
 from .model import DTYPES
@@ -135,6 +138,23 @@ def export_model(found: Opened, output: Path, dtype: str = "auto") -> None:
     state = {name: dense_values(stored.read()).to(wanted, copy=True) for name, stored in merged(found)}
     save_hf(state, found.source.config, output)
     export_tokenizer(found.source, output)
+
+
+def export_gguf(found: Opened, output: Path, type_name: str = "f16") -> None:
+    """Write one GGUF file with tokenizer and chat template, the adapter merged.
+
+    Args:
+        type_name: of the matrices, see ``models/gguf_out.py``.
+
+    Raises:
+        ValueError: an unknown type, a model or a tokenizer that GGUF files cannot hold, or ``output`` cannot be
+            written.
+    """
+    config = found.source.config
+    chosen = gguf_type(type_name)
+    metadata = gguf_metadata(config, chosen, Path(found.source.name).name) | gguf_vocabulary(found.source)
+    weights = merged(found)  # its files stay open as long as it is there
+    write_gguf(output, metadata, gguf_tensors(weights, config, chosen))
 
 
 def _dtype_of(source: ModelSource) -> torch.dtype:

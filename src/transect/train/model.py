@@ -158,6 +158,8 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
     """
     device = device_of(config.device)
     source = source_of(config)
+    if source.config.logit_softcap is not None:
+        raise ValueError("models whose logits are soft-capped (Gemma 2) are served and not trained: take another one")
     lora = settled(config.lora) if config.task in ("lora", "qlora") else None
     start = None
     if lora is not None and source.adapter is not None:

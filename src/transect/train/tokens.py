@@ -33,6 +33,14 @@ class TokenStream:
     tokens: np.ndarray
     ends: np.ndarray
     trained: np.ndarray | None = None
+    sources: tuple[int, ...] = ()
+    """After which document each entry of ``data.train`` ends, where that matters; the last being all documents."""
+
+    @property
+    def source_tokens(self) -> list[int]:
+        """Tokens of each source."""
+        ends = [int(self.ends[last - 1]) if last else 0 for last in self.sources]
+        return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
     @property
     def num_documents(self) -> int:

@@ -26,7 +26,12 @@ class DataConfig:
             what a server would show the model at that turn, which any template can render.
         date: the day, such as ``2026-01-31``, that chat templates take for today; empty: the one on which the run
             begins. A run that goes on keeps it.
-        seq_len: longest document, in tokens; longer ones are cut (text) or left out with a count (chats).
+        weights: for each entry of ``train`` its share of the tokens of an epoch; empty: each document once. Shares are
+            of all tokens together, so a small file comes several times and of a large one a part, another one in every
+            epoch.
+        seq_len: longest document, in tokens. Text is cut into pieces of that length.
+        too_long: what happens to longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens, ``stop`` is
+            an error; what was done is told with a count.
         micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
     """
 
@@ -36,11 +41,17 @@ class DataConfig:
     chat_template: str = "auto"
     turns: Literal["together", "apart"] = "together"
     date: str = ""
+    weights: tuple[float, ...] = ()
     seq_len: int = 1024
+    too_long: Literal["drop", "cut", "stop"] = "drop"
     micro_batch: int = 4096
 
     def __post_init__(self) -> None:
         positive(self, "seq_len", "micro_batch")
+        if self.weights and (len(self.weights) != len(self.train) or min(self.weights) <= 0):
+            raise ValueError(
+                f"data.weights needs a number greater than 0 for each of the {len(self.train)} entries of data.train"
+            )
         if self.date:
             try:
                 datetime.date.fromisoformat(self.date)

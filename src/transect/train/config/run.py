@@ -112,6 +112,8 @@ class TrainConfig:
         positive(self, "accumulate", "keep", *([] if self.epochs else ["steps"]))
         if unknown := sorted(set(self.log_to) - set(PLACES)):
             raise ValueError(f"log_to knows {', '.join(PLACES)}, not {', '.join(unknown)}")
+        if self.data.weights and self.objective not in ("next_token", "distill"):
+            raise ValueError(f'data.weights is for objective = "next_token" or "distill", not {self.objective!r}')
         if self.patience and not (self.eval_every and self.data.validation):
             raise ValueError("patience counts measurements on data.validation: set that, and eval_every")
         if self.memory:

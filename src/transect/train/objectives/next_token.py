@@ -35,12 +35,12 @@ class NextToken(Objective):
             "tell": self._described.append,
         }
         stream = load_stream(config.data.train, *tools, **reading)
-        self.loader = Loader(stream, config.data, config.seed, ahead=ahead)
+        self.loader = Loader(stream, config.data, config.seed, ahead=ahead, tell=self._described.append)
         self.validation: Loader | None = None
         self._validation_bytes: int | None = None
         if config.data.validation:
             held_out = load_stream(config.data.validation, *tools, **reading)
-            self.validation = Loader(held_out, config.data, config.seed)
+            self.validation = Loader(held_out, config.data, config.seed, weighted=False, tell=self._described.append)
 
     @property  # type: ignore[override]
     def position(self) -> Position:

@@ -52,14 +52,30 @@ def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float,
     return torch.einsum("hts,shd->thd", p, values).to(q.dtype)
 
 
-def by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Tensor:
+def by_document(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """``reference``, one document after another through torch's fused attention, so it holds the scores of one document
-    at a time."""
+    at a time.
+
+    With ``softcap``, scores become ``softcap * tanh(s / softcap)`` first (Gemma 2, arXiv:2408.00118). ``sinks`` ``[H]``
+    are scores of their own that take part in the softmax and have no value (gpt-oss, arXiv:2508.10925)."""
     outputs = []
     bounds = cu_seqlens.tolist()
     for start, end in pairwise(bounds):
-        q_HTd, k_KTd, v_KTd = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         mask = None
+        if softcap is not None or sinks is not None:
+            outputs.append(_with_scores(q[start:end], k[start:end], v[start:end], scale, window, softcap, sinks))
+            continue
+        q_HTd, k_KTd, v_KTd = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if window is not None and end - start > window:
             position = torch.arange(end - start, device=q.device)
             mask = _band(position, position, window)
@@ -74,6 +90,25 @@ def by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: floa
         )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _with_scores(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """One document whose scores are capped, or share the softmax with sinks."""
+    dtype = compute_dtype(q.dtype)
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.to(dtype), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(len(q), device=q.device)
+    scores = scores.masked_fill(~_band(position, position, window), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, column], dim=-1)
+    p = scores.softmax(-1)[:, :, : len(q)]
+    return torch.einsum("hts,shd->thd", p, values).to(q.dtype)
 
 
 def _band(query: Tensor, key: Tensor, window: int | None) -> Tensor:

@@ -32,17 +32,34 @@ def tiled(
 
 
 def tiled_uniform(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch."""
+    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch. ``softcap`` and
+    ``sinks`` as in ``packed/attention.by_document``."""
     out = torch.empty_like(q)
     for group in batch.uniform_work:
-        _attend(group, q, k_cache, v_cache, scale, window, out)
+        _attend(group, q, k_cache, v_cache, scale, window, out, softcap, sinks)
     return out
 
 
 def _attend(
-    group: WorkGroup, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None, out: Tensor
+    group: WorkGroup,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of one group of work items, written into ``out`` ``[T, H, d]``."""
     dtype = compute_dtype(q.dtype)
@@ -79,7 +96,10 @@ def _attend(
         owned = (key_position <= last_W11[:n]) & (key_position >= oldest_W11[:n])
         values = _gather(v_cache, blocks, dtype).masked_fill(~owned.transpose(1, 2)[:, None], 0)
         visible = (key_position <= position_W1R1[:n]) & (key_position >= oldest_W1R1[:n])
-        s = (q_WKRd[:n] @ keys.transpose(-1, -2)).masked_fill(~visible, -torch.inf)
+        s = q_WKRd[:n] @ keys.transpose(-1, -2)
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        s = s.masked_fill(~visible, -torch.inf)
         m_new = torch.maximum(m[:n], s.amax(-1, keepdim=True))
         shift = m_new.masked_fill(m_new == -torch.inf, 0)  # nothing seen yet: exp(-inf - 0) is 0, not NaN
         p = torch.exp(s - shift)
@@ -88,6 +108,11 @@ def _attend(
         o[:n] = a * o[:n] + p @ values
         m[:n] = m_new
 
+    if sinks is not None:  # one more score, without a value
+        sink_KR1 = sinks.to(dtype).view(kv_heads, 1, -1).expand(-1, queries, -1).reshape(kv_heads, -1, 1)
+        highest = torch.maximum(m, sink_KR1)
+        a = torch.exp(m - highest)
+        l, o = a * l + torch.exp(sink_KR1 - highest), a * o
     result = (o / l).view(items, kv_heads, queries, heads // kv_heads, size).transpose(1, 2)
     real = torch.arange(queries, device=q.device) < group.used_W[:, None]
     out[group.tokens_WQ[real]] = result.reshape(items, queries, heads, size)[real].to(out.dtype)

@@ -1,0 +1,159 @@
+"""A model's weights and configuration as llama.cpp reads them: the way back of ``weights_gguf.py`` and
+``config_gguf.py``.
+
+Norms, biases and learned positions stay in float32. Matrices take the type that is asked for where their rows are whole
+blocks, else F16. With a type below 8 bits embedding and head are Q8_0: there rounding hurts most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..formats.ggml_blocks import QuantizedTensor, block_type
+from ..formats.ggml_quantize import WRITABLE, quantize
+from ..formats.gguf_write import Planned
+from .config import ModelConfig, RopeConfig
+from .rope import frequencies
+from .shapes import weight_shapes
+from .staging import dense_values
+from .stored import Stored, StoredWeights
+from .weights_gguf import FUSED, IN_LAYER, OUTER, half_rotation_rows
+
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
+"""llama.cpp's number for a file whose matrices are mostly of a type."""
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
+
+
+def gguf_type(name: str) -> str:
+    """The GGUF type of that name, in any case.
+
+    Raises:
+        ValueError: it is none that is written.
+    """
+    found = name.upper()
+    if found not in WRITABLE:
+        raise ValueError(f"--type {name} cannot be written; choose one of {', '.join(t.lower() for t in WRITABLE)}")
+    return found
+
+
+def gguf_metadata(config: ModelConfig, type_name: str, name: str) -> dict[str, Any]:
+    """What a GGUF file says of a model; ``type_name`` of most matrices.
+
+    Raises:
+        ValueError: llama.cpp has no such model, or not under a name that is known here.
+    """
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"models of the kind {config.architecture} are not written as GGUF; written are {', '.join(ARCHITECTURES)}"
+        )
+    a = ARCHITECTURES[config.architecture]
+    gpt2 = a == "gpt2"
+    values: dict[str, Any] = {
+        "general.architecture": a,
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": FILE_TYPES[type_name],
+        "general.quantization_version": 2,
+        f"{a}.block_count": config.n_layers,
+        f"{a}.context_length": config.max_position,
+        f"{a}.embedding_length": config.dim,
+        f"{a}.feed_forward_length": config.ffn_dim,
+        f"{a}.attention.head_count": config.n_heads,
+        f"{a}.vocab_size": config.vocab_size,
+    }
+    if gpt2:
+        return values | {f"{a}.attention.layer_norm_epsilon": config.norm_eps}
+    values |= {
+        f"{a}.attention.head_count_kv": config.n_kv_heads,
+        f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{a}.attention.key_length": config.head_dim,
+        f"{a}.attention.value_length": config.head_dim,
+        f"{a}.rope.dimension_count": config.head_dim,
+        f"{a}.rope.freq_base": config.rope.theta,
+    }
+    if config.sliding_window is not None:
+        values[f"{a}.attention.sliding_window"] = config.sliding_window
+    return values | {f"{a}.rope.scaling.{key}": value for key, value in _scaling(config.rope).items()}
+
+
+def _scaling(rope: RopeConfig) -> dict[str, Any]:
+    """Scalings that a file says in numbers; llama3's are a tensor."""
+    if rope.scaling == "linear":
+        return {"type": "linear", "factor": rope.factor}
+    if rope.scaling != "yarn":
+        return {}
+    return {
+        "type": "yarn",
+        "factor": rope.factor,
+        "original_context_length": rope.original_max_position,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "attn_factor": rope.attention_factor / (1 + 0.1 * math.log(max(rope.factor, 1.0))),
+    }
+
+
+def gguf_tensors(weights: StoredWeights, config: ModelConfig, type_name: str) -> Iterator[Planned]:
+    """The tensors of a GGUF file. They read ``weights`` when their turn comes: keep hold of it until then.
+
+    Raises:
+        ValueError: numbers that the type cannot hold (when a tensor is made).
+    """
+    shapes = weight_shapes(config)
+    stored = dict(islice(weights, len(shapes)))  # not one step further: that would close the files
+    if config.rope.scaling in ("llama3", "factors") and config.position == "rope":
+        plain = frequencies(RopeConfig(config.rope.theta), config.head_dim)
+        factors = (plain / frequencies(config.rope, config.head_dim)).numpy()
+        yield Planned("rope_freqs.weight", factors.shape, "F32", lambda: quantize(factors, "F32"))
+    for name, shape in shapes.items():
+        module, kind = name.rsplit(".", 1)
+        parts = [name]
+        paired = False
+        if module.startswith("layers."):
+            _, layer, inner = module.split(".", 2)
+            if config.architecture == "gpt2" and inner in FUSED:
+                if inner != FUSED[0]:
+                    continue
+                parts = [f"layers.{layer}.{part}.{kind}" for part in FUSED]
+                tensor = f"blk.{layer}.attn_qkv.{kind}"
+            else:
+                tensor = f"blk.{layer}.{IN_LAYER[inner]}.{kind}"
+                paired = ARCHITECTURES[config.architecture] == "llama" and inner in ("attention.q", "attention.k")
+        else:
+            tensor = f"{OUTER[module]}.{kind}"
+        whole = (sum(shapes[part][0] for part in parts), *shape[1:])
+        chosen = _type_of(module, whole, type_name)
+        heads = shape[0] // config.head_dim if paired else 0
+        yield Planned(tensor, whole, chosen, _maker([stored[part] for part in parts], chosen, heads, config.head_dim))
+
+
+def _type_of(module: str, shape: tuple[int, ...], wanted: str) -> str:
+    if len(shape) == 1 or module == "position_embed":
+        return "F32"
+    if module in ("embed", "head") and wanted.startswith(("Q4", "Q5")):
+        wanted = "Q8_0"
+    return wanted if shape[-1] % block_type(wanted).block == 0 else "F16"
+
+
+def _maker(parts: list[Stored], type_name: str, heads: int, head_dim: int) -> Callable[[], QuantizedTensor]:
+    return partial(_made, parts, type_name, heads, head_dim)
+
+
+def _made(parts: list[Stored], type_name: str, heads: int, head_dim: int) -> QuantizedTensor:
+    values = [part.read() for part in parts]
+    first = values[0]
+    kept = isinstance(first, QuantizedTensor) and first.type_name == type_name and len(parts) == 1
+    if isinstance(first, QuantizedTensor) and kept:  # in this type already: nothing is rounded anew
+        return first.rows(np.argsort(half_rotation_rows(heads, head_dim))) if heads else first
+    numbers: Tensor = torch.cat([dense_values(value).to(torch.float32) for value in values])
+    array = numbers.numpy()
+    if heads:
+        array = array[np.argsort(half_rotation_rows(heads, head_dim))]
+    return quantize(array, type_name)
