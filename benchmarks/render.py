@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import batching
+import clients
 import cpu_lora
 import cpu_vs_llamacpp
 import engine_tables
@@ -110,6 +111,14 @@ def gpu_training(table: Callable[[dict[str, Any]], str], name: str = "train") ->
     return lambda: table(_load(f"h200/{name}.json"))
 
 
+def clients_table() -> str:
+    """Other people's clients, by feature."""
+    result = _load("cpu/clients.json")
+    machine = result["environment"]
+    origin = f"`{result['command']}`, Python {machine['python']}, {record.made_at(result['clients'].values())}."
+    return f"{clients.table(result)}\n{origin}\n"
+
+
 def decoder_layer() -> str:
     """One layer in a CUDA graph, with each fusion off in turn."""
     import decoder_layer  # loads torch
@@ -137,6 +146,13 @@ def operators_reference() -> str:
     return page(all_ops())
 
 
+def training_settings() -> str:
+    """Every setting of a training run."""
+    from transect.train.config.page import page
+
+    return page()
+
+
 def kills() -> str:
     """Checkpoints after kills in the middle of their writing."""
     result = _load("cpu/kill_checkpoints.json")
@@ -162,6 +178,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "operators-results": ops_tables.page,
     "numerics": numerics.page,
     "tuning": tuning_table.table,
+    "clients": clients_table,
     "llamacpp": llamacpp,
     "batching": batching_table,
     "step-policy": step_policies,
@@ -191,6 +208,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
     "kills": kills,
+    "training-settings": training_settings,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),

@@ -65,3 +65,15 @@ def test_mistakes_are_one_line(capsys, arguments, message):
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert message in err and len(err.splitlines()) == 1
+
+
+def test_serving_on_several_devices(capsys):
+    arguments = ("llama-3.1-8b", "--serve", "--device-memory", "12GB", "--context", "4096", "--max-num-seqs", "8")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and "does not fit" in out and "smallest layout that does: --tp 2 --pp 1 (2 devices)" in out
+    code, out, _ = run(capsys, *arguments, "--tp", "2")
+    assert code == 0 and "on each of 2 ranks" in out and "fits in" in out and "heads 0-15 of 32" in out
+    found = json.loads(run(capsys, *arguments, "--tp", "2", "--pp", "2", "--json")[1])
+    assert found["fits"] and len(found["ranks"]) == 2 and "layers 16-31 of 32, head" in found["ranks"][1]["share"]
+    code, _, err = run(capsys, *arguments, "--tp", "3")
+    assert code == 2 and "tensor_parallel_size can be 1, 2, 4, 8" in err

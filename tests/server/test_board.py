@@ -33,6 +33,25 @@ async def test_every_query_is_about_something_that_the_server_shows(client):
     assert {"transect_engine_up", "transect_requests_waiting", "transect_queue_time_seconds_sum"} <= asked
 
 
+VLLM_BOARDS = (
+    *("e2e_request_latency_seconds_bucket", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("time_per_output_token_seconds_bucket", "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum"),
+    *("request_decode_time_seconds_sum", "request_inference_time_seconds_bucket", "request_success_total"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_max_num_generation_tokens_sum"),
+    *("request_params_n_bucket", "request_params_max_tokens_bucket", "prompt_tokens_total", "generation_tokens_total"),
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+)
+"""What boards and autoscalers made for vLLM ask for, without ``vllm:``."""
+
+
+async def test_boards_that_were_made_for_vllm_find_what_they_ask_for(client):
+    await client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 4})
+    text = (await client.get("/metrics")).text
+    shown = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    assert not {name for name in VLLM_BOARDS if f"vllm:{name}" not in shown}
+
+
 def test_the_board_is_what_grafana_reads():
     """By Grafana's own models: nothing of the board is lost on the way through them."""
     dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard")

@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
+    from ..parallel.memory import StageEstimate
 
 
 def command(
@@ -35,6 +36,10 @@ def command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="--serve: devices that share each layer.")
+    ] = 1,
+    pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="--serve: stages of layers.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
@@ -59,7 +64,8 @@ def command(
         _train(source, settings, kind, budget, json)
     else:
         settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
-                    "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens}  # fmt: skip
+                    "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens,
+                    "tensor_parallel_size": tp, "pipeline_parallel_size": pp}  # fmt: skip
         _serve(source, settings, kind, budget, json)
 
 
@@ -124,9 +130,11 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
     from ..models.cost import weight_bytes
-    from ..models.memory.serving import ServingPlan, serving
+    from ..models.memory.serving import ServingPlan
     from ..models.memory.terms import gib
     from ..models.storage import storage_for
+    from ..parallel.layout import Layout
+    from ..parallel.memory import smallest_layout, stages
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
     context, positions = config.max_model_len, source.config.max_position
@@ -134,11 +142,11 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         raise ValueError(f"--context is {context}, but the model knows {positions} positions: set it to that or less")
     seqs, tokens = config.limits(kind)
     element = 4 if config.dtype == "float32" or kind == "cpu" else 2
+    bytes_each = 4 if config.dtype == "float32" else 2
+    storage = storage_for(bytes_each, config.quantization, native=kind == "cpu")
     if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto" and config.quantization is None:
         weights = source.path.stat().st_size  # the C++ kernels keep the file's own blocks
     else:
-        bytes_each = 4 if config.dtype == "float32" else 2
-        storage = storage_for(bytes_each, config.quantization, native=kind == "cpu")
         weights = int(weight_bytes(source.config, storage))
     plan = ServingPlan(
         weights=weights,
@@ -153,17 +161,32 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         most_cache=None if kind == "cuda" else min(budget // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES),
         backend="gpu" if kind == "cuda" else "cpu",
     )
-    found = serving(source.config, plan, budget)
+    each = stages(source.config, Layout(*config.parallel_sizes), plan, storage, budget)
+    worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
+    found = worst.estimate
+    layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
     if json:
         facts = {name: value for name, value in asdict(found).items() if name != "account"}
+        facts["ranks"] = [{"weights": _weights(stage), "share": str(stage.shard)} for stage in each]
+        facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
         _dump(found.account, {"budget": budget, "context": plan.context, **facts})
         return
-    _table(f"serving {source.name}, {seqs} sequences of up to {plan.context} tokens", found.account)
+    place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
+    _table(f"serving {source.name}, {seqs} sequences of up to {plan.context} tokens{place}", found.account)
+    for number, stage in enumerate(each if config.ranks > 1 else []):
+        what = f"stage {number}, {config.tensor_parallel_size} ranks" if len(each) > 1 else "each rank"
+        print(f"{what}: {gib(_weights(stage))} of weights, the first of them {stage.shard}")
     if found.fits:
         print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
-    else:
-        print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
-        print(f"smallest change that does: {found.change}")
+        return
+    print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
+    print(f"smallest change that does: {found.change}")
+    if layout is not None:
+        print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
+
+
+def _weights(stage: StageEstimate) -> int:
+    return next(term.bytes for term in stage.estimate.account.terms if term.name == "weights")
 
 
 def _dump(estimate: Estimate, facts: dict[str, Any]) -> None:

@@ -105,6 +105,10 @@ def command(
     log_level: Annotated[
         str, typer.Option(help="Lines of this level and above: debug, info, warning (4xx) or error (5xx).")
     ] = "info",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send OpenTelemetry spans of requests there: http://HOST:4318 or grpc://HOST:4317."),
+    ] = None,
     load_format: LoadFormat = "auto",
     revision: Revision = None,
     adapter: Adapter = None,
@@ -176,6 +180,7 @@ def command(
         ssl_keyfile=ssl_keyfile,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     configure(request_log, log_level)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ops.counting import touched, visible_keys, visible_pairs
@@ -164,11 +164,14 @@ def floor(costs: dict[str, Cost], flops_per_second: float, bytes_per_second: flo
     return sum(cost.floor(flops_per_second, bytes_per_second) for cost in costs.values())
 
 
-def weight_bytes(config: ModelConfig, storage: Storage | None = None) -> float:
-    """Memory of the weights."""
+def weight_bytes(
+    config: ModelConfig, storage: Storage | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> float:
+    """Memory of the weights, or of those parts of them that ``shapes`` names (``parallel.shards.Shard.shapes``)."""
     storage = storage or Storage()
     bits = 0.0
-    for name, shape in weight_shapes(config).items():
+    shapes = weight_shapes(config) if shapes is None else shapes
+    for name, shape in shapes.items():
         if name in ("embed.weight", "position_embed.weight"):
             each = storage.embed
         elif name == "head.weight":
@@ -178,7 +181,7 @@ def weight_bytes(config: ModelConfig, storage: Storage | None = None) -> float:
             each = storage.of(inner) if len(shape) == 2 and not inner.endswith("router") else storage.norm
         bits += math.prod(shape) * each
     if config.tied_embeddings and storage.head_copied:
-        bits += config.vocab_size * config.dim * storage.head
+        bits += math.prod(shapes.get("embed.weight", (0,))) * storage.head
     return bits / 8
 
 

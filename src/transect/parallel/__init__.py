@@ -12,6 +12,7 @@ Ranks, for serving and training alike:
 A model on them:
 
 * ``shards.py``: ``Shard``, which rows, columns and layers of every weight a rank has (no torch)
+* ``memory.py``: what each rank needs, and the smallest layout that fits (no torch)
 * ``tensor.py``: kinds of ``Weight`` that stand around a shard, and an embedding that is cut by the vocabulary
 * ``load.py``: a rank's part of a model, built, and filled with its slices of the files alone
 

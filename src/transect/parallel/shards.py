@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..models.config import ModelConfig
+from ..models.shapes import weight_shapes
 from .layout import share
 
 ALL = slice(None)
@@ -125,6 +126,15 @@ class Shard:
         elif module == "head" and not self.last:
             return None
         return (self.vocabulary if module in ("embed", "head") else ALL), ALL
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What this rank has of every weight: the shape of its part, by the name in the whole model."""
+        found = {}
+        for name, shape in weight_shapes(self.model).items():
+            part = self.part(name, shape)
+            if part is not None:
+                found[name] = tuple(len(range(size)[cut]) for size, cut in zip(shape, part, strict=False))
+        return found
 
     def own_name(self, name: str) -> str:
         """The name in this rank's model of a weight that it has a part of."""

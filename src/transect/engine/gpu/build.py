@@ -85,7 +85,8 @@ def build_gpu(
     times = StartupTimes() if began is None else StartupTimes(_last=began)
     if began is not None:
         times.done("torch")
-    setup = set_up(config, source.config if mesh is None else shard_of(source.config, mesh).local, device)
+    shard = None if mesh is None else shard_of(source.config, mesh)
+    setup = set_up(config, source.config if shard is None else shard.local, device, shard)
     times.done("CUDA")
     loaded = load(setup, source, compilers, times, mesh)
     measured = measure(setup, loaded.model)

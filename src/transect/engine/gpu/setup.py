@@ -17,6 +17,7 @@ from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
+from ...parallel.shards import Shard
 from ..config import EngineConfig
 from .memory import GIB
 from .step_sizes import row_bucket
@@ -77,8 +78,9 @@ class Setup:
         return filled if filled is not None and filled <= self.tricks["graph_tokens"] else None
 
 
-def set_up(config: EngineConfig, model: ModelConfig, device: torch.device) -> Setup:
-    """Decide what an engine of ``config`` on ``device`` does.
+def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard: Shard | None = None) -> Setup:
+    """Decide what an engine of ``config`` on ``device`` does. ``shard``: the part of a model that this rank has;
+    ``model`` has its sizes.
 
     Raises:
         ValueError: the weights do not fit, or a setting is at fault; the message says what to change.
@@ -90,7 +92,8 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device) -> Se
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config)
     storage = storage_for(dtype.itemsize, config.quantization)
-    _check_weights(config, weight_bytes(model, storage), free, total)
+    shapes = None if shard is None else shard.shapes()
+    _check_weights(config, weight_bytes(model, storage, shapes), free, total)
     longest = config.max_model_len or model.max_position
     ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
     asked, config = repr(config), without_graphs(config, ops)

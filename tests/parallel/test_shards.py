@@ -1,0 +1,107 @@
+"""Which part of a model a rank has: all parts together are the model, once, and each rank's fits its memory account."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from transect.models.config import ModelConfig
+from transect.models.cost import weight_bytes
+from transect.models.decoder import Decoder
+from transect.models.memory.serving import ServingPlan
+from transect.models.presets import PRESETS
+from transect.models.shapes import weight_shapes
+from transect.models.storage import storage_for
+from transect.models.stored import Stored
+from transect.ops.opset import resolve_ops
+from transect.parallel.group import Group
+from transect.parallel.layout import Layout
+from transect.parallel.load import shard_embedding, shard_weights
+from transect.parallel.memory import smallest_layout, stages
+from transect.parallel.shards import Shard, vocabulary_part
+from transect.parallel.tensor import sharded_kinds
+
+MODEL = ModelConfig("qwen3", 101, 64, 3, 8, 2, 16, 96, 128, qk_norm=True, tied_embeddings=True, sliding_window=8,
+                    full_attention_layers=(1,))  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (4, 1), (8, 3), (1, 3), (2, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_all_parts_are_the_model(ranks, stages, tied):
+    model = replace(MODEL, tied_embeddings=tied)
+    shards = [Shard(model, rank, ranks, stage, stages) for stage in range(stages) for rank in range(ranks)]
+    for name, shape in weight_shapes(model).items():
+        held = torch.zeros(shape)
+        for shard in shards:
+            part = shard.part(name, shape)
+            if part is not None:
+                held[part[: len(shape)]] += 1
+        wanted = 1 if "embed" not in name else 1 + (tied and stages > 1)
+        if any(word in name for word in ("norm", "position")):
+            wanted = ranks * (stages if name.startswith("norm") else 1)
+        if ".k." in name or ".v." in name:
+            wanted = max(1, ranks // model.n_kv_heads)  # key heads are repeated
+        assert torch.all(held == wanted), name
+
+
+@pytest.mark.parametrize("vocab", [3, 96, 101, 50257, 128256])
+def test_the_vocabulary_is_cut_without_gaps(vocab):
+    for ranks in (1, 2, 3):
+        parts = [vocabulary_part(vocab, rank, ranks) for rank in range(ranks)]
+        assert [parts[0].start, parts[-1].stop] == [0, vocab]
+        assert all(a.stop == b.start and a.start < a.stop for a, b in itertools.pairwise(parts))
+
+
+class FakeMesh:
+    """A rank of four whose group never meets: for what is built, not for what is computed."""
+
+    tensor = Group(tuple(range(4)), 1, None)
+
+
+def test_a_rank_has_no_more_memory_than_its_account_says():
+    shard = Shard(MODEL, 1, 4, 0, 1)
+    kinds = sharded_kinds(None, shard, FakeMesh.tensor)
+    model = Decoder(shard.local, "meta", torch.float32, ops=resolve_ops("cpu"), kinds=kinds)
+    shard_embedding(model, shard, FakeMesh, torch.float32)
+    assert model.nbytes == weight_bytes(MODEL, storage_for(4), shard.shapes())
+    own = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    assert {n.replace(".inner", "").replace(".table", ""): s for n, s in own.items() if n != "head.inner.weight"} == (
+        shard.shapes()
+    )
+
+
+def test_a_rank_reads_its_part_and_nothing_else():
+    read = []
+
+    def stored(shape):
+        return Stored(shape, lambda rows, columns: read.append((shape, rows, columns)) or torch.zeros(shape)[rows])
+
+    weights = ((name, stored(shape)) for name, shape in weight_shapes(MODEL).items())
+    for name, each in shard_weights(weights, Shard(MODEL, 1, 2, 1, 2)):
+        if name == "layers.0.attention.q.weight":  # its first layer is the model's third
+            assert each.shape == (64, 64)
+            each.read(slice(3, 5))
+    assert read == [((128, 64), slice(67, 69), slice(0, 64))]
+
+
+def test_the_smallest_layout_that_fits():
+    model = PRESETS["llama-3.1-8b"]
+    storage = storage_for(2)
+    plan = ServingPlan(weights=int(weight_bytes(model, storage)), max_num_seqs=16, max_num_batched_tokens=2048)
+    assert smallest_layout(model, plan, storage, 80 * 2**30) == Layout(1)
+    found = smallest_layout(model, plan, storage, 8 * 2**30)
+    assert found is not None and found.size > 2
+    whole = [stage.estimate.fits for stage in stages(model, found, plan, storage, 8 * 2**30)]
+    assert all(whole) and len(whole) == found.pipeline
+    for fewer in range(1, found.size):
+        assert not all(s.estimate.fits for s in stages(model, Layout(pipeline=fewer), plan, storage, 8 * 2**30))
+    assert smallest_layout(model, plan, storage, 2**30, most=8) is None
+
+
+def test_shares_of_the_weights_add_up():
+    storage = storage_for(2)
+    parts = [weight_bytes(MODEL, storage, Shard(MODEL, rank, 2).shapes()) for rank in range(2)]
+    doubled = sum(2 * math.prod(s) for n, s in weight_shapes(MODEL).items() if "norm" in n)
+    assert sum(parts) == weight_bytes(MODEL, storage) + doubled
