@@ -23,6 +23,7 @@ import engine_tables
 import grammars
 import http_vs_offline
 import issue_rates
+import jump_ahead
 import ladder_tables
 import numerics
 import ops_tables
@@ -31,6 +32,7 @@ import record
 import request_walk
 import step_policy
 import structured_cost
+import structured_masks
 import train_tables
 import tuning_table
 
@@ -204,6 +206,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "many-rows-alone": ops_tables.many_rows_alone,
     "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
+    "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
+    "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
