@@ -68,6 +68,9 @@ DecisionLog = Annotated[
     typer.Option("--decision-log", help="Write what the scheduler decides to this file; see `transect explain`."),
 ]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
+JumpAhead = Annotated[
+    bool, typer.Option(help="Compute tokens that a grammar forces together; off: draw them one by one.")
+]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Devices between which every matrix is cut.")
 ]

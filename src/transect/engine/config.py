@@ -73,6 +73,7 @@ class EngineConfig:
         policy: ``continuous``, or ``static`` to compare with.
         longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
             sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
+        jump_ahead: tokens that a grammar forces are computed together, not drawn one by one.
         max_queue: requests that may wait; one more is refused. None: no bound.
         async_scheduling: plan a step ahead of the tokens; None: on a GPU.
         threads: CPU threads of the model; None: the cores that this process may use. They become torch's number of
@@ -122,6 +123,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
     longest_first: bool | None = None
+    jump_ahead: bool = True
     max_queue: int | None = None
     async_scheduling: bool | None = None
     threads: int | None = None

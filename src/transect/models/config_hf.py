@@ -252,7 +252,7 @@ def _split(dim: int, heads: int) -> int:
 def _activation(read: Fields, key: str, default: str) -> str:
     name = read.text(key, default) or default
     if name not in _ACTIVATIONS:
-        raise ValueError(f"{key} {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
+        raise ValueError(f"{key} {shown(name)} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
@@ -294,7 +294,7 @@ def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.
     old = read.values.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{key!r} in config.json must be an object or null, not {value!r}")
+            raise ValueError(f"{key!r} in config.json must be an object or null, not {shown(value)}")
     if isinstance(new, dict) and isinstance(new.get("full_attention"), dict):
         new = new["full_attention"]  # of Gemma 3, by kind of layer
     values = {**(new or {}), **(old or {})}
@@ -338,7 +338,7 @@ def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.
             "rope scaling 'longrope' is not supported (Phi-3 of 128k, Phi-4-mini): it changes frequencies within "
             "a sequence; take the 4k or 16k model"
         )
-    raise ValueError(f"rope scaling {kind!r} is not supported; supported are: default, linear, llama3, yarn")
+    raise ValueError(f"rope scaling {shown(kind)} is not supported; supported are: default, linear, llama3, yarn")
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:

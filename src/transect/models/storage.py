@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..formats.nf4 import BITS as NF4_BITS
+
 SCALE_BITS = 16
 """Bits of a group's scale, and of its zero, where a model in 4 bits is served."""
 SERVING_GROUP = 128
@@ -35,6 +37,11 @@ def dense_format(bits: int) -> WeightFormat:
 def int4_format(group: int = SERVING_GROUP, scale_bits: float = SCALE_BITS) -> WeightFormat:
     """4-bit codes, with a scale and a zero of ``scale_bits`` for each ``group`` of them."""
     return WeightFormat(f"int4, groups of {group}", 4 + 2 * scale_bits / group)
+
+
+def nf4_format() -> WeightFormat:
+    """4-bit NormalFloat with double quantization."""
+    return WeightFormat("nf4, double quantization", NF4_BITS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,5 +26,5 @@
 * ``export.py``: adapters and merged models for other programs.
 >>>>>>> main
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
-  ``trackers.py``: Weights & Biases, MLflow.
+  ``trackers.py``: Weights & Biases, MLflow. ``sweep.py``: runs over a grid of settings.
 """

@@ -20,7 +20,8 @@ An unknown key is an error that names the nearest known one.
 * ``run.py``: the run; read it first. ``data.py``: what it trains on. ``optim.py``: how it changes weights.
 * ``adapters.py``: adapters. ``objectives.py``: the settings of each objective. ``router.py``: losses on routers.
 * ``defaults.py``: what the task decides where a file leaves it out, and names that other trainers have.
-* ``watching.py``: what a run shows of itself. ``parse.py``: plain values to these classes, and what is wrong with them.
+* ``watching.py``: what a run shows of itself. ``page.py``: the page of all settings.
+* ``parse.py``: plain values to these classes, and what is wrong with them.
 """
 
 from __future__ import annotations
