@@ -49,7 +49,7 @@ _LLAMA_LAYER = {
     "mlp.down": "mlp.down_proj",
 }
 _LLAMA_LAYER["attention"] = "self_attn"
-"""Of sinks, which belong to no matrix."""
+"""The name for sinks, which belong to no matrix."""
 _POST_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
