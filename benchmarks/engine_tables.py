@@ -48,6 +48,30 @@ def sections(known: dict[str, Any], begin: str) -> list[dict[str, Any]]:
     return [section["result"] for name, section in known["sections"].items() if name.split()[0] == begin]
 
 
+def vllm() -> dict[str, Any]:
+    """vLLM's figures, which were measured apart."""
+    return json.loads((record.RESULTS / "h200" / "vllm.json").read_text())
+
+
+def _beside(peer: dict[str, Any], model: str, work: str, batch: int | None = None) -> str:
+    """One of vLLM's figures, or nothing where there is none."""
+    found = peer["models"].get(model, {}).get(work)
+    found = found.get(str(batch)) if isinstance(found, dict) else found
+    if found is None:
+        return ""
+    return {"decode_s": f"{found * 1e3:.2f} ms", "prefill_s": f"{found:.2f} s", "tokens_per_s": f"{found:,.0f} tok/s"}[
+        work
+    ]
+
+
+def _apart(peer: dict[str, Any]) -> str:
+    """Where vLLM's figures come from, in one sentence."""
+    started = [f"{model} {found['start_s']} s" for model, found in peer["models"].items() if "start_s" in found]
+    return (
+        f"vLLM {peer['version']} was {peer['provenance']}. From its start to its first token: {', '.join(started)}.\n"
+    )
+
+
 def _rows(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
@@ -76,7 +100,7 @@ def _spread(low: float, high: float, runs: int, form: str) -> str:
 
 def main_table(files: dict[str, dict[str, Any]]) -> str:
     """Decode, prefill and throughput beside the floor."""
-    rows = []
+    rows, peer = [], vllm()
     for model, known in files.items():
         for row in _decodesections(known):
             step, floor = row["step_s"], row["floor_s"]
@@ -88,24 +112,26 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
                     f"{step['median'] * 1e3:.2f} ms",
                     _spread(step["min"] * 1e3, step["max"] * 1e3, step["runs"], ".2f"),
                     f"{row['of_floor']:.0%}",
+                    _beside(peer, model, "decode_s", row["batch"]),
                 )
             )
         for row in sections(known, "prefill"):
             found = row["seconds"]
             spread = _spread(found["min"], found["max"], found["runs"], ".2f")
             cells = (f"{row['floor_s']:.2f} s", f"{found['median']:.2f} s", spread, f"{row['of_floor']:.0%}")
-            rows.append((model, f"prefill, 256 x {PROMPT}", *cells))
+            rows.append((model, f"prefill, 256 x {PROMPT}", *cells, _beside(peer, model, "prefill_s")))
         for row in sections(known, "throughput"):
             low, high = (row["output_tokens"] / row["seconds"][end] for end in ("max", "min"))
             cells = (f"{row['floor_tokens_per_s']:,.0f} tok/s", f"{row['tokens_per_s']:,.0f} tok/s")
             spread = _spread(low, high, row["seconds"]["runs"], ",.0f")
-            rows.append((model, "throughput", *cells, spread, f"{row['of_floor']:.0%}"))
+            beside = _beside(peer, model, "tokens_per_s")
+            rows.append((model, "throughput", *cells, spread, f"{row['of_floor']:.0%}", beside))
             if plain := row.get("unfilled_tokens_per_s"):
                 share = f"{plain / row['floor_tokens_per_s']:.0%}"
                 work = "throughput, `fill_steps=False`"
-                rows.append((model, work, cells[0], f"{plain:,.0f} tok/s", "one run", share))
-    head = ("model", "work", "floor", "median", "runs from - to", "of floor")
-    return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput"))
+                rows.append((model, work, cells[0], f"{plain:,.0f} tok/s", "one run", share, ""))
+    head = ("model", "work", "floor", "median", "runs from - to", "of floor", f"vLLM {peer['version']}, apart")
+    return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput")) + "\n" + _apart(peer)
 
 
 def short_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -> str:
@@ -113,7 +139,8 @@ def short_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -
     shown = ("decode, batch 1 ", "decode, batch 64 ", "decode, batch 256 ", "prefill", "throughput |")
     head, rule, *rest = main_table({model: files[model]}).splitlines()
     rows = [line for line in rest if line.startswith("|") and any(f"| {work}" in line for work in shown)]
-    return "\n".join([head, rule, *rows]) + "\n" + origin({model: files[model]}, ("decode", "prefill", "throughput"))
+    where = origin({model: files[model]}, ("decode", "prefill", "throughput"))
+    return "\n".join([head, rule, *rows]) + "\n" + where + "\n" + _apart(vllm())
 
 
 def energy_table(files: dict[str, dict[str, Any]]) -> str:

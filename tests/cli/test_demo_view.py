@@ -1,9 +1,11 @@
 """What the demo draws in a terminal."""
 
 import io
+from xml.etree import ElementTree
 
 from rich.console import Console
 
+from transect.cli.demo_picture import svg_of
 from transect.cli.demo_view import Gauges, Talk, View, summary
 
 METRICS = """# HELP transect_kv_cache_usage_ratio Share of the KV pool in use, 0 to 1
@@ -60,3 +62,20 @@ def test_summary_has_a_row_for_each_and_one_for_all():
     console.print(summary(talks(), gauges))
     text = console.file.getvalue()
     assert text.count("Question") == 8 and "together" in text and "25.0%" in text
+
+
+def test_a_picture_is_kept_when_the_second_talk_ends():
+    every, gauges = talks(), Gauges()
+    view = View(Console(file=io.StringIO(), width=80), every, gauges, picture_width=132)
+    view.finished(every[0])
+    assert view.pictures == []
+    every[1].finish_reason = "length"
+    view.finished(every[1])
+    every[2].finish_reason = "stop"
+    view.finished(every[2])
+    (kept,) = view.pictures
+    svg = svg_of([kept, summary(every, gauges)], "transect demo")
+    text = ElementTree.fromstring(svg)
+    shown = "".join(text.itertext()).replace("\xa0", " ")
+    assert "Question 8?" in shown and "first 0.50 s" in shown and "together" in shown and "transect demo" in shown
+    assert "@font-face" not in svg and "url(http" not in svg

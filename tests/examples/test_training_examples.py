@@ -86,3 +86,27 @@ def test_lora_lowers_the_loss_and_shows_answers_before_and_after(smollm2) -> Non
     assert len(before) == len(after) == 3
     assert not any("{" in answer for answer in before)
     assert before != after
+
+
+def test_rewards_alone_teach_sums() -> None:
+    out = run("grpo", "--steps", "12")
+    first, last = numbers(r"right answers: (\d+)% of the first rollout, (\d+)% of the last ones", out)
+    assert 20 < first < 90
+    assert last > first + 5
+
+
+@pytest.mark.prove
+def test_preferences_move_the_short_answers_ahead(smollm2) -> None:
+    out = run("dpo", "--steps", "3")
+    margins = [float(value) for value in re.findall(r"margin (\S+) nats", out)]
+    assert margins[0] == 0 and margins[-1] > 1
+    assert out.count("before:") == out.count("after:") == 3
+
+
+@pytest.mark.prove
+def test_adapters_learn_over_four_bits(smollm2) -> None:
+    out = run("qlora", "--steps", "3")
+    (bits,) = numbers(r"(\S+) bits each", out)
+    assert 4 < bits < 6
+    losses = [float(value) for value in re.findall(r"loss (\S+) nats", out)]
+    assert losses[-1] < 0.7 * losses[0]

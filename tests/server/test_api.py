@@ -246,6 +246,10 @@ async def test_metrics(client, engine):
         'vllm:request_queue_time_seconds_count{engine="0"} 2.0',
         'vllm:request_prefill_time_seconds_sum{engine="0"} 4.0',
         'vllm:request_decode_time_seconds_count{engine="0"} 2.0',
+        'vllm:request_inference_time_seconds_count{engine="0"} 2.0',
+        'vllm:request_time_per_output_token_seconds_count{engine="0"} 2.0',
+        'vllm:request_params_n_sum{engine="0"} 3.0',
+        'vllm:request_params_max_tokens_sum{engine="0"} 103.0',
     ):
         assert line in lines, line
     assert all('model_name="fake-model"' in line for line in text.splitlines() if not line.startswith("#"))

@@ -69,8 +69,10 @@ def documents(batches):
 @pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo", "bnpo"])
 def test_the_loss_is_the_formula_of_its_type(tmp_path, kind: str, masked: bool) -> None:
     """The formula as TRL writes it, over rows of answers, in float64 and from whole logits."""
-    settings = {"loss": kind, "mask_truncated": masked, "iterations": 3, "beta": 0.3, "temperature": 0.7,
-                "clip": 0.05, "clip_high": 0.1, "max_tokens": 60}  # fmt: skip
+    settings = {
+        "loss": kind, "mask_truncated": masked, "unbiased_kl": not masked, "iterations": 3, "beta": 0.3, "clip": 0.05,
+        "clip_high": 0.1, "temperature": 0.7, "max_tokens": 60,
+    }  # fmt: skip
     trainer = Trainer(grpo_run(tmp_path, grpo=settings, data={"seq_len": 96, "micro_batch": 128}))
     objective, model = trainer.objective, trainer.model
     trainer.step()
@@ -88,7 +90,8 @@ def test_the_loss_is_the_formula_of_its_type(tmp_path, kind: str, masked: bool) 
         ratio = (logp - old[at].double()).exp()
         a = advantage[at].double()
         further = reference[at].double() - logp
-        row = -torch.minimum(ratio * a, ratio.clamp(1 - 0.05, 1 + 0.1) * a) + 0.3 * (further.exp() - further - 1)
+        kl = (further.exp() - further - 1) * (1 if masked else ratio)
+        row = -torch.minimum(ratio * a, ratio.clamp(1 - 0.05, 1 + 0.1) * a) + 0.3 * kl
         rows.append(row)
         lengths.append(len(row))
     answers = len(rollout)  # masked ones count as answers with a loss of 0

@@ -3,16 +3,18 @@
 * ``pull.py``: fetch a model. ``models.py``: which there are. ``generate.py``: continue one prompt. ``chat.py``: talk to
   a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
-* ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
+* ``train.py``: train or fine-tune a model; ``sweep.py``: over a grid of settings.
+* ``data.py``: prepare what it is trained on. ``plot.py``: its
   curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is. ``export.py``: a run's
   adapter or model for other programs.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
+  ``roofline.py``: what a device allows.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
   ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
   ``session.py``: an engine for the length of a command.
-  ``demo_view.py``: what the demo shows.
+  ``demo_view.py``, ``demo_picture.py``: what the demo shows.
 
 Command files import only typer and the standard library at their top; everything heavy is imported when a command runs,
 so that ``transect --help`` is quick. A command fails with ``ValueError`` (or any error) and ``main`` makes it one line.
@@ -86,8 +88,10 @@ def _application() -> Any:
         models,
         plot,
         pull,
+        roofline,
         serve,
         settings,
+        sweep,
         top,
         trace,
         train,
@@ -124,6 +128,7 @@ def _application() -> Any:
         serve,
         demo,
         train,
+        sweep,
         memory,
         eval,
         export,
@@ -132,6 +137,7 @@ def _application() -> Any:
         inspect,
         tune,
         trace,
+        roofline,
         top,
     )
     for module in commands:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,21 +36,28 @@ STOP_WAIT_S = 20.0
 def command(
     model: ModelArgument = BUILTIN,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 128,
+    svg: Annotated[Path | None, typer.Option(help="Keep a picture of it in this file.")] = None,
 ) -> None:
     """Start the server, stream eight chats at the same time, show what happens, and stop the server."""
     from rich.console import Console
 
     from ..models.resolve import resolve
+    from .demo_picture import WIDTH, svg_of
 
+    if svg is not None and not svg.parent.is_dir():
+        raise ValueError(f"--svg {svg}: there is no folder {svg.parent}")
     console = Console()
     resolve(model)
     console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)
     with _server(model) as url:
         talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
         gauges = Gauges()
-        with View(console, talks, gauges) as view:
+        with View(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:
             asyncio.run(_talk_all(url, talks, gauges, view, max_tokens))
-        console.print(summary(talks, gauges))
+        table = summary(talks, gauges)
+        console.print(table)
+    if svg is not None:
+        svg.write_text(svg_of([*view.pictures, "", table], "transect demo"), encoding="utf-8")
     console.print("the server has stopped cleanly", highlight=False)
 
 

@@ -63,12 +63,17 @@ class View:
     """Shows talks while they run; used as a context manager.
 
     In a terminal the picture is redrawn; elsewhere (a file, a CI log) each event is one line.
+
+    Args:
+        picture_width: keep a picture of the moment when the second talk ends, with lines of so many letters.
     """
 
-    def __init__(self, console: Console, talks: list[Talk], gauges: Gauges) -> None:
+    def __init__(self, console: Console, talks: list[Talk], gauges: Gauges, picture_width: int | None = None) -> None:
         from rich.live import Live
 
         self._console, self._talks, self._gauges = console, talks, gauges
+        self._picture_width = picture_width
+        self.pictures: list[RenderableType] = []
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=8)
@@ -89,6 +94,9 @@ class View:
 
     def finished(self, talk: Talk) -> None:
         """Called when a talk has ended."""
+        ended = sum(each.finish_reason is not None for each in self._talks)
+        if self._picture_width is not None and not self.pictures and ended >= min(2, len(self._talks)):
+            self.pictures.append(self._picture_of(self._picture_width, 40))
         if self._live is None:
             text = " ".join(talk.text.split())
             self._line(f"chat {talk.number}: {talk.tokens} tokens, {talk.per_second:.0f} tok/s: {text[:60]}...")
@@ -97,11 +105,13 @@ class View:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _picture(self) -> RenderableType:
+        return self._picture_of(*self._console.size)
+
+    def _picture_of(self, width: int, height: int) -> RenderableType:
         from rich.console import Group
         from rich.panel import Panel
         from rich.table import Table
 
-        width, height = self._console.size
         columns = max(1, min(4, width // 40))
         rows = -(-len(self._talks) // columns)
         lines = max(1, min(12, (height - 3) // rows - 2))

@@ -118,6 +118,7 @@ def replay(
         raise ValueError(f"the replay differs at {found.difference}")
 
 
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write the report as one page that loads nothing.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 
 
@@ -128,9 +129,15 @@ def run(
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     keep_trace: Annotated[Path | None, typer.Option(help="Keep the profiler's trace in this file.")] = None,
     stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
+    apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
+    energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
+    grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
+    html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
     """Run a PyTorch program and say where its time went, what it could be, and what to change."""
+    from ..explain.apply import apply as try_changes
+    from ..explain.energy import Energies
     from ..explain.program import Explain, explain_script
     from ..hardware.presets import preset as find
 
@@ -140,14 +147,21 @@ def run(
     if not words or words[0].startswith("-"):
         raise ValueError("give a script: transect explain run -- python train.py --steps 10")
     ceilings = None if preset is None else find(preset).ceilings()
-    found = explain_script(Path(words[0]), words[1:], Explain(ceilings, stacks=stacks, trace=keep_trace))
-    _show(found, as_json)
+    with Energies(energy, grid) as energies:
+        found = explain_script(Path(words[0]), words[1:], Explain(ceilings, stacks=stacks, trace=keep_trace))
+    found.facts.update(energies.facts)
+    _show(found, as_json, html)
+    for line in energies.lines:
+        print(line)
+    for done in try_changes(Path(words[0]), words[1:], found) if apply else ():
+        print(done)
 
 
 @application.command("trace")
 def trace(
     file: Annotated[Path, typer.Argument(help="A Chrome trace of torch.profiler: .json or .json.gz.")],
     preset: Annotated[str | None, typer.Option(help="The device that it ran on; default: this machine.")] = None,
+    html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
     """Say where the time of a recorded trace went. Files of any size: they are read piece by piece."""
@@ -162,12 +176,16 @@ def trace(
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=1.0)
         recorded = read_trace(file, lambda share: progress.update(task, completed=share))
-    _show(explain_trace(recorded, ceilings), as_json)
+    _show(explain_trace(recorded, ceilings), as_json, html)
 
 
-def _show(found: Any, as_json: Path | None) -> None:
+def _show(found: Any, as_json: Path | None, html: Path | None) -> None:
     import json
+
+    from ..explain.report_html import page
 
     print(found)
     if as_json is not None:
         as_json.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+    if html is not None:
+        html.write_text(page(found))

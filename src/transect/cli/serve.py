@@ -27,6 +27,7 @@ from .engine_options import (
     FusedOperators,
     GenerationConfig,
     GpuMemory,
+    JumpAhead,
     LoadFormat,
     MaxBatchedTokens,
     MaxMixedTokens,
@@ -106,6 +107,10 @@ def command(
     log_level: Annotated[
         str, typer.Option(help="Lines of this level and above: debug, info, warning (4xx) or error (5xx).")
     ] = "info",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send OpenTelemetry spans of requests there: http://HOST:4318 or grpc://HOST:4317."),
+    ] = None,
     load_format: LoadFormat = "auto",
     revision: Revision = None,
     adapter: Adapter = None,
@@ -142,6 +147,7 @@ def command(
     ] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     prefix_caching: PrefixCaching = True,
+    jump_ahead: JumpAhead = True,
     decision_log: DecisionLog = None,
     threads: Threads = None,
     native: Native = None,
@@ -178,6 +184,7 @@ def command(
         ssl_keyfile=ssl_keyfile,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     configure(request_log, log_level)  # type: ignore[arg-type]
@@ -211,6 +218,7 @@ def command(
         itl_target=itl_target,
         kv_cache_tokens=kv_cache_tokens,
         enable_prefix_caching=prefix_caching,
+        jump_ahead=jump_ahead,
         decision_log=decision_log,
         max_queue=max_queue,
         hung_after_s=hung_after,

@@ -15,7 +15,9 @@ Any PyTorch program:
 * ``program``: ``Explain``, the context manager, and scripts. ``sampler``: what Python does meanwhile.
 * ``trace_file``: reads traces piece by piece. ``trace``: their events as columns of numbers.
 * ``split``: the wall time by cause. ``op_floor``: the least time of an operator. ``gaps``: names for what lies between.
-* ``findings``: what to change, by predicted gain. ``report``: all of it as text and JSON.
+* ``findings``: what to change, by predicted gain. ``report``: all of it as text and JSON; ``report_html``: as a page.
+* ``apply``: does what can be done from outside, and measures again. ``energy``: joules, kWh and CO2e of a run.
+* ``roofline``: what a device allows, for a model, an operator, a trace. ``roofline_svg``: its picture.
 
 A backward pass:
 

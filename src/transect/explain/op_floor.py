@@ -90,9 +90,14 @@ def floor(key: Key, ceilings: Ceilings) -> float | None:
     return found.floor(_rate(key, ceilings), ceilings.copy_bytes_per_second)
 
 
+def dtype_of(key: Key) -> str:
+    """The name of the floating-point type that an operator computes in; float32 where none is known."""
+    return next((DTYPES[each] for each in key.types if each in DTYPES), "float32")
+
+
 def _rate(key: Key, ceilings: Ceilings) -> float:
     """FLOP/s of products of this operator's type; float64 is taken as half of float32."""
-    dtype = next((DTYPES[each] for each in key.types if each in DTYPES), "float32")
+    dtype = dtype_of(key)
     rates = ceilings.flops_per_second
     if dtype == "float64":
         return rates.get("float64", rates["float32"] / 2)

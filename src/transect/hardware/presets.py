@@ -89,6 +89,10 @@ PRESETS: Mapping[str, Preset] = {
             "NVIDIA H200 Tensor Core GPU data sheet (SXM; half of the figures with sparsity); link PCIe 5.0 x16",
         ),
         Preset(
+            "b200", "NVIDIA B200 SXM 180GB", 180 * GB, 8000e9, _tensor(75, 1125, 2250, 4500), 64e9, 900e9, 148,
+            "NVIDIA HGX B200 data sheet (an eighth of the board; half of the figures with sparsity); link PCIe 5.0 x16",
+        ),
+        Preset(
             "l4", "NVIDIA L4", 24 * GB, 300e9, _tensor(30.3, 60, 121, 242.5), 32e9, 0.0, 58,
             "NVIDIA L4 Tensor Core GPU data sheet (half of the figures with sparsity); link PCIe 4.0 x16",
         ),
@@ -99,6 +103,21 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             "mi300x", "AMD Instinct MI300X", 192 * GB, 5300e9, _tensor(163.4, 653.7, 1307.4, 2614.9), 64e9, 448e9, 304,
             "AMD Instinct MI300X data sheet (dense); fp8 there is e4m3fnuz; 7 Infinity Fabric links; PCIe 5.0 x16",
+        ),
+        Preset(
+            "epyc-9654", "AMD EPYC 9654, 96 cores, 12 channels of DDR5-4800", 384 * GB, 12 * 8 * 4800e6,
+            {"float32": 96 * 2.4e9 * 2 * 16}, 0.0, 0.0, 96,
+            "arithmetic: AMD's 2.4 GHz base clock, a 512-bit FMA a cycle and core (Zen 4); 12 channels of 8 bytes",
+        ),
+        Preset(
+            "xeon-8480", "Intel Xeon Platinum 8480+, 56 cores, 8 channels of DDR5-4800", 256 * GB, 8 * 8 * 4800e6,
+            {"float32": 56 * 2.0e9 * 2 * 2 * 16}, 0.0, 0.0, 56,
+            "arithmetic: Intel's 2.0 GHz base clock, 2 FMA units on 16 floats; its matrix unit (AMX) is not counted",
+        ),
+        Preset(
+            "ryzen-7950x", "AMD Ryzen 9 7950X, 16 cores, two channels of DDR5-5200", 64 * GB, 2 * 8 * 5200e6,
+            {"float32": 16 * 4.5e9 * 2 * 16}, 0.0, 0.0, 16,
+            "arithmetic: AMD's 4.5 GHz base clock, a 512-bit FMA a cycle and core (Zen 4); 2 channels of 8 bytes",
         ),
         Preset(
             "cpu-8-cores", "8 cores with AVX2 at 4 GHz, two channels of DDR5-5600", 32 * GB, 2 * 8 * 5600e6,

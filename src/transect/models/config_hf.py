@@ -18,6 +18,7 @@ from ..formats.fields import Fields, read_json_object, shown
 from .config import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
 from .config_hf_families import family_from_hf, family_to_hf, layer_types
 from .config_hf_moe import moe_from_hf, moe_to_hf
+from .config_quantized import check_method
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -77,10 +78,7 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
             architecture if isinstance(architecture, (str, NoneType)) else shown(architecture)
         )
     if config.get("quantization_config") is not None:
-        raise ValueError(
-            "config.json has a quantization_config; such checkpoints are not supported, use the unquantized model or a "
-            "GGUF file"
-        )
+        check_method(config["quantization_config"])
     read = Fields(config)
     parts = _gpt2(read) if architecture == "gpt2" else _llama_like(architecture, read)
     bos, eos = read.token_ids("bos_token_id"), read.token_ids("eos_token_id")
@@ -252,7 +250,7 @@ def _split(dim: int, heads: int) -> int:
 def _activation(read: Fields, key: str, default: str) -> str:
     name = read.text(key, default) or default
     if name not in _ACTIVATIONS:
-        raise ValueError(f"{key} {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
+        raise ValueError(f"{key} {shown(name)} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
@@ -294,7 +292,7 @@ def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.
     old = read.values.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{key!r} in config.json must be an object or null, not {value!r}")
+            raise ValueError(f"{key!r} in config.json must be an object or null, not {shown(value)}")
     if isinstance(new, dict) and isinstance(new.get("full_attention"), dict):
         new = new["full_attention"]  # of Gemma 3, by kind of layer
     values = {**(new or {}), **(old or {})}
@@ -338,7 +336,7 @@ def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.
             "rope scaling 'longrope' is not supported (Phi-3 of 128k, Phi-4-mini): it changes frequencies within "
             "a sequence; take the 4k or 16k model"
         )
-    raise ValueError(f"rope scaling {kind!r} is not supported; supported are: default, linear, llama3, yarn")
+    raise ValueError(f"rope scaling {shown(kind)} is not supported; supported are: default, linear, llama3, yarn")
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:

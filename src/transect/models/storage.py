@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..formats.nf4 import BITS as NF4_BITS
+
 SCALE_BITS = 16
 """Bits of a group's scale, and of its zero, where a model in 4 bits is served."""
 SERVING_GROUP = 128
@@ -35,6 +37,11 @@ def dense_format(bits: int) -> WeightFormat:
 def int4_format(group: int = SERVING_GROUP, scale_bits: float = SCALE_BITS) -> WeightFormat:
     """4-bit codes, with a scale and a zero of ``scale_bits`` for each ``group`` of them."""
     return WeightFormat(f"int4, groups of {group}", 4 + 2 * scale_bits / group)
+
+
+def nf4_format() -> WeightFormat:
+    """4-bit NormalFloat with double quantization."""
+    return WeightFormat("nf4, double quantization", NF4_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +77,5 @@ def storage_for(element: int, quantization: str | None = None, *, native: bool =
     """
     bits = 8.0 * element
     linear = int4_format(32 if native else SERVING_GROUP).bits if quantization == "int4" else bits
+    linear = 8.0 if quantization in ("fp8", "int8") else linear  # a scale for each row is a rounding error here
     return Storage(linear=linear, embed=bits, head=bits, norm=bits, activation=32 if native else bits, kv=bits)

@@ -17,7 +17,7 @@
   show answers as ``blocks.py``.
 * ``retrieval.py`` (bodies and answers: ``retrieval_protocol.py``): embeddings, scores and ranks.
 * ``sse.py``: streams that always end well. ``disconnect.py``: ending work whose client has gone.
-* ``request_log.py``: one line for each request.
+* ``request_log.py``: one line for each request. ``tracing.py``: its spans for OpenTelemetry.
 * ``operations.py``: further routes for operators. ``bills.py``: where the time of requests went.
 * ``health.py``, ``metrics.py``: what operators see; ``metric_names.py``: and under which names.
   ``serving.py``: the state that all of these share.

@@ -70,6 +70,8 @@ class Gate:
             return
         self.serving.enter()
         began, facts = time.monotonic(), request_log.begin()
+        if self.serving.tracing is not None:
+            self.serving.tracing.begin(scope["headers"])
         try:
             refusal = self._refusal(scope)
             if refusal is None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..engine.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
+    from .tracing import RequestSpan
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Generation:
             ApiError: the engine refused (400, 429), is gone (503) or took too long (504). Nothing is left running.
         """
         try:
-            self._source = self._updates(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
+            self._source = self._traced(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
             self._held = await self._next()
         except BaseException:
             await self.aclose()
@@ -168,9 +169,20 @@ class Generation:
         async with self._deadline:
             return await anext(self._source, None)
 
+    def _traced(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
+        """``_updates``, with a span where the server makes spans."""
+        tracing, updates = self._serving.tracing, self._updates(index, prompt)
+        if tracing is None:
+            return updates
+        span = tracing.request(f"{self.id}-{index}", self.params, len(prompt.token_ids))
+        return _watched(span, updates)
+
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
         """One engine request. Whatever the engine has against it is raised as an ``ApiError``."""
-        timer = RequestTimer(self._serving.metrics, time.monotonic(), len(prompt.token_ids))
+        params = self.params
+        timer = RequestTimer(
+            self._serving.metrics, time.monotonic(), len(prompt.token_ids), params.n, params.max_tokens
+        )
         stream = self._serving.engine.stream(
             prompt.token_ids,
             self.params,
@@ -215,7 +227,7 @@ class Generation:
     async def _pump(self, index: int, prompt: Prompt, mailbox: Mailbox[Event | Exception | None]) -> None:
         """Carry one engine request's updates into the common mailbox; None there means that it has ended."""
         try:
-            async with aclosing(self._updates(index, prompt)) as updates:
+            async with aclosing(self._traced(index, prompt)) as updates:
                 async for event in updates:
                     mailbox.put(event)
         except Exception as error:
@@ -240,3 +252,12 @@ class Generation:
         if update.finish_reason == "abort":
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
         return Event(index, index * self.params.n + update.index, update)
+
+
+async def _watched(span: RequestSpan, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    """The events, seen by a span that ends with them."""
+    with span:
+        async with aclosing(events):
+            async for event in events:
+                span.saw(event.update)
+                yield event

@@ -147,13 +147,24 @@ class Metrics:
             "transect_request_latency_seconds", "Arrival to last token", buckets=WHOLE_S, registry=registry
         )
 
-        self.queue_time, self.prefill_time, self.decode_time = (
+        self.queue_time, self.prefill_time, self.decode_time, self.inference_time = (
             Histogram(f"transect_{name}_time_seconds", text, buckets=WHOLE_S, registry=registry)
             for name, text in (
                 ("queue", "Arrival in the engine to the first step of a request"),
                 ("prefill", "First step of a request to its first token"),
                 ("decode", "First token of a request to its last"),
+                ("inference", "First step of a request to its last token"),
             )
+        )
+        self.time_per_token = Histogram(
+            "transect_request_time_per_output_token_seconds",
+            "Mean time of a token of a request after its first",
+            buckets=BETWEEN_TOKENS_S,
+            registry=registry,
+        )
+        self.choices = Histogram("transect_request_choices", "n of a request", buckets=LENGTHS[:6], registry=registry)
+        self.max_tokens = Histogram(
+            "transect_request_max_tokens", "max_tokens of a request that has it", buckets=LENGTHS, registry=registry
         )
         self.prompt_length, self.generation_length, self.longest_length = (
             Histogram(f"transect_request_{name}_tokens", text, buckets=LENGTHS, registry=registry)
@@ -170,9 +181,19 @@ class Metrics:
 
 
 class RequestTimer:
-    """Feeds the latency histograms for one engine request. Times are seconds of one monotonic clock."""
+    """Feeds the histograms for one engine request. Times are seconds of one monotonic clock.
 
-    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int) -> None:
+    Args:
+        metrics: of the server.
+        arrival: when the request came.
+        prompt_tokens: its length.
+        choices, max_tokens: what it asked for.
+    """
+
+    def __init__(
+        self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int = 1, max_tokens: int | None = None
+    ) -> None:
+        self._choices, self._max_tokens = choices, max_tokens
         self._metrics, self._arrival, self._prompt_tokens = metrics, arrival, prompt_tokens
         self._started = False
         self._first = 0.0
@@ -210,10 +231,18 @@ class RequestTimer:
         metrics.whole.observe(now - self._arrival)
         metrics.prompt_length.observe(self._prompt_tokens)
         metrics.generation_length.observe(sum(self._counts.values()))
-        metrics.longest_length.observe(max(self._counts.values(), default=0))
+        longest = max(self._counts.values(), default=0)
+        metrics.longest_length.observe(longest)
+        metrics.choices.observe(self._choices)
+        if self._max_tokens is not None:
+            metrics.max_tokens.observe(self._max_tokens)
         if times is not None and times.first_scheduled is not None and times.first_token is not None:
             metrics.queue_time.observe(times.first_scheduled - times.arrival)
             metrics.prefill_time.observe(times.first_token - times.first_scheduled)
             # The engine does not know when a stop string ended a choice.
             ended = None if times.finished is None else times.finished - times.first_token
-            metrics.decode_time.observe(max(self._last.values()) - self._first if ended is None else ended)
+            decode = max(self._last.values()) - self._first if ended is None else ended
+            metrics.decode_time.observe(decode)
+            metrics.inference_time.observe(times.first_token - times.first_scheduled + decode)
+            if longest > 1:
+                metrics.time_per_token.observe(decode / (longest - 1))

@@ -252,6 +252,8 @@ async def _serve(
         renderer.close()
         server.should_exit = True
         await asyncio.gather(running, death, return_exceptions=True)
+        if serving.tracing is not None:
+            await asyncio.to_thread(serving.tracing.close)
 
 
 async def _death(engine: Engine) -> str | None:

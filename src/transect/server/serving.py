@@ -17,6 +17,7 @@ from .encoding import Encoder
 from .errors import ApiError, nearest
 from .metrics import Metrics
 from .rendering import Renderer, RenderHere
+from .tracing import Tracing, exporter_for
 
 if TYPE_CHECKING:
     from ..engine.outputs import SchedulerStats
@@ -86,6 +87,7 @@ class ServerOptions:
         ssl_certfile, ssl_keyfile: PEM files; where they are given the server speaks TLS.
         tool_call_parser: the form of tool calls (``text.tools.registry``); ``auto``: what the chat template says.
         reasoning_parser: how thoughts are marked (``text.reasoning``); None: they are text like any other.
+        otlp_traces_endpoint: where spans of requests are sent (``tracing``); None: there are none.
     """
 
     model_names: tuple[str, ...]
@@ -104,6 +106,7 @@ class ServerOptions:
     ssl_keyfile: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str | None = None
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -123,6 +126,8 @@ class ServerOptions:
             raise ValueError(f"receive_timeout_s must be above 0, got {self.receive_timeout_s}")
         shape_of(None, self.tool_call_parser)
         thoughts_of(self.reasoning_parser)
+        if self.otlp_traces_endpoint is not None:
+            exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
 
 
 def _check_tls(certificate: str | None, key: str | None) -> None:
@@ -146,6 +151,8 @@ class Serving:
         self.metrics = Metrics(options.model_names[0])
         self.encoder = Encoder()
         self.renderer = renderer or RenderHere()
+        endpoint = options.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])
         self.started = int(time.time())
         self.draining = False
         self.in_flight = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..text.grammar.closed import closed
 from ..text.grammar.params import StructuredOutputsParams
 
 GUIDED = {
@@ -75,7 +76,7 @@ def response_format(value: dict[str, Any]) -> StructuredOutputsParams | None:
             form = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
             raise ValueError(f"{field} must have the schema as an object: {form}")
         lenient = isinstance(inner, dict) and inner.get("strict") is False
-        return StructuredOutputsParams.of({"json": schema, "field": field, "lenient": lenient})
+        return StructuredOutputsParams.of({"json": closed(schema), "field": field, "lenient": lenient})
     if kind == "structural_tag":
         tag = {name: each for name, each in value.items() if name != "type"}
         return StructuredOutputsParams.of({"structural_tag": tag, "field": field})

@@ -121,7 +121,9 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{path} is not a tokenizer that can be read ({error}): download it again") from error
+            raise ValueError(
+                f"{path} is not a tokenizer that can be read ({str(error)[:200]}): download it again"
+            ) from error
         backend.no_truncation()
         backend.no_padding()
         decoder, cuts = (

@@ -60,6 +60,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         targets=tuple(name for name in (*MATRICES, *TABLES) if name in last),
         saved=tuple(saved_weights(config.lora, model)) if adapted else (),
         group=config.lora.group,
+        base_format=config.lora.base_format,
         rollouts=rollouts,
         reference=config.objective == "grpo" and config.grpo.beta > 0,
         teacher=_numbers(teacher_of(config).config) if config.objective == "distill" else 0,

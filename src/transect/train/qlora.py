@@ -12,6 +12,7 @@ from torch import Tensor
 from ..models.decoder import Decoder
 from ..models.weights.dense import Dense
 from ..models.weights.int4 import Int4
+from ..models.weights.nf4 import NF4
 from ..models.weights.weight import Weight
 from ..ops.opset import resolve_ops
 from .config.adapters import LoRAConfig
@@ -37,7 +38,7 @@ def quantized(weight: Weight, config: LoRAConfig) -> Weight:
     Raises:
         ValueError: it has no whole groups.
     """
-    return Int4.of(weight, config.group)
+    return NF4.of(weight) if config.base_format == "nf4" else Int4.of(weight, config.group)
 
 
 def rounded(weight: Tensor, config: LoRAConfig, dtype: torch.dtype) -> Tensor:

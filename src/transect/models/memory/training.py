@@ -19,7 +19,7 @@ from typing import Literal
 
 from ..config import ModelConfig
 from ..shapes import largest_matrix, linear_shapes, weight_shapes
-from ..storage import int4_format
+from ..storage import int4_format, nf4_format
 from .kept import Backend, Kept, LayerKept, Reads, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .terms import Estimate, Phase, Term, gib
@@ -57,6 +57,7 @@ class TrainingPlan:
         merged: on a GPU, each layer is one node (``merged.py``).
         whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
         targets: last parts of the names of what has an adapter: matrices of the layers, ``embed``, ``head``.
+        base_format, group: of the frozen base of ``qlora``.
         saved: weights that are trained whole beside adapters, by canonical name without ``.weight``.
     """
 
@@ -78,6 +79,7 @@ class TrainingPlan:
     merged: bool = False
     whole: int = 0
     saved: tuple[str, ...] = ()
+    base_format: Literal["int4", "nf4"] = "int4"
 
     @property
     def trains_head(self) -> bool:
@@ -242,8 +244,10 @@ class _Account:
         held = {}
         if plan.task == "qlora":
             numbers, rest = _count(linear), _count(shapes) - _count(linear)
-            packed = int(int4_format(plan.group, 8 * e).bytes(numbers)) + e * rest
-            why = f"frozen, {numbers} numbers in 4 bits with scale and zero for each {plan.group}, {rest} of {e} bytes"
+            base = nf4_format() if plan.base_format == "nf4" else int4_format(plan.group, 8 * e)
+            packed = int(base.bytes(numbers)) + e * rest
+            how = "in NF4" if plan.base_format == "nf4" else f"in 4 bits with scale and zero for each {plan.group}"
+            why = f"frozen, {numbers} numbers {how}, {rest} of {e} bytes"
         else:
             packed, why = e * _count(shapes), f"{frozen}{_count(shapes)} numbers of {e} bytes"
         beside = {name: shape for name, shape in self.trained.items() if not name.endswith(".weight")}

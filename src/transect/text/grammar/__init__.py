@@ -5,6 +5,7 @@ why it was chosen. In the order of a request:
 
 * ``params.py``      StructuredOutputsParams: what a caller asks for, checked as far as that costs nothing
 * ``sources.py``     from that to one grammar in llguidance's form; what users' schemas get so that they work
+* ``closed.py``      objects of schemas without properties that nobody named
 * ``lark.py``        small helpers to write such grammars: literals, special tokens, text up to a mark
 * ``vocabulary.py``  the bytes of the model's tokens, for grammars
 * ``compiler.py``    GrammarCompiler: from a grammar to a constraint, off the step, with limits; keeps what comes again

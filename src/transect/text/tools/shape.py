@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..grammar import lark
+from ..grammar.closed import closed
 from ..grammar.lark import Lead
 from ..grammar.sources import tidy, with_options
 from .spec import Tool, ToolUse
@@ -96,6 +97,6 @@ class CallShape:
         return "\n".join(lines if lead is None else [*lines, lead.rules])
 
     def _call(self, number: int, tool: Tool, fixed: Any) -> str:
-        schema = with_options(tidy(tool.parameters), lenient=not tool.strict)
+        schema = with_options(tidy(closed(tool.parameters)), lenient=not tool.strict)
         head = fixed(f"{self.before_name}{tool.name}{self.after_name}")
         return f"call_{number}: {head} {lark.schema(schema)} {fixed(self.end)}".rstrip()

@@ -37,7 +37,7 @@ class LoRAConfig:
             kind take the place of these.
         base_format: of the frozen base of ``qlora``: ``int4`` (groups with a scale and a zero) or ``nf4`` (the 4-bit
             NormalFloat with double quantization, as bitsandbytes has it).
-        group: numbers that share a scale in that base; None: 64.
+        group: numbers that share a scale in an ``int4`` base.
     """
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {

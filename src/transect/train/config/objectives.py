@@ -118,6 +118,7 @@ class GRPOConfig:
         clip: how far below 1 the ratio to the model that drew the answer may fall before it counts no more.
         clip_high: the same above 1; 0: as ``clip``.
         beta: weight of the KL divergence from the model as it was when the run began; 0: none, and nothing is kept.
+        unbiased_kl: weigh that divergence by the ratio, so that it is right also after the first step of a rollout.
         loss: what the tokens' losses are divided by. ``dapo``: all tokens of the step. ``grpo``: each answer's tokens,
             then the answers. ``dr_grpo``: answers times ``max_tokens``. ``bnpo``: the tokens of each micro-batch.
         scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
@@ -139,6 +140,7 @@ class GRPOConfig:
     clip: float = 0.2
     clip_high: float = 0.0
     beta: float = 0.0
+    unbiased_kl: bool = True
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     mask_truncated: bool = False

@@ -8,9 +8,11 @@ measured against its group:
 and each of its tokens t, drawn with log-probability o_t, has the loss
 
     ratio = exp(log p(t) - o_t)        k = exp(log p0(t) - log p(t)) - (log p0(t) - log p(t)) - 1
-    l_t = -min(ratio A_i, clip(ratio, 1 - clip, 1 + clip_high) A_i) + beta k
+    l_t = -min(ratio A_i, clip(ratio, 1 - clip, 1 + clip_high) A_i) + beta ratio k
 
-with p0 the model as it was when the run began (``reference.py``). ``loss`` says what the sum of the l_t is divided by:
+with p0 the model as it was when the run began (``reference.py``). The ratio before k makes the estimate of the KL
+divergence unbiased when the weights have moved since the answers were drawn (DeepSeek-AI 2025, arXiv:2512.02556;
+``unbiased_kl = false`` leaves it out). ``loss`` says what the sum of the l_t is divided by:
 Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), DAPO (Yu et al. 2025, arXiv:2503.14476), BNPO as TRL has it.
 
 The answers of a rollout are used for ``iterations * minibatches`` optimizer steps. In the first the ratio is 1 up to
@@ -117,7 +119,7 @@ class GRPO(Objective):
         if len(batch.reference_T):
             further = batch.reference_T[used] - new
             divergence = further.exp() - further - 1
-            losses = losses + settings.beta * divergence
+            losses = losses + settings.beta * (divergence * ratio if settings.unbiased_kl else divergence)
         clipped = (ratio * advantage > within * advantage).float()
         furthest = (ratio.detach() - 1).abs().max()
         seen = torch.stack([furthest, clipped.mean(), divergence.detach().mean()])

@@ -1,0 +1,77 @@
+"""What the programs of this folder share: features to try, and a line of JSON for what became of each.
+
+Each program runs in its client's own environment, where nothing of this project can be imported. Its arguments are the
+server's address and the model's name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+URL, MODEL = (sys.argv[1].rstrip("/"), sys.argv[2]) if len(sys.argv) > 2 else ("", "")
+BASE = f"{URL}/v1"
+HELLO = [{"role": "user", "content": "Name three colours."}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+"""Arguments of the tool that the programs offer."""
+
+_features: list[tuple[str, Callable[[], object]]] = []
+
+
+class Skip(Exception):
+    """The feature cannot be tried here; the text says why."""
+
+
+def feature(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """Register a function that raises where the feature does not work; what it returns is said."""
+
+    def register(function: Callable[[], object]) -> Callable[[], object]:
+        _features.append((name, function))
+        return function
+
+    return register
+
+
+def served(path: str) -> None:
+    """Raises Skip where the server has no such route."""
+    with urllib.request.urlopen(f"{URL}/openapi.json") as reply:
+        if path not in json.load(reply)["paths"]:
+            raise Skip(f"the server has no {path}")
+
+
+def check(condition: object, said: object = "") -> None:
+    """Raises AssertionError with what was found, whatever the interpreter's flags are."""
+    if not condition:
+        raise AssertionError(str(said)[:300])
+
+
+def check_weather(arguments: Any) -> None:
+    """Raises AssertionError for arguments that are not of the schema ``WEATHER``."""
+    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    check(set(found) == {"city", "days"} and found["city"] in ("Oslo", "Rome") and 1 <= found["days"] <= 9, found)
+
+
+def main() -> None:
+    """Try every feature, each whatever became of the others."""
+    for name, function in _features:
+        began = time.monotonic()
+        try:
+            said, outcome = function(), "works"
+        except Skip as error:
+            said, outcome = error, "skipped"
+        except Exception as error:
+            traceback.print_exc()
+            said, outcome = f"{type(error).__name__}: {error}", "fails"
+        seconds = round(time.monotonic() - began, 2)
+        result = {"feature": name, "outcome": outcome, "seconds": seconds, "said": str(said or "")[:300]}
+        print(json.dumps(result), flush=True)

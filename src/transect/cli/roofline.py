@@ -1,0 +1,50 @@
+"""``transect roofline``: what a device allows, and where a model's, an operator's or a trace's work lies under it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    subject: Annotated[str, typer.Argument(help="A model, an operator (see `transect bench ops`), or a trace file.")],
+    preset: Annotated[str | None, typer.Option(help="Another device; `transect hardware --preset list`.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode, for a model.")] = 8,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1024,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 1024,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Draw a roofline: FLOPs per byte against what the device can do, decode and prefill, 16 and 4 bits."""
+    from json import dumps
+
+    from ..explain.program import explain_trace, machine_ceilings
+    from ..explain.roofline import points_of_model, points_of_operator, points_of_trace, roofline
+    from ..explain.roofline_svg import svg as draw
+    from ..explain.roofline_svg import text
+    from ..explain.trace_file import read_trace
+    from ..hardware.presets import preset as find
+    from ..models.presets import PRESETS as SHAPES
+    from ..models.resolve import resolve
+    from ..ops import registry
+
+    made = None if preset is None else find(preset)
+    ceilings = machine_ceilings() if made is None else made.ceilings()
+    if subject.endswith((".json", ".json.gz", ".gz")):
+        points = points_of_trace(explain_trace(read_trace(subject), ceilings).split, ceilings)
+        if not points:
+            raise ValueError(f"{subject} has no operators with shapes: profile with record_shapes=True")
+    elif subject in {op.name for op in registry.all_ops()}:
+        points = points_of_operator(subject, ceilings)
+    else:
+        dtype = "bfloat16" if "bfloat16" in ceilings.flops_per_second else "float32"
+        config = resolve(subject, load_format="dummy" if subject in SHAPES else "auto").config
+        points = points_of_model(config, ceilings, batch=batch, context=context, prompt=prompt, dtype=dtype)
+    found = roofline(ceilings, points, "measured" if made is None else made.source)
+    print(text(found))
+    if svg is not None:
+        svg.write_text(draw(found))
+    if json is not None:
+        json.write_text(dumps(found.to_dict(), indent=1) + "\n")
