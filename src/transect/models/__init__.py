@@ -27,6 +27,7 @@ Weights and names:
   published models without files
 * ``weights_hf.py``: safetensors in and out (``weights_hf_moe.py``: the names of experts); ``weights_gguf.py``: GGUF in,
   ``gguf_out.py``: out; ``weights_dummy.py``: random
+* ``grown.py``: tables with rows for new tokens
 * ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
   their settings
 * ``stored.py``: what files give: ``Stored``, a weight that is read when asked for, whole or a part of it
