@@ -3,7 +3,8 @@
 * ``pull.py``: fetch a model. ``models.py``: which there are. ``generate.py``: continue one prompt. ``chat.py``: talk to
   a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
-* ``train.py``: train or fine-tune a model. ``data.py``: prepare what it is trained on. ``plot.py``: its
+* ``train.py``: train or fine-tune a model; ``sweep.py``: over a grid of settings.
+* ``data.py``: prepare what it is trained on. ``plot.py``: its
   curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is. ``export.py``: a run's
   adapter or model for other programs.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
@@ -90,6 +91,7 @@ def _application() -> Any:
         roofline,
         serve,
         settings,
+        sweep,
         top,
         trace,
         train,
@@ -126,6 +128,7 @@ def _application() -> Any:
         serve,
         demo,
         train,
+        sweep,
         memory,
         eval,
         export,

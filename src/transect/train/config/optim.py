@@ -24,6 +24,7 @@ class OptimizerConfig:
         weight_decay: decoupled, on matrices only; norms and biases have none. 0.1 to pretrain, 0.01 to fine-tune all
             weights, 0 for adapters.
         clip: largest global norm of the gradient; 0 for none.
+        muon_momentum: of ``muon``.
         muon_learning_rate: for the matrices under ``muon``; ``learning_rate`` is AdamW's.
     """
 
@@ -58,6 +59,7 @@ class ScheduleConfig:
 
     Attributes:
         warmup: steps; where a file leaves it out, 3% of the steps, and none to pretrain. -1 stands for 3%.
+        decay: steps of ``wsd``'s fall.
         final: the factor at the end of ``cosine``, ``linear`` and ``wsd``.
         kind: after ``warmup`` steps from 0 to 1: ``constant``; ``cosine`` or ``linear`` down to ``final``; ``wsd``
             stays at 1 and falls linearly to ``final`` over the last ``decay`` steps (warm-up, stable, decay).

@@ -1,0 +1,70 @@
+"""``transect sweep``: a run for each point of a grid, a table, and going on after an interruption."""
+
+import pytest
+from commands import run_here
+from training_runs import tiny_run
+
+from transect.train.report import read_log
+from transect.train.sweep import read_grid, sweep
+
+
+def write(tmp_path, grid, **base):
+    tiny_run(tmp_path)
+    lines = {"model": f"{tmp_path}/model", "run_dir": f"{tmp_path}/runs/s", "steps": 2, "device": "cpu", "threads": 1}
+    text = "".join(f"{key} = {value!r}\n" for key, value in {**lines, **base}.items())
+    data = f'train = ["{tmp_path}/text.txt"]\nvalidation = ["{tmp_path}/text.txt"]\nseq_len = 32\nmicro_batch = 64\n'
+    (tmp_path / "run.toml").write_text(f"{text}[data]\n{data}")
+    (tmp_path / "grid.toml").write_text(f'base = "run.toml"\n[grid]\n{grid}')
+    return tmp_path / "grid.toml"
+
+
+def test_every_point_is_trained_and_the_best_comes_first(tmp_path) -> None:
+    grid = write(tmp_path, '"optimizer.learning_rate" = [1e-9, 1e-2]\nseed = [0, 1]\n')
+    done = run_here("sweep", str(grid))
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "runs" in line or "0.01" in line or "1e-09" in line]
+    assert "0.01" in rows[0] and len(list((tmp_path / "runs" / "s").iterdir())) == 4
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("step-*")}
+    again = run_here("sweep", str(grid))
+    assert again.returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("step-*")} == stamps
+
+
+def test_an_interrupted_sweep_goes_on_in_the_middle_of_a_run(tmp_path) -> None:
+    points = read_grid(write(tmp_path, "seed = [0, 1]\n", steps=4))
+    calls = iter([False, False, False, True, True, True, True])
+    assert not list(sweep(points, lambda line: None, lambda: next(calls)))  # two steps of the first run
+    assert len(read_log(points[0].config.run_dir)) == 2
+    outcomes = list(sweep(points, lambda line: None))
+    assert [found.steps for found in outcomes] == [4, 4]
+    assert [line["step"] for line in read_log(points[0].config.run_dir) if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+def test_a_point_that_cannot_be_trained_keeps_no_other_from_it(tmp_path) -> None:
+    grid = write(tmp_path, '"data.seq_len" = [32, 128]\n')  # the second does not fit into micro_batch
+    with pytest.raises(ValueError, match=r"data\.micro_batch"):
+        read_grid(grid)
+    outcomes = list(sweep(read_grid(write(tmp_path, 'task = ["finetune", "lora"]\n"lora.targets" = [["q"]]\n'))))
+    assert [bool(found.problem) for found in outcomes] == [False, False]
+    grid = write(tmp_path, 'model = ["none", "MODEL"]\n'.replace("MODEL", f"{tmp_path}/model"))
+    first, second = sweep(read_grid(grid), lambda line: None)
+    assert "none" in first.problem and not second.problem and second.rank < first.rank
+    assert run_here("sweep", str(grid)).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs base"),
+        ('base = "run.toml"\n', r"needs base = .* \[grid\]"),
+        ('base = "run.toml"\ngird = 1\n', "gird is not known"),
+        ('base = "run.toml"\n[grid]\nseed = 3\n', "seed must be a list"),
+        ('base = "run.toml"\n[grid]\nseeed = [3]\n', r"did you mean seed\?"),
+        ('base = "run.toml"\n[grid]\nseed = [3, 3]\n', "are the same"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message) -> None:
+    grid = write(tmp_path, "")
+    grid.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_grid(grid)
