@@ -16,6 +16,7 @@ from .data import DataConfig
 from .defaults import by_task
 from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
+from .parallel import ParallelConfig
 from .parse import build, overridden, positive
 from .router import RouterConfig
 from .watching import SamplesConfig
@@ -99,6 +100,7 @@ class TrainConfig:
     orpo: ORPOConfig = field(default_factory=ORPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.epochs < 0 or not math.isfinite(self.epochs):
@@ -119,6 +121,11 @@ class TrainConfig:
         for name in ("save_every", "eval_every", "patience", "min_gain", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares with the model as it was when the run began."""
+        return self.objective in ("dpo", "kto") or (self.objective == "grpo" and self.grpo.beta > 0)
 
     @classmethod
     def from_toml(cls, path: str | Path, settings: Sequence[str] = ()) -> TrainConfig:
