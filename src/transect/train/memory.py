@@ -63,7 +63,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         group=config.lora.group,
         base_format=config.lora.base_format,
         rollouts=rollouts,
-        reference=config.objective == "grpo" and config.grpo.beta > 0,
+        reference=config.objective == "grpo" and config.compares,
         teacher=_numbers(teacher_of(config).config) if config.objective == "distill" else 0,
         backend="cpu" if device.type == "cpu" else "gpu",
         merged=(

@@ -125,6 +125,11 @@ class TrainConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
 
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares with the model as it was when the run began."""
+        return self.objective in ("dpo", "kto") or (self.objective == "grpo" and self.grpo.beta > 0)
+
     @classmethod
     def from_toml(cls, path: str | Path, settings: Sequence[str] = ()) -> TrainConfig:
         """Read a file.
