@@ -61,7 +61,7 @@ def test_adapters_and_four_bits():
     )
     assert full.peak > lora.peak > qlora.peak
     assert term(qlora, "weights") < 0.4 * term(lora, "weights")
-    assert term(lora, "optimizer state") < 0.01 * term(full, "optimizer state")
+    assert term(lora, "optimizer state") < 0.02 * term(full, "optimizer state")
 
 
 def test_the_first_plan_that_fits():
