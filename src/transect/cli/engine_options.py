@@ -33,7 +33,7 @@ OverrideGenerationConfig = Annotated[
     str | None, typer.Option(help='JSON that goes over them: {"temperature": 0.5}.', metavar="JSON")
 ]
 Quantization = Annotated[
-    str | None, typer.Option(help="int4: the layers' matrices are rounded to 4 bits when they are loaded.")
+    str | None, typer.Option(help="int4, fp8 or int8: the layers' matrices are rounded when they are loaded.")
 ]
 LoadFormat = Annotated[
     str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")

@@ -104,7 +104,7 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = None
     eos_token_ids: tuple[int, ...] | None = None
     dtype: str = "auto"
-    quantization: Literal["int4"] | None = None
+    quantization: Literal["int4", "fp8", "int8"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
@@ -143,8 +143,8 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
         self._check_text()
-        if self.quantization not in (None, "int4"):
-            raise ValueError(f"quantization must be int4, or left out, not {self.quantization!r}")
+        if self.quantization not in (None, "int4", "fp8", "int8"):
+            raise ValueError(f"quantization must be int4, fp8 or int8, or left out, not {self.quantization!r}")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):

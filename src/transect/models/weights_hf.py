@@ -22,12 +22,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..formats.fields import read_json_object
 from .config import ModelConfig
 from .config_hf import to_hf
 from .config_moe import MoEConfig
+from .quantize_out import encoded
 from .shapes import projection_shapes, weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import expert_tensor
+from .weights_hf_quantized import with_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SINGLE = "model.safetensors"
@@ -184,6 +187,9 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     stack = ExitStack()
     try:
         found = _listing(directory, stack)
+        settings = _quantization(directory)
+        if settings is not None:
+            found = with_values(found, settings, _Stored)
         if config.n_layers > len(found):  # before a list of billions of names is made
             raise ValueError(
                 f"{directory}: {len(found)} tensors cannot be the {config.n_layers} layers of config.json; config.json "
@@ -284,6 +290,12 @@ def _listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
     return found
 
 
+def _quantization(directory: Path) -> Any:
+    """``quantization_config`` of config.json, or None."""
+    path = directory / "config.json"
+    return read_json_object(path).get("quantization_config") if path.is_file() else None
+
+
 def _full_name(name: str) -> str:
     """Checkpoints of a bare model (without the language-model head) lack the leading ``model.`` or ``transformer.``."""
     if name.startswith(("layers.", "embed_tokens.", "norm.")):
@@ -369,6 +381,7 @@ def save_hf(
     directory: str | os.PathLike[str],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantization: str | None = None,
 ) -> None:
     """Write config.json and safetensors that transformers, vLLM and ``stored_hf`` read.
 
@@ -377,6 +390,7 @@ def save_hf(
             embeddings a ``head.weight`` is left out.
         directory: made if it is not there. Each file is written beside its place and moved there when it is whole;
             config.json comes last.
+        quantization: round the layers' matrices, as ``quantize_out.py`` says; None: they stay.
         max_shard_bytes: a new file is begun before one grows past this; one tensor is never cut.
 
     Raises:
@@ -388,6 +402,9 @@ def save_hf(
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1:
         values["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    if quantization is not None:
+        tensors, settings = encoded(tensors, quantization)
+        values |= settings
     shards = _shards(tensors, max_shard_bytes)
     directory = Path(directory)
     try:

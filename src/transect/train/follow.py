@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..parallel.launch import RankFailure, Ranks, under_torchrun
+from ..parallel.launch import RankFailure, Ranks
+from ..parallel.layout import under_torchrun
 from ..parallel.world import World
 from .checkpoint import list_steps, newest
 from .config import TrainConfig
