@@ -72,6 +72,8 @@ def random_answer(grammar: GrammarConstraint, rng: random.Random, most: int = 30
         if state.terminated:
             return found.decode()
         choices = allowed(state)
+        forced = state.forced()
+        assert not forced or choices == forced[:1], "a token that is said to be forced has alternatives"
         if END in choices and (len(choices) == 1 or rng.random() < 0.5):
             return found.decode()
         closing = [token for token in choices if token in tuple(b'"}]')]

@@ -146,6 +146,20 @@ def test_hostile_schemas_are_refused_and_others_go_on(client, schema):
     assert beside == [alone]
 
 
+@pytest.mark.parametrize("regex", ["(" * 400 + "a" + "){1,9}" * 400, "x" * 40_000, "(?=a)b"])
+def test_hostile_expressions_are_refused(client, regex):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="m", prompt="Hi", extra_body={"guided_regex": regex})
+    assert caught.value.param == "guided_regex", caught.value.message
+
+
+def test_a_schema_of_ten_megabytes_is_too_long_a_body(client):
+    schema = {"enum": ["x" * 100 + str(i) for i in range(100_000)]}
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(model="m", prompt="Hi", extra_body={"guided_json": schema})
+    assert caught.value.status_code == 413
+
+
 def test_required_tools_and_their_streams(client):
     arguments = {"model": "m", "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "seed": 4}
     arguments |= {"max_tokens": 400, "parallel_tool_calls": False}

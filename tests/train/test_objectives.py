@@ -142,9 +142,10 @@ def test_pairs_are_taken_apart_for_kto_and_verdicts_are_not_for_others(tmp_path)
         run(tmp_path, "kto", data={"train": [chats]})
 
 
-@pytest.mark.parametrize("objective", ["orpo", "kto", "distill"])
-def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, objective: str) -> None:
-    changes = {"task": "lora", "lora": {"rank": 4}, "run_dir": str(tmp_path / objective)}
+@pytest.mark.parametrize("task", ["finetune", "lora"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
+def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, objective: str, task: str) -> None:
+    changes = {"task": task, "lora": {"rank": 4}, "run_dir": str(tmp_path / objective)}
     if objective == "distill":
         changes |= {"data": {"train": [write_chats(tmp_path / "chats.jsonl")]}, "distill": teacher(tmp_path)}
     through = run(tmp_path, objective, **changes)

@@ -393,7 +393,7 @@ class Scheduler:
         return outputs
 
     def _is_void(self, batch: ScheduledBatch, result: StepResult) -> Callable[[int], bool]:
-        """Of which seq_ids an error says nothing: it is about a draw whose token is known already."""
+        """Tells seq_ids whose errors mean nothing: of a draw whose token is known already."""
         return lambda seq_id: seq_id in result.sound and self.jumps.is_void(seq_id, batch.step)
 
     def _advance(self, choice: Sequence, result: StepResult, now: float) -> EngineOutput:

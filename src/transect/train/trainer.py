@@ -158,7 +158,8 @@ class Trainer:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         begun = config
-        if checkpoint is not None and config.lora.start:  # the adapter that it started from may be gone
+        # The adapter that it started from may be gone, and is needed only to compare with.
+        if checkpoint is not None and config.lora.start and not config.compares:
             begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
         source = source_of(begun)
         if config.data.seq_len > source.config.max_position:
@@ -170,10 +171,11 @@ class Trainer:
         self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
+        # It measures the model as the run began, so what a checkpoint brings comes after it.
+        self.objective: Objective = build_objective(config, self.trainable)
         if checkpoint is not None:
             self._load_weights(checkpoint)
         parameters, shapes = self.crew.take(self.trainable, recompute=self.memory.checkpointing != "none")
-        self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
             config.optimizer,
             parameters,
