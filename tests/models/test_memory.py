@@ -20,7 +20,7 @@ def term(estimate, name):
     return next(t.bytes for t in estimate.terms if t.name == name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lamb", "muon"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
 def test_optimizer_state_is_what_the_optimizers_hold(name, precision):
     plan = TrainingPlan(optimizer=name, precision=precision)
