@@ -96,7 +96,7 @@ def _formats(
     """One table of all formats."""
     from dataclasses import asdict
 
-    from ..train.compare_formats import draw, measure
+    from ..bench.compare_formats import draw, measure
 
     if not text or len(text) > 1:
         raise ValueError("--formats compares on one text: give one --text FILE")

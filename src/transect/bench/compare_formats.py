@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bench.floors import storage_of
 from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
 from ..models.cost import weight_bytes
 from ..models.resolve import resolve
 from ..models.shapes import parameter_count
-from .perplexity import TextScore, score_file
+from ..train.perplexity import TextScore, score_file
+from .floors import storage_of
 
 PLAIN = "plain"
 """The model as its files hold it."""
