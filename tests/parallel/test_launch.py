@@ -85,28 +85,29 @@ PROGRAM = """
 """
 
 
-def program(work):
+def program(work, folder):
     """A process that starts a pair of ranks; what it has printed first is the child's process id."""
     helpers = str(Path(__file__).resolve().parents[1] / "helpers")
     path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")]), *sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PROGRAM.format(work=work))],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
     )  # fmt: skip
     return process, int(process.stdout.readline())
 
 
 @pytest.mark.prove
-def test_ranks_end_with_their_parent_and_a_lost_one_is_named():
+def test_ranks_end_with_their_parent_and_a_lost_one_is_named(tmp_path):
     waits = "ranks.call('time:sleep', None) if 0 else sys.stdin.read()"
-    process, child = program(waits)
+    process, child = program(waits, tmp_path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_for(lambda: gone(child), "the child to end")
+    assert not list(tmp_path.iterdir())  # nor has it left anything
 
     asks = "ranks.call('parallel_jobs:fail', None)\n    try: ranks.world.exchange(1)\n"
     asks += "    except Exception as error: print(repr(ranks.explain(error)))\n    ranks.close()"
-    process, child = program(asks)
+    process, child = program(asks, tmp_path)
     said, errors = process.communicate(timeout=PATIENCE_S)
     assert f"RankFailure('rank 1 (process {child}) ended with code 1: RuntimeError: on purpose')" in said
     assert errors.count("RuntimeError: on purpose") == 1 and gone(child)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -24,7 +25,7 @@ PATIENCE_S = 30.0
 def main() -> None:
     """Entry point; exits 1 when a job fails, and leaves a line that says why."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(), Path(sys.argv[1])), daemon=True).start()
     folder, (rank, size), device = Path(sys.argv[1]), map(int, sys.argv[2:4]), sys.argv[4]
     try:
         arrived(folder, rank).touch()
@@ -47,9 +48,10 @@ def serve_jobs(world: World) -> None:
         getattr(importlib.import_module(module), function)(world, argument)
 
 
-def _exit_with_parent(pipe: int) -> None:
+def _exit_with_parent(pipe: int, folder: Path) -> None:
     while os.read(pipe, 1):
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed has left it
     os._exit(0)
 
 
