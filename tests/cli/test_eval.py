@@ -48,3 +48,18 @@ def test_mistakes_are_one_line(capsys, model, tmp_path):
     ):
         code, _, err = run(capsys, *arguments)
         assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_formats_side_by_side(capsys, model, tmp_path):
+    """A row for each format; fewer bits for the rounded ones, intervals around their perplexities, and a picture."""
+    (tmp_path / "a").write_text("Some words that are in file a. " * 12)
+    files = ("--text", tmp_path / "a", "--window", 40, "--dtype", "float32", "--plot", tmp_path / "p.png")
+    code, out, _ = run(capsys, model, *files, "--formats", "plain,int8,fp8", "--json")
+    rows = {row["format"]: row for row in json.loads(out)}
+    assert code == 0 and list(rows) == ["plain", "int8", "fp8"] and (tmp_path / "p.png").stat().st_size > 1000
+    for row in rows.values():
+        assert row["low"] < row["perplexity"] < row["high"] and row["tokens_per_second"] > 0
+    assert rows["int8"]["bits"] < rows["plain"]["bits"] and rows["fp8"]["megabytes"] < rows["plain"]["megabytes"]
+    assert rows["int8"]["perplexity"] == pytest.approx(rows["plain"]["perplexity"], rel=0.1)
+    code, _, err = run(capsys, model, *files, "--formats", "int3")
+    assert code == 2 and "--formats knows plain, int4, int8, fp8" in err

@@ -7,7 +7,7 @@ from planted_faults import GPU_NAMES, NAMES, ceilings, explain, load, verdict
 
 from transect.explain.program import Explain
 
-STEADY = ["sleeping", "growing_tensor", "double_precision", "mostly_padding"]
+STEADY = ["sleeping", "growing_tensor", "mostly_padding"]
 """They say the same on any machine, and quickly."""
 
 

@@ -20,7 +20,7 @@ def term(estimate, name):
     return next(t.bytes for t in estimate.terms if t.name == name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lamb", "muon"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
 def test_optimizer_state_is_what_the_optimizers_hold(name, precision):
     plan = TrainingPlan(optimizer=name, precision=precision)
@@ -61,7 +61,7 @@ def test_adapters_and_four_bits():
     )
     assert full.peak > lora.peak > qlora.peak
     assert term(qlora, "weights") < 0.4 * term(lora, "weights")
-    assert term(lora, "optimizer state") < 0.01 * term(full, "optimizer state")
+    assert term(lora, "optimizer state") < 0.02 * term(full, "optimizer state")
 
 
 def test_the_first_plan_that_fits():

@@ -100,12 +100,13 @@ def test_the_same_layout_goes_on_to_the_bit(pair, tmp_path):
     [
         (0, {"precision": "bfloat16", "optimizer": {"rounding": "nearest"}}),
         (1, {"optimizer": {"name": "muon"}}),
+        (2, {"optimizer": {"name": "lamb"}}),
         (1, {"optimizer": {"name": "adamw8bit"}}),
         (2, {"task": "lora", "precision": "mixed"}),
         (2, {"objective": "dpo"}),
         (3, {"checkpointing": "full"}),
     ],
-    ids=["bfloat16", "muon", "8 bits", "lora", "dpo", "recomputed"],
+    ids=["bfloat16", "muon", "lamb", "8 bits", "lora", "dpo", "recomputed"],
 )
 def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
     if changes.get("objective") == "dpo":

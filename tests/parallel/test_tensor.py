@@ -37,7 +37,9 @@ def checkpoints(tmp_path_factory):
 
     def find(family):
         if family not in made:
-            make_model(family).save_pretrained(folder / family)
+            wide = family == "wide vocabulary"  # one that has a token for every byte
+            model = make_model("llama", vocab_size=300) if wide else make_model(family)
+            model.save_pretrained(folder / family)
             save_tiny_llm_text(folder / family)
             made[family] = str(folder / family)
         return made[family]
@@ -192,3 +194,16 @@ def test_the_executor_for_gpus_on_ranks(checkpoints, pair, tmp_path, family, qua
     spread = parallel_jobs.gpu_tokens(pair.world, given)
     assert spread == parallel_jobs.gpu_tokens(parallel_jobs.Alone(), given)
     assert all(len(tokens) == 10 or tokens[-1] == 2 for tokens in spread.values()) and len(spread) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_tokens_that_a_grammar_forces(checkpoints, pair, axis):
+    """They are computed together, on every rank."""
+    wanted = StructuredOutputsParams(regex="the answer is [a-f]{3,9}, and that is all")
+    params = [SamplingParams(max_tokens=45, seed=i, structured_outputs=wanted) for i in range(2)]
+    found = []
+    for sizes in ({}, {axis: 2}):
+        llm = LLM(checkpoints("wide vocabulary"), ranks=pair if sizes else None, **sizes, **SETTINGS)
+        found.append(tokens_of(llm.generate([[5, 6], [7] * 9], params)))
+        llm.close()
+    assert found[0] == found[1] and len(found[0][0][0]) > 30

@@ -1,15 +1,17 @@
 """Adapters that a run trains: in PEFT's hands, taken up again, started from, and on every kind of target."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft_models import PROMPT, logits_of, make_adapter, peft_logits
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transect.models.context import VarlenContext
+from transect.models.load import load_model
 from transect.models.peft_config import is_adapter
 from transect.models.resolve import resolve
 from transect.models.weights.adapted import Adapted
@@ -161,3 +163,36 @@ def test_adapters_are_in_the_places_that_targets_name(tmp_path) -> None:
     adapted = {name for name, weight in trainer.model.weights() if isinstance(weight, Adapted)}
     first = {f"layers.0.mlp.{name}" for name in ("gate", "up", "down")}
     assert adapted == first | {"layers.0.attention.k", "layers.1.attention.k"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning")
+def test_new_tokens_have_rows_and_a_tokenizer(tied: bool, tmp_path) -> None:
+    torch.set_num_threads(1)
+    tokens = ["<tool>", "<|call|>", "<0>"]
+    config = run_of(tmp_path, tied=tied, lora={"targets": ["q_proj"]}, new_tokens=tokens)
+    trainer, step = trained(config)
+    tokenizer = trainer.trainable.tokenizer
+    added = [tokenizer.encode(token, parse_special=True) for token in tokens]
+    assert added == [[301], [300], [302]] and tokenizer.special_ids >= {300} and 301 not in tokenizer.special_ids
+    assert trainer.model.embed.weight.shape == trainer.model.head.weight.shape == (303, 64)
+    ours = logits_here(trainer)
+    torch.testing.assert_close(peft_logits(tmp_path / "model", step), ours, atol=1e-4, rtol=1e-4)
+    assert AutoTokenizer.from_pretrained(step).convert_tokens_to_ids(tokens) == [301, 300, 302]
+    found = load_model(resolve(str(step)), dtype="float32", native=False)
+    torch.testing.assert_close(logits_here(SimpleNamespace(model=found)), ours, atol=1e-4, rtol=1e-4)
+    assert found.config.tied_embeddings == tied
+    resumed = Trainer(config, checkpoint.newest(config.run_dir))
+    assert resumed.step().loss == trainer.step().loss
+
+
+def test_new_tokens_of_a_whole_model(tmp_path) -> None:
+    torch.set_num_threads(1)
+    config = run_of(tmp_path, task="finetune", new_tokens=["<tool>"])
+    before = Trainer(config)
+    table = before.model.embed.weight
+    torch.testing.assert_close(table[300], table[:300].mean(0))
+    trainer, step = trained(config)
+    theirs = logits_of(AutoModelForCausalLM.from_pretrained(step))
+    torch.testing.assert_close(theirs, logits_here(trainer), atol=1e-4, rtol=1e-4)
+    assert Trainer(config, checkpoint.newest(config.run_dir)).step().loss == trainer.step().loss

@@ -59,7 +59,8 @@ def model_of(config=None, task="finetune", *, dtype=torch.float32, ops=None):
         quantize_layers(model, LoRAConfig(group=32))
     if task != "finetune":
         targets = ("q", "v", "up", "down") if task == "some" else LoRAConfig().targets
-        attach(model, LoRAConfig(rank=4, targets=targets), seed=0)
+        attach(model, LoRAConfig(rank=4, targets=targets, rank_stabilized=task == "some"), seed=0)
+        model.layers[0].attention.v.scale *= 0.5  # adapters beside each other need not have one scale
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(".b"):
@@ -110,6 +111,17 @@ def test_every_plan_is_the_same_to_the_bit(task: str) -> None:
     for loss, found in results[1:]:
         assert loss == results[0][0]
         assert all(torch.equal(found[name], gradient) for name, gradient in results[0][1].items())
+
+
+def test_what_merged_layers_cannot_compute_runs_operator_by_operator() -> None:
+    for change in ({"dora": True}, {"dropout": 0.1}):
+        model = Decoder(SMALL, device="cpu", ops=resolve_ops("cpu"))
+        model.init_weights()
+        attach(model, LoRAConfig(rank=4, targets=("o",), **change), seed=0)
+        reason = model.layers[0].attention.o.refuses_merging()
+        assert reason is not None
+        with pytest.raises(ValueError, match="train with merged = false"):
+            model.layers[0].attention.o.training_part()
 
 
 @needs_kernels

@@ -44,7 +44,7 @@ def test_adamw_is_torch_s(decay: float) -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lamb", "muon"])
 def test_master_weights_are_a_float32_run_rounded(name: str) -> None:
     config = OptimizerConfig(name=name, learning_rate=1e-4, muon_learning_rate=1e-4)
     half, full = parameters(torch.bfloat16), parameters(torch.bfloat16)
@@ -94,6 +94,43 @@ def test_eight_bit_adamw_follows_adamw_with_a_quarter_of_the_state() -> None:
     state = small.state[name]
     assert sum(t.nbytes for t in state.values()) < 0.27 * sum(t.nbytes for t in large.state[name].values())
     assert small.state["layers.0.norm.weight"]["m"].dtype == torch.float32  # small ones stay exact
+
+
+def test_lamb_is_its_formula() -> None:
+    """Beside the paper's algorithm in float64, with weights and gradients that are nought among them."""
+    ours = parameters()
+    ours["layers.0.q.weight"].data[0] = 0
+    exact = {n: p.detach().double().clone() for n, p in ours.items()}
+    m, v = ({n: torch.zeros_like(p) for n, p in exact.items()} for _ in range(2))
+    rate, b1, b2, eps, decay = 0.01, 0.9, 0.95, 1e-8, 0.1
+    optimizer = build(OptimizerConfig(name="lamb", learning_rate=rate, weight_decay=decay), ours)
+    for step in range(1, 21):
+        give_gradients(ours, step)
+        for n, w in exact.items():
+            g = ours[n].grad.double()
+            m[n] = b1 * m[n] + (1 - b1) * g
+            v[n] = b2 * v[n] + (1 - b2) * g * g
+            r = (m[n] / (1 - b1**step)) / ((v[n] / (1 - b2**step)).sqrt() + eps)
+            if w.ndim < 2:
+                exact[n] = w - rate * r
+                continue
+            r = r + decay * w
+            trust = w.norm() / r.norm() if w.norm() > 0 and r.norm() > 0 else 1.0
+            exact[n] = w - rate * trust * r
+        optimizer.step()
+    for n in exact:
+        torch.testing.assert_close(ours[n].detach().double(), exact[n], rtol=1e-4, atol=1e-6)
+
+
+def test_lamb_moves_each_matrix_in_proportion_to_it() -> None:
+    """However large its gradient; a matrix of noughts moves all the same."""
+    moved = []
+    for size, gradient in ((1.0, 1e-3), (100.0, 1e3), (0.0, 1.0)):
+        weight = nn.Parameter(torch.full((8, 8), size))
+        weight.grad = torch.full((8, 8), gradient)
+        build(OptimizerConfig(name="lamb", learning_rate=0.01, weight_decay=0.0), {"w": weight}).step()
+        moved.append(float((size - weight.detach()).mean()))
+    assert moved == pytest.approx([0.01, 1.0, 0.01], rel=1e-4)
 
 
 def test_muon_orthogonalizes() -> None:
@@ -240,7 +277,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     assert not optimizer.gradients()
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lamb", "muon"])
 def test_state_comes_back(name: str) -> None:
     config = OptimizerConfig(name=name)
     one, two = parameters(), parameters()

@@ -68,7 +68,7 @@ def test_recomputing_activations_changes_no_bit(tmp_path, plan: str) -> None:
     assert losses(Trainer(tiny_run(tmp_path, checkpointing=plan)), 4) == kept
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lamb", "muon"])
 @pytest.mark.parametrize(
     ("task", "precision"),
     [("finetune", "float32"), ("finetune", "mixed"), ("finetune", "bfloat16"), ("lora", "float32")],

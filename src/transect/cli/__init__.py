@@ -6,7 +6,7 @@
 * ``train.py``: train or fine-tune a model; ``sweep.py``: over a grid of settings.
 * ``data.py``: prepare what it is trained on. ``plot.py``: its
   curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is. ``export.py``: a run's
-  adapter or model for other programs.
+  adapter or model for other programs; ``quantize.py``: a model in fewer bits.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
   ``roofline.py``: what a device allows.
@@ -88,6 +88,7 @@ def _application() -> Any:
         models,
         plot,
         pull,
+        quantize,
         roofline,
         serve,
         settings,
@@ -132,6 +133,7 @@ def _application() -> Any:
         memory,
         eval,
         export,
+        quantize,
         plot,
         hardware,
         inspect,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-WIDTH = 132
+WIDTH = 160
 """Letters of a line."""
 _FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
 

@@ -96,7 +96,7 @@ class View:
         """Called when a talk has ended."""
         ended = sum(each.finish_reason is not None for each in self._talks)
         if self._picture_width is not None and not self.pictures and ended >= min(2, len(self._talks)):
-            self.pictures.append(self._picture_of(self._picture_width, 40))
+            self.pictures.append(self._picture_of(self._picture_width, 26))
         if self._live is None:
             text = " ".join(talk.text.split())
             self._line(f"chat {talk.number}: {talk.tokens} tokens, {talk.per_second:.0f} tok/s: {text[:60]}...")

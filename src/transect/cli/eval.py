@@ -42,6 +42,10 @@ def command(
     max_num_seqs: MaxNumSeqs = None,
     threads: Threads = None,
     native: Native = None,
+    formats: Annotated[
+        str | None, typer.Option(help="--text: compare number formats: plain,int4,int8,fp8 or some of them.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="--formats: a picture, perplexity over bits.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
@@ -53,6 +57,9 @@ def command(
     for path in text or ():
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
+    if formats is not None:
+        _formats(model, formats, text, window, dtype, plot, json)
+        return
     from dataclasses import fields
 
     from ..engine.llm import LLM
@@ -81,6 +88,38 @@ def command(
         print(dumps(found, indent=1, default=str))
     else:
         _show(found)
+
+
+def _formats(
+    model: str, names: str, text: list[Path] | None, window: int | None, dtype: str, plot: Path | None, json: bool
+) -> None:
+    """One table of all formats."""
+    from dataclasses import asdict
+
+    from ..bench.compare_formats import draw, measure
+
+    if not text or len(text) > 1:
+        raise ValueError("--formats compares on one text: give one --text FILE")
+    rows = [measure(model, name.strip(), text[0], window=window, dtype=dtype) for name in names.split(",")]
+    if plot is not None:
+        draw(rows, plot, model)
+    if json:
+        from json import dumps
+
+        print(dumps([asdict(row) for row in rows], indent=1))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{model} on {text[0]}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("format", "perplexity", "95% interval", "bits a weight", "tokens/s", "MB of weights"):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for row in rows:
+        between = f"{row.low:.3f} to {row.high:.3f}"
+        speed = f"{row.tokens_per_second:.1f}"
+        table.add_row(row.format, f"{row.perplexity:.3f}", between, f"{row.bits:.2f}", speed, f"{row.megabytes:.1f}")
+    Console().print(table, highlight=False)
 
 
 def _texts(llm: LLM, paths: list[Path], window: int | None, stride: int | None) -> dict[str, dict[str, float]]:

@@ -39,6 +39,7 @@ GROUPS = {
                 "native",
             ),
             "max_queue",
+            *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "check_plans"),
         ),
         ENGINE,
     ),

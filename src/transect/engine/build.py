@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..models.adapter import is_beside
 from ..models.cost import Storage, kv_bytes_per_token
 from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
@@ -129,6 +130,8 @@ def build_engine(
     log_of = decision_log(config, scheduler, lag, source.config, storage, device)
     core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
+    if source.adapter is not None and device.type == "cuda":
+        why = f"{why}, adapter {'beside' if config.quantization else 'in'} the weights"
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report)
 
@@ -150,6 +153,9 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
         native = library is not None
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
+        if source.adapter is not None:
+            beside = "beside the packed weights, layers operator by operator"
+            why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
     if native:

@@ -15,7 +15,7 @@ from typing import Any
 from ..engine.batch import ScheduledBatch, StepResult
 from ..engine.clock import VirtualClock
 from ..engine.decisions import DIGEST_BYTES, Aborted, Added, CacheReset, Done, Filled, Planned
-from ..engine.request import Request
+from ..engine.request import Request, Sequence
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import Scheduler
 from ..engine.scheduler_config import SchedulerConfig
@@ -140,6 +140,8 @@ class _Replay:
         self.outputs: dict[int, Iterator[int]] = {}
         self.batches: dict[int, ScheduledBatch] = {}
         self.last: list[StepRow] | None = []
+        self.ruled: list[Sequence] = []
+        """Choices that had a grammar: they take the way on which forced tokens are looked for."""
 
     def run(self) -> Replayed:
         decisions = rows = 0
@@ -170,6 +172,8 @@ class _Replay:
         assert first == life.added.first_seq, "the replay numbers sequences in another way"
         for choice in range(life.added.n):
             self.outputs[first + choice] = self.script.output(life, choice)
+        if life.added.grammar:
+            self.ruled += self.scheduler.requests[life.added.request_id].choices
 
     def _plan(self, event: Planned) -> Difference | None:
         batch = self.scheduler.schedule()
@@ -221,3 +225,6 @@ class _Replay:
             if row.prompt_logprobs is not None:
                 result.prompt_logprobs[row.seq_id] = ()
         self.scheduler.commit(batch, result)
+        self.ruled = [choice for choice in self.ruled if choice.finish_reason is None]
+        for choice in self.ruled:
+            choice.plain = False

@@ -27,8 +27,10 @@ Weights and names:
   ``package_index.py`` where there is no pip; ``presets.py``: shapes of
   published models without files
 * ``weights_hf.py``: safetensors in and out; ``weights_hf_moe.py``: the names of experts there;
-  ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``
+  ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``;
+  ``quantize_out.py`` writes such
 * ``weights_gguf.py``: GGUF in, ``gguf_out.py``: out; ``weights_dummy.py``: random
+* ``grown.py``: tables with rows for new tokens
 * ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
   their settings
 * ``stored.py``: what files give: ``Stored``, a weight that is read when asked for, whole or a part of it

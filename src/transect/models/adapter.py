@@ -22,7 +22,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .peft_config import PeftSettings
 from .staging import dense_values
-from .stored import ALL, Stored, StoredWeights, Values
+from .stored import Stored, StoredWeights, Values
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -105,9 +105,11 @@ def put_beside(model: Decoder, adapter: StoredAdapter) -> None:
     for name, weight in list(model.weights()):
         low = adapter.factors.get(name)
         if low is not None and name != "head":
-            model.replace(name, Adapted.over(weight, low).requires_grad_(False))
+            model.replace(name, Adapted.over(weight, low).fix())
 
 
-def all_of(weights: StoredWeights) -> dict[str, Tensor]:
-    """Every weight as a tensor in memory, by canonical name."""
-    return {name: dense_values(stored.read(ALL, ALL)).clone() for name, stored in weights}
+def is_beside(model: Decoder) -> bool:
+    """Whether a model has an adapter beside some weight."""
+    from .weights.adapted import Adapted
+
+    return any(isinstance(weight, Adapted) for _, weight in model.weights())

@@ -57,11 +57,15 @@ class ModelSource:
     config: ModelConfig
     name: str
     adapter: AdapterPlace | None = None
+    text: Path | None = None
+    """A directory with a tokenizer in place of the model's."""
 
     @property
     def text_folder(self) -> Path | None:
         """The directory with the tokenizer's files: the adapter's, if it brings them; None: they are in the GGUF
         file."""
+        if self.text is not None:
+            return self.text
         if self.adapter is not None and (self.adapter.path / "tokenizer.json").is_file():
             return self.adapter.path
         return None if self.kind == "gguf" else self.path

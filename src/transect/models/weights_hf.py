@@ -26,6 +26,7 @@ from ..formats.fields import read_json_object
 from .config import ModelConfig
 from .config_hf import to_hf
 from .config_moe import MoEConfig
+from .quantize_out import encoded
 from .shapes import projection_shapes, weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import expert_tensor
@@ -380,6 +381,7 @@ def save_hf(
     directory: str | os.PathLike[str],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantization: str | None = None,
 ) -> None:
     """Write config.json and safetensors that transformers, vLLM and ``stored_hf`` read.
 
@@ -388,6 +390,7 @@ def save_hf(
             embeddings a ``head.weight`` is left out.
         directory: made if it is not there. Each file is written beside its place and moved there when it is whole;
             config.json comes last.
+        quantization: round the layers' matrices, as ``quantize_out.py`` says; None: they stay.
         max_shard_bytes: a new file is begun before one grows past this; one tensor is never cut.
 
     Raises:
@@ -399,6 +402,9 @@ def save_hf(
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1:
         values["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    if quantization is not None:
+        tensors, settings = encoded(tensors, quantization)
+        values |= settings
     shards = _shards(tensors, max_shard_bytes)
     directory = Path(directory)
     try:

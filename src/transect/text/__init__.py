@@ -8,6 +8,7 @@ On the way in:
 * ``model_text.py``      ModelText: tokenizer, template and defaults, as settings choose
 * ``gguf_vocab.py``      a byte-level BPE tokenizer out of GGUF metadata
 * ``gguf_vocab_out.py``  and into it
+* ``new_tokens.py``      a tokenizer with further tokens
 * ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name
 * ``hf_tokenizer.py``    HFTokenizer: the same under the names of transformers
 * ``token_bytes.py``     which bytes a token spells: byte level and sentence pieces

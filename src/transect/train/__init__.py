@@ -14,7 +14,8 @@
   (``divergence.py``). ``rollout.py``: answers drawn by the engine;
   ``logprobs.py``: how likely they were; ``drawn.py``: in the distribution that drew them; ``rewards.py``: how good they
   are; ``answers.py``: what several optimizer steps need of them; ``reference.py``: the model as a run began.
-* ``memory.py``: whether a run fits, and under which checkpointing. ``perplexity.py``, ``harness.py``: how good a model
+* ``memory.py``: whether a run fits, and under which checkpointing.
+  ``perplexity.py``, ``harness.py``: how good a model
   is, measured through the engine.
 * ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy. ``optim/``: AdamW, 8-bit AdamW, Muon.
   ``schedule.py``: the learning rate.

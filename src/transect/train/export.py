@@ -123,11 +123,12 @@ def _rounded(weights: StoredWeights, rounding: Callable[[Tensor], Tensor]) -> St
             yield name, stored
 
 
-def export_model(found: Opened, output: Path, dtype: str = "auto") -> None:
+def export_model(found: Opened, output: Path, dtype: str = "auto", quantization: str | None = None) -> None:
     """Write a plain model in Hugging Face layout, the adapter merged, with its tokenizer.
 
     Args:
         dtype: ``auto``: that of the run, else of the embedding in the files; bfloat16 where that is packed.
+        quantization: of the layers' matrices, as ``models/quantize_out.py`` says; None: none.
 
     Raises:
         ValueError: an unknown dtype, or ``output`` cannot be written.
@@ -136,7 +137,7 @@ def export_model(found: Opened, output: Path, dtype: str = "auto") -> None:
         raise ValueError(f"dtype must be auto, {', '.join(EXPORT_DTYPES)}, not {dtype!r}")
     wanted = EXPORT_DTYPES.get(dtype) or found.dtype or _dtype_of(found.source)
     state = {name: dense_values(stored.read()).to(wanted, copy=True) for name, stored in merged(found)}
-    save_hf(state, found.source.config, output)
+    save_hf(state, found.source.config, output, quantization=quantization)
     export_tokenizer(found.source, output)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -81,12 +81,14 @@ def saved_weights(lora: LoRAConfig, config: ModelConfig) -> list[str]:
     return list(found)
 
 
-def settled(lora: LoRAConfig) -> LoRAConfig:
-    """With rank, alpha and kind of the adapter that the run starts from.
+def settled(lora: LoRAConfig, new_tokens: Sequence[str] = ()) -> LoRAConfig:
+    """With rank, alpha and kind of the adapter that the run starts from. With new tokens both tables are trained whole.
 
     Raises:
         ValueError: there is no such adapter.
     """
+    if new_tokens:
+        lora = dataclasses.replace(lora, modules_to_save=(*lora.modules_to_save, "embed", "head"))
     if not lora.start:
         return lora
     settings = read_settings(adapter_folder(lora.start))
@@ -257,10 +259,3 @@ def plain_state(model: Decoder) -> dict[str, Tensor]:
         if not name.startswith(tuple(replaced)):
             state[name] = tensor.detach().to("cpu", copy=True)
     return state
-
-
-def unties(model: Decoder) -> bool:
-    """Whether adapters make two tables of tied ones."""
-    return model.config.tied_embeddings and (
-        isinstance(model.embed, AdaptedEmbedding) or isinstance(model.head, Adapted)
-    )

@@ -44,6 +44,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
         rollouts = running * (-(-config.data.seq_len // BLOCK_SIZE) + 1) * BLOCK_SIZE
     adapted = config.task in ("lora", "qlora")
+    lora = settled(config.lora, config.new_tokens) if adapted else config.lora
     named = selected(config.lora.targets, matrices(model), model, "targets") if adapted else MATRICES
     last = {name.rpartition(".")[2] for name in named}
     chosen: Any = "none" if config.checkpointing == "auto" else config.checkpointing
@@ -56,9 +57,9 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         seq_len=config.data.seq_len,
         micro_batch=config.data.micro_batch,
         accumulate=config.accumulate,
-        rank=settled(config.lora).rank if adapted else config.lora.rank,
+        rank=lora.rank,
         targets=tuple(name for name in (*MATRICES, *TABLES) if name in last),
-        saved=tuple(saved_weights(config.lora, model)) if adapted else (),
+        saved=tuple(saved_weights(lora, model)) if adapted else (),
         group=config.lora.group,
         base_format=config.lora.base_format,
         rollouts=rollouts,

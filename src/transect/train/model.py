@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..models.adapter import StoredAdapter, merged_weights
 from ..models.adapter_peft import read_adapter, write_adapter
 from ..models.decoder import Decoder
+from ..models.grown import grown_tables
 from ..models.load import fill, stored_weights
 from ..models.resolve import ModelSource, resolve, with_adapter
 from ..models.stored import StoredWeights
@@ -22,6 +23,7 @@ from ..ops.opset import OpSet, resolve_ops
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.model_text import template_text
+from ..text.new_tokens import write_with_tokens
 from ..text.tokenizer import Tokenizer
 from .chat import run_template
 from .config import TrainConfig
@@ -133,6 +135,15 @@ def source_of(config: TrainConfig) -> ModelSource:
     return with_adapter(source, str(adapter_folder(config.lora.start))) if config.lora.start else source
 
 
+def _with_new_tokens(source: ModelSource, config: TrainConfig) -> ModelSource:
+    """The model with ``config.new_tokens``, whose tokenizer is written beside the run."""
+    if not config.new_tokens:
+        return source
+    folder = Path(config.run_dir) / "tokenizer"
+    rows = max(write_with_tokens(source, config.new_tokens, folder), source.config.vocab_size)
+    return replace(source, config=replace(source.config, vocab_size=rows), text=folder)
+
+
 def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
     """The weights of the base, with what an adapter brings whole in the place of its own."""
     assert source.adapter is not None
@@ -160,16 +171,18 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
     source = source_of(config)
     if source.config.logit_softcap is not None:
         raise ValueError("models whose logits are soft-capped (Gemma 2) are served and not trained: take another one")
-    lora = settled(config.lora) if config.task in ("lora", "qlora") else None
+    lora = settled(config.lora, config.new_tokens) if config.task in ("lora", "qlora") else None
+    stored, source = source, _with_new_tokens(source, config)
     start = None
     if lora is not None and source.adapter is not None:
-        start = read_adapter(source.adapter.path, source.config)
+        start = read_adapter(source.adapter.path, stored.config)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
     model = model.to_empty(device=device)
     if from_scratch(config):
         model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))
     else:
-        fill(model, stored_weights(source) if start is None else _begun(source, start))
+        weights = stored_weights(stored) if start is None else _begun(stored, start)
+        fill(model, grown_tables(weights, source.config.vocab_size))
     model.requires_grad_(True)
     moment = Moment()
     if config.task == "qlora":

@@ -32,6 +32,8 @@ class TextScore:
     nats: float
     predicted: int
     size: int
+    windows: tuple[tuple[float, int], ...] = ()
+    """(nats, predicted tokens) of each window."""
 
     @property
     def perplexity(self) -> float:
@@ -42,7 +44,8 @@ class TextScore:
         return self.nats / math.log(2) / self.size
 
     def __add__(self, other: TextScore) -> TextScore:
-        return TextScore(self.nats + other.nats, self.predicted + other.predicted, self.size + other.size)
+        windows = (*self.windows, *other.windows)
+        return TextScore(self.nats + other.nats, self.predicted + other.predicted, self.size + other.size, windows)
 
 
 def windows(count: int, window: int, stride: int) -> list[tuple[int, int, int]]:
@@ -87,10 +90,11 @@ def score_tokens(llm: LLM, tokens: Sequence[int], size: int, *, window: int, str
         raise ValueError(f"a text of {len(tokens)} tokens predicts nothing: give a longer one")
     spans = windows(len(tokens), window, stride)
     rows = scored_tokens(llm, [tokens[first:last] for first, last, _ in spans])
-    nats = 0.0
+    found = []
     for (first, _, start), row in zip(spans, rows, strict=True):
-        nats -= math.fsum(value for value, _ in row[start - first - 1 :])
-    return TextScore(nats, len(tokens) - 1, size)
+        own = row[start - first - 1 :]
+        found.append((-math.fsum(value for value, _ in own), len(own)))
+    return TextScore(sum(nats for nats, _ in found), len(tokens) - 1, size, tuple(found))
 
 
 def score_file(llm: LLM, path: str | Path, *, window: int | None = None, stride: int | None = None) -> TextScore:

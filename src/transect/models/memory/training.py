@@ -64,7 +64,7 @@ class TrainingPlan:
     task: Task = "finetune"
     objective: Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"] = "next_token"
     precision: Literal["float32", "bfloat16", "mixed"] = "float32"
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "lamb", "muon"] = "adamw"
     checkpointing: Kept = "none"
     seq_len: int = 1024
     micro_batch: int = 4096
@@ -144,6 +144,8 @@ def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     if plan.optimizer == "adamw8bit" and size >= SMALL_PARAMETER:
         # both moments, weight and gradient in float32, and two more to encode
         return 24 * min(size, CHUNK * BLOCK) + wide_gradient
+    if plan.optimizer == "lamb" and len(shape) >= 2:  # the step, and in 16 bits weight, gradient and moments
+        return (4 if each == 4 else 20) * size + wide_gradient
     if plan.optimizer == "muon" and _by_muon(name, shape):
         product = 2 if plan.backend == "gpu" else 4
         return each * size + 4 * product * size + 4 * product * min(shape) ** 2 + wide_gradient
@@ -432,6 +434,7 @@ class _Account:
 _STATE = {
     "adamw": "two moments for each trained number",
     "adamw8bit": "two moments of 8 bits, a scale for each 256",
+    "lamb": "two moments for each trained number",
     "muon": "one momentum for the matrices of the layers, two moments for the rest",
 }
 

@@ -62,6 +62,7 @@ class Adapted(Weight):
         a = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.a = nn.Parameter(a.to(like.device, like.dtype))
         self.b = nn.Parameter(torch.zeros(base.out_features, rank, device=like.device, dtype=like.dtype))
+        self._fixed: Tensor | None = None
         self.m: nn.Parameter | None = None
         if dora:
             norms = torch.linalg.vector_norm(base.dense().detach(), dim=1)
@@ -100,7 +101,7 @@ class Adapted(Weight):
             assert held is not None
             y = adapted_product(self.native, x_TI, held, self.a, self.b, self.scale)
             return y if self.bias is None else y + self.bias
-        return self._beside(x_TI, self.base(x_TI), None if self.m is None else self.m / self._norms())
+        return self._beside(x_TI, self.base(x_TI), self._share())
 
     def _beside(self, x_TI: Tensor, out: Tensor, share_O: Tensor | None) -> Tensor:
         """The base's product with the adapter's; ``share_O`` is m / n."""
@@ -118,11 +119,22 @@ class Adapted(Weight):
         moved = LowRank(self.a, self.b, self.scale).applied(self.base.dense())
         return torch.linalg.vector_norm(moved, dim=1).to(self.b.dtype)
 
-    def product(self) -> Product:
-        base = self.base.product()
+    def _share(self) -> Tensor | None:
+        """m / n ``[O]``; None without m."""
         if self.m is None:
-            return lambda x: self._beside(x, base(x), None)
-        share_O = (self.m / self._norms()).detach()
+            return None
+        return self.m / self._norms() if self._fixed is None else self._fixed
+
+    def fix(self) -> Adapted:
+        """For inference: factors stay as they are, so norms are computed once. Returns itself."""
+        self.requires_grad_(False)
+        self._fixed = None
+        self._fixed = self._share()
+        return self
+
+    def product(self) -> Product:
+        base, share_O = self.base.product(), self._share()
+        share_O = None if share_O is None else share_O.detach()
         return lambda x: self._beside(x, base(x), share_O)
 
     def dense(self) -> Tensor:

@@ -17,8 +17,8 @@ class OptimizerConfig:
         learning_rate: 3e-4 to pretrain, 2e-5 to fine-tune all weights, 2e-4 for adapters; less for ``dpo``, ``kto``,
             ``orpo`` and ``grpo``.
         beta1, beta2, eps: AdamW's.
-        name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``muon`` (matrices of the layers by Muon, the
-            rest by AdamW).
+        name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``lamb`` (steps in proportion to each matrix,
+            for large batches); ``muon`` (matrices of the layers by Muon, the rest by AdamW).
         rounding: of weights and moments in bfloat16: ``stochastic`` keeps small steps on average; ``nearest`` loses
             those of less than a 512th of a weight.
         weight_decay: decoupled, on matrices only; norms and biases have none. 0.1 to pretrain, 0.01 to fine-tune all
@@ -28,7 +28,7 @@ class OptimizerConfig:
         muon_learning_rate: for the matrices under ``muon``; ``learning_rate`` is AdamW's.
     """
 
-    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "lamb", "muon"] = "adamw"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     learning_rate: float = 3e-4
     beta1: float = 0.9

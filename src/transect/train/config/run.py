@@ -38,6 +38,8 @@ class TrainConfig:
         objective: what is minimised: ``next_token``; ``dpo`` or ``orpo`` (preference pairs); ``kto`` (answers that are
             good or bad); ``grpo`` (rewards of its own answers); ``distill`` (a larger model's distribution). Each has
             a table of its name.
+        new_tokens: tokens to add to the vocabulary, such as ``<tool>``; embedding and head grow by a row for each,
+            and with adapters both are trained whole. What is written ``<|like this|>`` becomes special.
         run_dir: where logs and checkpoints go.
         steps: optimizer steps in all; 100 where neither these nor ``epochs`` are given.
         epochs: in place of ``steps``, how often the data is gone through, such as ``1.5``.
@@ -70,6 +72,7 @@ class TrainConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     task: Task = "finetune"
     objective: Objective = "next_token"
+    new_tokens: tuple[str, ...] = ()
     run_dir: str = "runs/default"
     steps: int = 0
     epochs: float = 0.0

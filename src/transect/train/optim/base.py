@@ -147,9 +147,13 @@ class Optimizer:
         """The factor that limits gradients of this global norm to ``most``; no synchronisation."""
         return (most / (norm + 1e-6)).clamp(max=1.0)
 
+    def is_matrix(self, name: str) -> bool:
+        """Whether a parameter has two dimensions or more."""
+        return name in self._matrices
+
     def decay(self, name: str) -> float:
         """The weight decay that a parameter gets: matrices only."""
-        return self.config.weight_decay if name in self._matrices else 0.0
+        return self.config.weight_decay if self.is_matrix(name) else 0.0
 
     def state_bytes(self) -> int:
         """Memory of the state."""

@@ -1,0 +1,105 @@
+"""One model in several number formats: how well it predicts, in how many bits, how fast, in how much memory.
+
+The interval of a perplexity takes windows of the text as the sample: with window i of c_i tokens that cost n_i nats,
+and r = sum n / sum c, the error of r is sqrt(k / (k - 1) sum (n_i - r c_i)^2) / sum c (a ratio estimate; Cochran 1977,
+Sampling Techniques, chapter 6), and the interval is exp(r - 1.96 error) to exp(r + 1.96 error).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine.llm import LLM
+from ..engine.sampling_params import SamplingParams
+from ..models.cost import weight_bytes
+from ..models.resolve import resolve
+from ..models.shapes import parameter_count
+from ..train.perplexity import TextScore, score_file
+from .floors import storage_of
+
+PLAIN = "plain"
+"""The model as its files hold it."""
+FORMATS = (PLAIN, "int4", "int8", "fp8")
+DRAWN = 48
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRow:
+    """One format. ``low`` and ``high`` are the ends of the 95% interval of the perplexity, NaN with one window."""
+
+    format: str
+    perplexity: float
+    low: float
+    high: float
+    bits: float
+    """Bits of a weight, embedding and head counted."""
+    tokens_per_second: float
+    """One sequence that is decoded."""
+    megabytes: float
+    kernels: str
+
+
+def interval(windows: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """The 95% interval of the perplexity from (nats, tokens) of each window."""
+    k, tokens = len(windows), sum(count for _, count in windows)
+    if k < 2:
+        return math.nan, math.nan
+    rate = sum(nats for nats, _ in windows) / tokens
+    spread = sum((nats - rate * count) ** 2 for nats, count in windows)
+    error = 1.96 * math.sqrt(k / (k - 1) * spread) / tokens
+    return math.exp(rate - error), math.exp(rate + error)
+
+
+def measure(model: str, name: str, text: Path, *, window: int | None, dtype: str = "auto") -> FormatRow:
+    """Load the model in a format and measure it.
+
+    Raises:
+        ValueError: an unknown format, or a model or text that cannot be used.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"--formats knows {', '.join(FORMATS)}, not {name!r}")
+    quantization = None if name == PLAIN else name
+    llm = LLM(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
+    try:
+        score: TextScore = score_file(llm, text, window=window)
+        params = SamplingParams(max_tokens=DRAWN, temperature=0, ignore_eos=True)
+        llm.generate([[1, 2, 3]], params)
+        began = time.perf_counter()
+        llm.generate([[1, 2, 3]], params)
+        seconds = time.perf_counter() - began
+        source, kernels = resolve(model), llm.kernels
+    finally:
+        llm.close()
+    storage = storage_of(source, dtype, keeps_quantized=kernels.startswith("C++"), quantization=quantization)
+    held = weight_bytes(source.config, storage)
+    low, high = interval(score.windows)
+    bits = 8 * held / parameter_count(source.config)
+    return FormatRow(name, score.perplexity, low, high, bits, DRAWN / seconds, held / 1e6, kernels)
+
+
+def draw(rows: Sequence[FormatRow], path: Path, title: str) -> None:
+    """Perplexity over bits of a weight, with intervals.
+
+    Raises:
+        ValueError: there is no matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for row in rows:
+        error = None if math.isnan(row.low) else [[row.perplexity - row.low], [row.high - row.perplexity]]
+        axes.errorbar(row.bits, row.perplexity, yerr=error, fmt="o", capsize=3)
+        axes.annotate(row.format, (row.bits, row.perplexity), textcoords="offset points", xytext=(6, 4))
+    axes.set(xlabel="bits of a weight", ylabel="perplexity (95% interval)", title=title)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

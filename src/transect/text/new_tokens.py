@@ -1,0 +1,42 @@
+"""A tokenizer with further tokens, as files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tokenizers
+from tokenizers import AddedToken
+
+from .export import export_tokenizer
+
+if TYPE_CHECKING:
+    from ..models.resolve import ModelSource
+
+
+def write_with_tokens(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:
+    """Write the tokenizer of a model with further tokens into ``folder``, which is made anew. Those that it has already
+    are left as they are. What is written ``<|like this|>`` becomes special: the text of a chat cannot spell it.
+
+    Returns:
+        The highest token id plus one.
+
+    Raises:
+        ValueError: the model has no tokenizer, or a token is empty.
+    """
+    if not all(tokens):
+        raise ValueError("new_tokens holds an empty one: leave it out")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    export_tokenizer(source, folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError("new_tokens need a tokenizer, and this model has none")
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    special = [token for token in tokens if token.startswith("<|") and token.endswith("|>")]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in tokens if token not in special])
+    backend.save(str(path))
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
