@@ -1,13 +1,16 @@
 """The log of a fuzzed run, replayed through the shipping scheduler, reproduces every decision."""
 
+import msgspec
 import pytest
 from decision_logs import log_for
 from effort import examples, proving
 from engine_workloads import Run, Workload, workloads
+from grammar_fakes import Steps
 from hypothesis import given
+from kv_checker import VOCAB
 from small_engine import make, recorded_batches, request
 
-from transect.engine.decisions import Planned
+from transect.engine.decisions import Done, Planned
 from transect.explain.log import build
 from transect.explain.replay import replay
 
@@ -59,6 +62,21 @@ def test_enough_decisions_were_compared():
     if not SEEN["decisions"]:
         pytest.skip("the tests above ran elsewhere")
     assert SEEN["decisions"] >= (10_000 if proving() else 300)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_jumps_over_forced_tokens_again(lag):
+    """A log holds how far each went; the replay has no grammar."""
+    core = make(lag, num_blocks=12)
+    core.decisions = log_for(core)
+    for kind in range(4):
+        grammar = Steps(kind, VOCAB, 24, forcing=5)
+        core.add(msgspec.structs.replace(request(str(kind), max_tokens=26, n=1 + kind % 2), constraint=grammar))
+    recorded_batches(core)
+    log = build(core.decisions.ring.records())
+    assert sum(len(event.jumps) for event in log.events if isinstance(event, Done)) > 10
+    difference = replay(log).difference
+    assert difference is None, str(difference)
 
 
 def test_a_changed_decision_is_found():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..engine.batch import ScheduledBatch, StepResult
 from ..engine.clock import VirtualClock
@@ -23,6 +24,24 @@ from .log import Life, RunLog, StepRow, last_rows_on, rows_of
 
 STOP = 2**31 - 1
 """The token that ends an answer of a script. No block's number reaches it."""
+
+
+class _AnyAnswer:
+    """Stands where a request had a grammar: the script has its tokens, and the log says how far it forced them."""
+
+    terminated = False
+
+    def fork(self) -> _AnyAnswer:
+        return self
+
+    def accept(self, token: int) -> str | None:
+        return None
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fill(self, words: Any) -> str | None:
+        return None
 
 
 class Script:
@@ -51,7 +70,8 @@ class Script:
             seed=0,
             prompt_logprobs=0 if added.prompt_logprobs else None,
         )
-        return Request(name or added.request_id, prompt, params, added.priority, arrival)
+        grammar = _AnyAnswer() if added.grammar else None
+        return Request(name or added.request_id, prompt, params, added.priority, arrival, constraint=grammar)
 
     def output(self, life: Life, choice: int) -> Iterator[int]:
         """The tokens that a choice draws; those after its end are what a step under way would have drawn."""

@@ -259,10 +259,3 @@ def plain_state(model: Decoder) -> dict[str, Tensor]:
         if not name.startswith(tuple(replaced)):
             state[name] = tensor.detach().to("cpu", copy=True)
     return state
-
-
-def unties(model: Decoder) -> bool:
-    """Whether adapters make two tables of tied ones."""
-    return model.config.tied_embeddings and (
-        isinstance(model.embed, AdaptedEmbedding) or isinstance(model.head, Adapted)
-    )
