@@ -91,8 +91,11 @@ def program(work, folder):
     path = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")]), *sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PROGRAM.format(work=work))],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
+    )
     return process, int(process.stdout.readline())
 
 
