@@ -61,7 +61,7 @@ def test_renders_what_transformers_renders(name):
 
 
 def test_smollm2(smollm2_metadata):
-    source = SimpleNamespace(kind="gguf", gguf=SimpleNamespace(metadata=smollm2_metadata))
+    source = SimpleNamespace(kind="gguf", text_folder=None, gguf=SimpleNamespace(metadata=smollm2_metadata))
     template = ChatTemplate.from_source(source)
     assert template is not None
     assert template.render([{"role": "user", "content": "Hello"}]) == (
@@ -71,7 +71,7 @@ def test_smollm2(smollm2_metadata):
 
 
 def test_a_model_without_a_template(toy_metadata):
-    source = SimpleNamespace(kind="gguf", gguf=SimpleNamespace(metadata=toy_metadata))
+    source = SimpleNamespace(kind="gguf", text_folder=None, gguf=SimpleNamespace(metadata=toy_metadata))
     assert ChatTemplate.from_source(source) is None
     source.gguf.metadata = {**toy_metadata, "tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}"}
     assert ChatTemplate.from_source(source).render(USER) == "<|im_start|>|<|im_end|>"

@@ -57,6 +57,6 @@ def test_transformers_reads_it(source, exported) -> None:
 def test_a_directory_keeps_its_own_files(exported, tmp_path) -> None:
     from types import SimpleNamespace
 
-    export_tokenizer(SimpleNamespace(kind="hf", path=exported), tmp_path)
+    export_tokenizer(SimpleNamespace(kind="hf", path=exported, text_folder=exported), tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (exported / "tokenizer.json").read_bytes()
     assert (tmp_path / "tokenizer_config.json").exists()

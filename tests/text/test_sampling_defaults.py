@@ -24,11 +24,11 @@ FILE = {
 
 def directory(path, values=FILE):
     (path / "generation_config.json").write_text(json.dumps(values))
-    return SimpleNamespace(kind="hf", path=path)
+    return SimpleNamespace(kind="hf", path=path, text_folder=path)
 
 
 def gguf(**metadata):
-    return SimpleNamespace(kind="gguf", gguf=SimpleNamespace(metadata=metadata))
+    return SimpleNamespace(kind="gguf", text_folder=None, gguf=SimpleNamespace(metadata=metadata))
 
 
 def test_the_model_s_own_file(tmp_path):

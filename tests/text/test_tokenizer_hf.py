@@ -153,7 +153,7 @@ def test_chat_templates(tmp_path, config, file, expected):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **config}))
     if file:
         (tmp_path / "chat_template.jinja").write_text(file)
-    template = ChatTemplate.from_source(SimpleNamespace(kind="hf", path=tmp_path))
+    template = ChatTemplate.from_source(SimpleNamespace(kind="hf", path=tmp_path, text_folder=tmp_path))
     rendered = None if template is None else template.render([{"role": "user", "content": "x"}])
     assert rendered == expected
 
@@ -161,8 +161,10 @@ def test_chat_templates(tmp_path, config, file, expected):
 def test_from_source_takes_either_kind(tmp_path, trained, toy_metadata, toy):
     model_directory(tmp_path, trained)
     text = "hello world"
-    from_hf = OurTokenizer.from_source(SimpleNamespace(kind="hf", path=tmp_path))
-    from_gguf = OurTokenizer.from_source(SimpleNamespace(kind="gguf", gguf=SimpleNamespace(metadata=toy_metadata)))
+    from_hf = OurTokenizer.from_source(SimpleNamespace(kind="hf", path=tmp_path, text_folder=tmp_path))
+    from_gguf = OurTokenizer.from_source(
+        SimpleNamespace(kind="gguf", text_folder=None, gguf=SimpleNamespace(metadata=toy_metadata))
+    )
     assert from_hf.encode(text) == from_gguf.encode(text) == toy.encode(text)
 
 

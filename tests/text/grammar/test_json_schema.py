@@ -70,11 +70,12 @@ def test_random_answers_to_a_thousand_random_schemas_validate(schema, seed):
 @given(st.data())
 def test_instances_of_random_schemas_are_answers(data):
     """The other direction: what hypothesis-jsonschema makes of a schema, a model may say. (Objects are left out:
-    answers have their properties in the schema's order. So are floats, which are spelled in many ways.)"""
+    answers have their properties in the schema's order. So are floats, which are spelled in many ways, and the
+    character DEL, which the grammar library wants escaped.)"""
     schema = data.draw(leaves().filter(lambda leaf: leaf.get("type") != "number" and "format" not in leaf))
     schema = {"type": "array", "items": schema, "maxItems": 3}
     instance = data.draw(from_schema(schema))
-    assert accepts(constraint(json=schema), json.dumps(instance, ensure_ascii=False))
+    assert accepts(constraint(json=schema), json.dumps(instance, ensure_ascii=False).replace("\x7f", "\\u007f"))
 
 
 def test_answers_are_as_wide_as_the_schema():
