@@ -106,7 +106,7 @@ def test_what_is_planned_is_what_the_weights_say(tiny):
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="quantization must be int4, or left out, not 'int3'"):
+    with pytest.raises(ValueError, match="quantization must be int4, fp8 or int8, or left out, not 'int3'"):
         EngineConfig(model="any", quantization="int3")
 
 

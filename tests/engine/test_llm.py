@@ -346,15 +346,15 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_a_usable_engine(tiny, monkeypatch
     llm = make(tiny, async_scheduling=lag)
     expected = tokens_of(llm.generate(PROMPTS, greedy()))
     runner = llm._core.executor
-    forward, calls = runner._forward, []
+    inputs, calls = runner._inputs, []
 
     def interrupted(batch):
         calls.append(batch.step)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)
-        return forward(batch)
+        return inputs(batch)
 
-    monkeypatch.setattr(runner, "_forward", interrupted)
+    monkeypatch.setattr(runner, "_inputs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, greedy())
     assert not llm.has_work and llm.stats().kv_blocks_used == 0

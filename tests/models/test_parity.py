@@ -370,7 +370,7 @@ def test_greedy_paged(family: str) -> None:
         ("gemma2", {"query_scale": None}),
         ("gemma3", {"local_rope": None}),
         ("gemma3", {"norm_offset": 0.5}),
-        ("olmo2", {"norm_order": "pre"}),
+        ("olmo2", {"qk_norm": False, "qk_norm_whole": False}),
         ("granite", {"residual_scale": 1.0}),
         ("granite", {"embed_scale": 1.0}),
         ("granite", {"logit_scale": 1.0}),

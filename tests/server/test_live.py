@@ -115,7 +115,7 @@ def test_ready_line_says_what_runs(server):
 
 
 def test_the_client_of_the_page_on_serving(server):
-    (program,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    program, *_ = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     here = program.replace("http://127.0.0.1:8000", server.url).replace('"smollm2-135m"', '"m"')
     assert here != program
     done = subprocess.run([os.sys.executable, "-c", here], capture_output=True, text=True, timeout=PATIENCE_S)
