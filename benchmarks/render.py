@@ -24,6 +24,7 @@ import engine_tables
 import grammars
 import http_vs_offline
 import issue_rates
+import jump_ahead
 import ladder_tables
 import numerics
 import ops_tables
@@ -32,6 +33,7 @@ import record
 import request_walk
 import step_policy
 import structured_cost
+import structured_masks
 import train_tables
 import tuning_table
 
@@ -156,10 +158,14 @@ def training_settings() -> str:
 
 def kills() -> str:
     """Checkpoints after kills in the middle of their writing."""
-    result = _load("cpu/kill_checkpoints.json")
+    result, run = _load("cpu/kill_checkpoints.json"), _load("cpu/kill_training.json")
     return (
         f"`{result['command']}`: {result['kills']} kills, {result['kills_within_a_write']} of them within a write; the "
-        f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all whole.\n"
+        f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all whole.\n\n"
+        f"`{run['command']}`: {run['kills']} kills of a GRPO run with adapters, {run['kills_within_a_write']} of them "
+        f"within a write and {run['kills_between_steps_of_a_rollout']} between two optimizer steps of one rollout; the "
+        f"run was resumed each time, came to its end {run['runs_that_reached_their_end_with_the_same_bits']} times, "
+        "and every loss, adapter and optimizer state had the bits of a run that nobody disturbed.\n"
     )
 
 
@@ -205,6 +211,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "many-rows-alone": ops_tables.many_rows_alone,
     "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
+    "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
+    "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),

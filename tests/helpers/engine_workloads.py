@@ -173,7 +173,7 @@ def expected_tokens(arrival: Arrival, config: SchedulerConfig, choice: int) -> t
     tokens: list[int] = []
     while True:
         position = len(arrival.prompt) + len(tokens)
-        if arrival.fail == (choice, position):
+        if arrival.fail == (choice, position) and arrival.grammar is None:
             return tokens, "error", None
         early = len(tokens) < params.min_tokens
         masked = set(stops if early else ())
@@ -292,6 +292,8 @@ class Run:
             return None
         where, at = arrival.fail
         in_prompt = position < len(arrival.prompt)
+        if where != -1 and arrival.grammar is not None:
+            return None  # a token that the grammar forces is not drawn, and nothing can fail there
         hit = in_prompt and position >= at if where == -1 else not in_prompt and (where, at) == (choice, position)
         return f"planned failure at {position}" if hit else None
 
@@ -333,7 +335,8 @@ class Run:
         cached = output.num_cached_tokens
         check(cached < len(arrival.prompt) and cached % self.workload.config.block_size == 0, "cached tokens")
         check(cached == 0 or params.prompt_logprobs is None, "prompt logprobs need every prompt token computed")
-        notable = len(record.tokens) == len(output.new_token_ids) == 1 or output.finish_reason is not None
+        first = bool(output.new_token_ids) and len(record.tokens) == len(output.new_token_ids)
+        notable = first or output.finish_reason is not None
         check(notable == (output.times is not None), "times belong to the first and the last output")
         if output.finish_reason is not None:
             record.end = output

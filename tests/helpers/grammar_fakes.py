@@ -12,15 +12,19 @@ class Steps:
     after ``length`` tokens, or with ``end`` wherever that is allowed.
 
     Args:
+        forcing: of seven states, how many leave a single token.
         fails_at: the number of tokens after which it cannot go on, as a real one may find; None: never.
     """
 
-    def __init__(self, seed: int, vocab: int, length: int, end: int = 0, fails_at: int | None = None) -> None:
+    def __init__(
+        self, seed: int, vocab: int, length: int, end: int = 0, fails_at: int | None = None, forcing: int = 0
+    ) -> None:
         self.seed, self.vocab, self.length, self.end, self.fails_at = seed, vocab, length, end, fails_at
+        self.forcing = forcing
         self.accepted: list[int] = []
 
     def fork(self) -> Steps:
-        other = Steps(self.seed, self.vocab, self.length, self.end, self.fails_at)
+        other = Steps(self.seed, self.vocab, self.length, self.end, self.fails_at, self.forcing)
         other.accepted = list(self.accepted)
         return other
 
@@ -31,7 +35,7 @@ class Steps:
     def allowed(self) -> frozenset[int]:
         if self.terminated:
             return frozenset((self.end,))
-        return allowed_after(self.seed, self.vocab, self.accepted, self.end)
+        return allowed_after(self.seed, self.vocab, self.accepted, self.end, self.forcing)
 
     def accept(self, token: int) -> str | None:
         if len(self.accepted) == self.fails_at:
@@ -41,6 +45,14 @@ class Steps:
         self.accepted.append(token)
         return None
 
+    def forced(self) -> list[int]:
+        probe = self.fork()
+        found: list[int] = []
+        while not probe.terminated and len(probe.accepted) != self.fails_at and len(probe.allowed()) == 1:
+            found += probe.allowed()
+            probe.accepted.append(found[-1])
+        return found
+
     def fill(self, words: np.ndarray) -> str | None:
         bits = np.zeros(len(words) * 32, np.uint8)
         bits[sorted(self.allowed())] = 1
@@ -48,9 +60,11 @@ class Steps:
         return None
 
 
-def allowed_after(seed: int, vocab: int, tokens: Sequence[int], end: int = 0) -> frozenset[int]:
-    """At least one token other than ``end``, and ``end`` now and then."""
+def allowed_after(seed: int, vocab: int, tokens: Sequence[int], end: int = 0, forcing: int = 0) -> frozenset[int]:
+    """At least one token other than ``end``, and ``end`` now and then; only one where that is forced."""
     state = hash((seed, *tokens))
+    if state // 5 % 7 < forcing and (only := 1 + state // 35 % (vocab - 1)) != end:
+        return frozenset((only,))
     found = {token for token in range(vocab) if hash((state, token)) % 3 == 0 and token != end}
     if state % 4 == 0:
         found.add(end)

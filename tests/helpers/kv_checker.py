@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from grammar_fakes import Steps
+from grammar_fakes import Steps, allowed_after
 
 from transect.engine.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from transect.engine.kv_cache import KVCache
@@ -83,6 +83,7 @@ class _Truth:
         self.tokens: list[int] = []
         self.chains: list[int] = []
         self.failed = False
+        self.grammar: Steps | None = None
         for token in prompt:
             self.append(token)
 
@@ -122,6 +123,7 @@ class CheckingExecutor:
         self.truths: dict[int, _Truth] = {}
         self.done_step = 0
         self.num_copies = 0
+        self.num_forced = 0
         self.last_draws: set[int] = set()
 
     def poison(self, block_id: int) -> None:
@@ -159,8 +161,15 @@ class CheckingExecutor:
                 grammar = draw.constraint
                 if isinstance(grammar, Steps):
                     before = row.end - len(draw.prompt_token_ids)
-                    current = self.ended(draw.seq_id) or len(grammar.accepted) == before
-                    check(current, f"a mask after {grammar.accepted}, not {before} tokens")
+                    known = len(grammar.accepted)
+                    if known > before:  # the grammar has forced this token meanwhile; nobody waits for the draw
+                        only = allowed_after(
+                            grammar.seed, grammar.vocab, grammar.accepted[:before], grammar.end, grammar.forcing
+                        )
+                        check(len(only) == 1 and known > before + 1, f"a draw for {before} after {grammar.accepted}")
+                        found[draw.seq_id] = only
+                        continue
+                    check(self.ended(draw.seq_id) or known == before, f"a mask after {grammar.accepted}, not {before}")
                     found[draw.seq_id] = grammar.allowed()
         return found
 
@@ -196,6 +205,7 @@ class CheckingExecutor:
         truth = self._truth(row.seq_id, row.prompt_token_ids)
         size = self.config.block_size
         check(len(row.block_ids) >= row.num_blocks(size), f"sequence {row.seq_id} has too few blocks")
+        self._take_forced(row, truth)
         check(truth.failed or row.end <= len(truth.tokens), f"sequence {row.seq_id} runs past its tokens")
         if truth.failed:  # the step after a failed draw was under way; what it writes must not be read by anybody
             for position in range(row.start, row.end):
@@ -213,6 +223,18 @@ class CheckingExecutor:
             check(slot not in written, f"slot {slot} is written twice in a step")
             written.add(slot)
             self.slots[slot[0]][slot[1]] = truth.chains[position]
+
+    def _take_forced(self, row: ScheduledRow, truth: _Truth) -> None:
+        """Tokens that nobody drew: the grammar must leave no other."""
+        known = row.output_token_ids[: row.end - truth.prompt_len]
+        grammar = truth.grammar
+        while grammar is not None and not truth.failed and len(truth.tokens) - truth.prompt_len < len(known):
+            before = truth.tokens[truth.prompt_len :]
+            token = known[len(before)]
+            only = allowed_after(grammar.seed, grammar.vocab, before, grammar.end, grammar.forcing)
+            check(only == {token}, f"{token} was not drawn after {before}, where {sorted(only)} may come")
+            truth.append(token)
+            self.num_forced += 1
 
     def _read(self, row: ScheduledRow) -> None:
         truth = self.truths[row.seq_id]
@@ -240,6 +262,7 @@ class CheckingExecutor:
 
     def _draw_one(self, row: ScheduledRow, draw: Draw, result: StepResult) -> None:
         truth = self._truth(draw.seq_id, draw.prompt_token_ids)
+        truth.grammar = draw.constraint if isinstance(draw.constraint, Steps) else None
         if not truth.failed:
             check(row.end == len(truth.tokens), f"sequence {draw.seq_id} draws for position {row.end} again")
             known = draw.output_token_ids[: row.end - truth.prompt_len]

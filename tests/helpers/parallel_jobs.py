@@ -1,11 +1,27 @@
 """Jobs that tests have the other rank do: the counterparts of what the test does itself."""
 
 import contextlib
+from functools import partial
 
 import torch
 
 from transect.bench import collectives as collectives_of_bench
+from transect.engine.clock import WallClock
+from transect.engine.core import EngineCore
+from transect.engine.gpu.runner import GPURunner
+from transect.engine.request import Request
+from transect.engine.sampling_params import SamplingParams
+from transect.engine.scheduler import Scheduler
+from transect.engine.scheduler_config import SchedulerConfig
+from transect.models.fused_stack import FusedStack
+from transect.models.load import load_on_device
+from transect.models.resolve import resolve
+from transect.models.weights.dense import Dense
+from transect.models.weights.int4_serving import Int4Products, ServingInt4, _gated_by_torch
+from transect.ops.linear.packed import int4_matmul
+from transect.ops.opset import resolve_ops
 from transect.parallel.layout import Layout
+from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
 from transect.parallel.world import Failure
 
@@ -37,3 +53,40 @@ def measure_with_other_numbers(world, plan):
         collectives_of_bench.measure(world, plan)
     finally:
         collectives_of_bench._numbers = numbers
+
+
+def gpu_tokens(world, given):
+    """The tokens of the executor for GPUs, on CPU tensors, over this rank's part of a model: layers fused, logits
+    gathered. ``given``: the model's folder, and what kind its matrices are."""
+    path, quantization, prompts = given
+    source, mesh = resolve(path), Mesh(world, Layout(tensor=world.size))
+    ops = resolve_ops("cpu", batch_invariant=True)
+    # torch computes: in the interpreter the kernels take minutes
+    int4 = partial(ServingInt4, products=Int4Products(int4_matmul.reference, _gated_by_torch))
+    kinds = None if quantization is None else lambda name: Dense if name == "head" else int4
+    options = {"dtype": torch.float32, "ops": ops, "max_positions": 64, "kinds": kinds}
+    if world.size > 1:
+        model = load_shard_on_device(source, mesh=mesh, **options)
+    else:
+        model = load_on_device(source, device=torch.device("cpu"), **options)
+    assert isinstance(model.stack, FusedStack)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 64}
+    caches = model.new_kv_cache(33, 16, torch.float32)
+    for cache in caches:
+        cache.zero_()
+    scheduler = Scheduler(SchedulerConfig(num_blocks=32, block_size=16, seed=3, **limits), WallClock())
+    core = EngineCore(scheduler, GPURunner(model, *caches, **limits), lag=1)
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=10, temperature=float(index % 2), logprobs=2 if index == 1 else None)
+        core.add(Request(str(index), tuple(prompt), params))
+    found = {}
+    while core.has_work:
+        for output in core.step():
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return found
+
+
+class Alone:
+    """A world of this process alone, for comparison."""
+
+    rank, size, device, on_host = 0, 1, torch.device("cpu"), 1

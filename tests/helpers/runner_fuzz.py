@@ -69,6 +69,8 @@ def random_arrivals(rng: random.Random, vocab: int, count: int, longest_prompt: 
         prompt = (*stem, *(rng.randrange(vocab) for _ in range(rng.randint(1, longest_prompt - len(stem)))))
         eos = rng.randrange(vocab)
         grammar = Steps(rng.randrange(100), vocab, rng.randint(2, 14), eos) if rng.random() < 0.2 else None
+        if grammar is not None:
+            grammar.forcing = grammar.seed % 3 * 3
         params = random_params(rng, vocab)
         pooling = {1: "last", 2: "mean"}.get(hash(prompt) % 9)
         request = Request(str(index), prompt, params, eos_token_ids=(eos,), constraint=grammar, pooling=pooling)

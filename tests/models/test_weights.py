@@ -19,6 +19,7 @@ from transect.models.weights.int4 import Int4
 from transect.models.weights.int4_serving import Int4Products, ServingInt4, affine_groups, rounded
 from transect.models.weights.packed import Packed
 from transect.models.weights.projection import Projection
+from transect.models.weights.scaled8 import Scaled8
 from transect.ops.cpu import library as cpu_library
 from transect.ops.linear.packed import int4_matmul
 from transect.ops.opset import resolve_ops
@@ -72,11 +73,20 @@ def adapted():
     return made
 
 
+def scaled8(fp8):
+    made = Scaled8(O, I, True, fp8=fp8)
+    made.load(values(), CPU)
+    made.bias.data.copy_(values(1, O, 1)[:, 0])
+    return made
+
+
 KINDS = {
     "dense": dense,
     "dense without a bias": lambda: dense(False),
     "int4": lambda: Int4.of(dense(), 32),
     "int4 to serve": serving,
+    "fp8": lambda: scaled8(True),
+    "int8": lambda: scaled8(False),
     "packed float32": packed,
     "packed Q4_1": lambda: packed("Q4_1"),
     "packed Q8_0": lambda: packed("Q8_0"),
@@ -253,3 +263,17 @@ def test_a_model_that_is_dropped_is_gone_at_once():
         assert there() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("fp8", "most"), [(True, 1 / 16), (False, 1 / 127)])
+def test_eight_bits_are_near(fp8, most):
+    """fp8 is off by at most a sixteenth of a number, int8 by half a step of its row; joined they stay so."""
+    weight, exact = scaled8(fp8), values()
+    error = (weight.dense() - exact).abs()
+    size = exact.abs() if fp8 else exact.abs().amax(1, keepdim=True)
+    assert bool((error <= most * size + (2e-3 if fp8 else 1e-6) * exact.abs().amax(1, keepdim=True)).all())
+    other = scaled8(fp8)
+    joined = weight.join_with([other])
+    assert torch.equal(joined.dense(), torch.cat([weight.dense(), other.dense()]))
+    assert weight.codes.data_ptr() == joined.codes.data_ptr()
+    assert weight.join_with([scaled8(not fp8)]) is None

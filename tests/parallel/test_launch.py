@@ -10,11 +10,13 @@ import textwrap
 import time
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from tiny_checkpoints import make_model
-from tiny_llm import save_tiny_llm_text
+from tiny_llm import save_tiny_llm, save_tiny_llm_text
 
 from transect.bench.collectives import COLLECTIVES
 from transect.parallel.launch import Ranks
@@ -115,15 +117,44 @@ def on_two_hosts(*program):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    hosts = start_on_two_hosts(port, *program)
+    return [host.communicate(timeout=PATIENCE_S) for host in hosts]
+
+
+def start_on_two_hosts(port, *program):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    hosts = [
+    return [
         subprocess.Popen(
             [*launch, "--node-rank", str(host), *program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for host in range(2)
     ]
-    return [host.communicate(timeout=PATIENCE_S) for host in hosts]
+
+
+@pytest.mark.prove
+def test_a_server_under_torchrun(tmp_path):
+    """Rank 0 serves, the other one follows, and both end when rank 0 is told to."""
+    save_tiny_llm(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--port", "0", "--tensor-parallel-size", "2", "--dtype", "float32", "--no-native", "--threads", "1"]
+    hosts = start_on_two_hosts(port, "-m", "transect", "serve", str(tmp_path), "--served-model-name", "m", *options)
+    try:
+        ready = hosts[0].stdout.readline()
+        assert " ready on " in ready, hosts[0].stderr.read()
+        url = ready.split(" ready on ")[1].split()[0]
+        body = {"model": "m", "prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+        assert answer["usage"]["completion_tokens"] == 5
+        server = next(p for p in psutil.Process(hosts[0].pid).children() if "serve" in p.cmdline())
+        server.send_signal(signal.SIGTERM)
+        said = [host.communicate(timeout=PATIENCE_S) for host in hosts]
+        assert [host.returncode for host in hosts] == [0, 0], said
+    finally:
+        for host in hosts:
+            host.kill()
 
 
 @pytest.mark.prove

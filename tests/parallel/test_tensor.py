@@ -2,6 +2,7 @@
 
 import gc
 
+import parallel_jobs
 import pytest
 import torch
 from tiny_checkpoints import FAMILIES, make_model, write_gguf
@@ -179,3 +180,15 @@ def test_a_pipeline_in_other_engines(quantized, checkpoints, pair, settings):
     _, spread = assert_same(model, pair, "pipeline_parallel_size", **tokenizer, **settings)
     assert ("num_kv_blocks" in settings) == (spread.stats().preemptions > 0)
     assert spread._core.lag == 1
+
+
+@pytest.mark.parametrize(("family", "quantization"), [("qwen3", None), ("qwen2", None), ("wide", "int4")])
+def test_the_executor_for_gpus_on_ranks(checkpoints, pair, tmp_path, family, quantization):
+    """With its fused stack, and sampling as on the device, on CPU tensors and ahead of its tokens."""
+    if family == "wide":
+        make_model("llama", head_dim=64, intermediate_size=256).save_pretrained(tmp_path)
+    given = (str(tmp_path) if family == "wide" else checkpoints(family), quantization, PROMPTS)
+    pair.call("parallel_jobs:gpu_tokens", given)
+    spread = parallel_jobs.gpu_tokens(pair.world, given)
+    assert spread == parallel_jobs.gpu_tokens(parallel_jobs.Alone(), given)
+    assert all(len(tokens) == 10 or tokens[-1] == 2 for tokens in spread.values()) and len(spread) == len(PROMPTS)

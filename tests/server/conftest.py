@@ -163,6 +163,7 @@ class FakeEngine:
             prefix_query_tokens=8,
             prefix_hit_tokens=2,
             preemptions=3,
+            jumped_tokens=0,
             prompt_tokens=0,
             generation_tokens=0,
             steps=9,

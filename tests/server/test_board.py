@@ -2,8 +2,13 @@
 
 import json
 import re
+import shutil
+import socket
+import subprocess
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -50,6 +55,41 @@ async def test_boards_that_were_made_for_vllm_find_what_they_ask_for(client):
     text = (await client.get("/metrics")).text
     shown = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
     assert not {name for name in VLLM_BOARDS if f"vllm:{name}" not in shown}
+
+
+@pytest.mark.prove
+def test_a_real_prometheus_answers_every_query(live, tmp_path):
+    """With the configuration of the example, but for the address and the interval. Debian has the package."""
+    command = shutil.which("prometheus")
+    if command is None:
+        pytest.skip("prometheus is not installed")
+    settings = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    settings["global"]["scrape_interval"] = "1s"
+    settings["scrape_configs"][0]["static_configs"][0]["targets"] = [live.removeprefix("http://")]
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(settings))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    places = ("--config.file", tmp_path / "prometheus.yaml", "--storage.tsdb.path", tmp_path / "data")
+    process = subprocess.Popen([command, *places, "--web.listen-address", address], stderr=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://{address}", transport=httpx.HTTPTransport(retries=30)) as prometheus:
+            left, until = set(expressions()), time.monotonic() + 100
+            while left and time.monotonic() < until:
+                httpx.post(f"{live}/v1/completions", json={"prompt": "Hi", "max_tokens": 4}).raise_for_status()
+                for expression in sorted(left):
+                    query = re.sub(r"\$\{?\w*(interval|range)\w*\}?", "30s", expression)
+                    query = re.sub(r"\$\{?\w+(:\w+)?\}?", ".*", query)
+                    query = re.sub(r"label_values\((.*), *\w+\)", r"\1", query)
+                    answer = prometheus.get("/api/v1/query", params={"query": query})
+                    assert answer.status_code == 200, (expression, answer.text)
+                    if answer.json()["data"]["result"]:
+                        left.remove(expression)
+                time.sleep(0.5)
+    finally:
+        process.terminate()
+        process.wait()
+    assert not left
 
 
 def test_the_board_is_what_grafana_reads():

@@ -101,20 +101,29 @@ def allocated_by(work):
         {"optimizer": {"name": "muon"}, "data": {"micro_batch": 256}},
         {"vocab": 20000},
         {"objective": "dpo", "data": {"train": "pairs"}},
+        {"objective": "distill", "vocab": 20000},
+        {"objective": "distill", "task": "lora", "precision": "bfloat16", "vocab": 20000},
     ],
     ids=str,
 )
 def test_the_predicted_peak_is_that_of_a_step_on_the_cpu(tmp_path, mode):
     torch.set_num_threads(1)
     mode = dict(mode)
-    folder = _shape(tmp_path, vocab_size=mode.pop("vocab", 2000))
+    vocab = mode.pop("vocab", 2000)
+    folder = _shape(tmp_path, vocab_size=vocab)
+    if mode.get("objective") == "distill":
+        (tmp_path / "teacher").mkdir()
+        save_tiny_llm(tmp_path / "teacher", vocab_size=vocab, max_position_embeddings=1024)
+        mode["distill"] = {"teacher": str(tmp_path / "teacher")}
     data = {"seq_len": 256, "micro_batch": 1024, **mode.pop("data", {})}
     if data.get("train") == "pairs":
         data["train"] = [_pairs(tmp_path / "pairs.jsonl")]
     made = Trainer(tiny_run(tmp_path, model=folder, load_format="dummy", data=data, **mode))
     made.step()
     weights = {t.data_ptr(): t.nbytes for t in made.model.state_dict().values()}
+    teacher = getattr(made.objective, "_teacher", None)
     before = sum(weights.values()) + made.optimizer.state_bytes()
+    before += sum(p.nbytes for p in teacher.parameters()) if teacher is not None else 0
     peak = max(phase.bytes for phase in made.memory.estimate.phases if phase.name != "checkpoint")
     assert peak == pytest.approx(before + allocated_by(made.step), rel=0.10)
 

@@ -20,6 +20,6 @@ An engine in this process:
 * ``offline.py``    latency at batch sizes, and throughput of a fixed set of sequences
 * ``floors.py``     the least time that a device needs for that work; MBU and MFU
 * ``collectives.py`` what ranks exchange, how fast, and whether it is right
-* ``energy.py``     joules, from NVML
+* ``energy.py``     joules, from NVML. ``rapl.py``: of a processor, and what they stand for
 * ``environment.py`` machine and versions, for the JSON
 """

@@ -35,7 +35,8 @@ def command(
 
     from ..bench.collectives import COLLECTIVES, JOB, Plan, measure, sizes_between
     from ..models.memory.terms import parse_bytes
-    from ..parallel.launch import Ranks, under_torchrun
+    from ..parallel.launch import Ranks
+    from ..parallel.layout import under_torchrun
 
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, not {device!r}")

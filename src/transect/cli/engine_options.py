@@ -33,7 +33,7 @@ OverrideGenerationConfig = Annotated[
     str | None, typer.Option(help='JSON that goes over them: {"temperature": 0.5}.', metavar="JSON")
 ]
 Quantization = Annotated[
-    str | None, typer.Option(help="int4: the layers' matrices are rounded to 4 bits when they are loaded.")
+    str | None, typer.Option(help="int4, fp8 or int8: the layers' matrices are rounded when they are loaded.")
 ]
 LoadFormat = Annotated[
     str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")
@@ -68,6 +68,9 @@ DecisionLog = Annotated[
     typer.Option("--decision-log", help="Write what the scheduler decides to this file; see `transect explain`."),
 ]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
+JumpAhead = Annotated[
+    bool, typer.Option(help="Compute tokens that a grammar forces together; off: draw them one by one.")
+]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Devices between which every matrix is cut.")
 ]

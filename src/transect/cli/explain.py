@@ -129,10 +129,15 @@ def run(
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     keep_trace: Annotated[Path | None, typer.Option(help="Keep the profiler's trace in this file.")] = None,
     stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
+    apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
+    energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
+    grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
     """Run a PyTorch program and say where its time went, what it could be, and what to change."""
+    from ..explain.apply import apply as try_changes
+    from ..explain.energy import Energies
     from ..explain.program import Explain, explain_script
     from ..hardware.presets import preset as find
 
@@ -142,8 +147,14 @@ def run(
     if not words or words[0].startswith("-"):
         raise ValueError("give a script: transect explain run -- python train.py --steps 10")
     ceilings = None if preset is None else find(preset).ceilings()
-    found = explain_script(Path(words[0]), words[1:], Explain(ceilings, stacks=stacks, trace=keep_trace))
+    with Energies(energy, grid) as energies:
+        found = explain_script(Path(words[0]), words[1:], Explain(ceilings, stacks=stacks, trace=keep_trace))
+    found.facts.update(energies.facts)
     _show(found, as_json, html)
+    for line in energies.lines:
+        print(line)
+    for done in try_changes(Path(words[0]), words[1:], found) if apply else ():
+        print(done)
 
 
 @application.command("trace")

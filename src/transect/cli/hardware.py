@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..hardware.ceilings import Ceilings
+    from ..hardware.topology import Topology
 
 Rows = list[tuple[str, str]]
 
@@ -40,6 +41,7 @@ def _measured(which: str, again: bool, json: bool) -> None:
 
     from ..hardware.device import detect
     from ..hardware.measured import cache_file
+    from ..hardware.topology import topology
     from ..ops.cpu.ceilings import device_measurement
 
     found = detect(which)
@@ -51,8 +53,24 @@ def _measured(which: str, again: bool, json: bool) -> None:
     rows += [("torch", found.torch), *ceiling_rows(limits)]
     if measured.multiply_adds is not None:
         rows.append(("multiply-adds float32", f"{measured.multiply_adds / 1e12:.2f} TFLOP/s"))
+    around = topology()
+    rows += topology_rows(around)
     rows += [("measured", f"{measured.at}, others used {measured.load:.0%}"), ("kept in", str(cache_file(found)))]
-    _show("measured", rows, {"device": asdict(found), **asdict(measured)} if json else None)
+    facts = {"device": asdict(found), **asdict(measured), "topology": asdict(around)}
+    _show("measured", rows, facts if json else None)
+
+
+def topology_rows(found: Topology) -> Rows:
+    """NUMA nodes and links, one a line."""
+    rows = [
+        (f"NUMA node {node.number}", f"CPUs {node.cpus}, {node.memory_bytes / 1e9:.1f} GB")
+        for node in found.nodes
+        if node.cpus
+    ]
+    for link in found.links:
+        rate = f", {link.bytes_per_second / 1e9:.0f} GB/s each way" if link.bytes_per_second else ""
+        rows.append((f"GPU {link.first} to GPU {link.second}", f"{link.kind}{rate}"))
+    return rows
 
 
 def ceiling_rows(limits: Ceilings) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,7 @@ from .engine_options import (
     FusedOperators,
     GenerationConfig,
     GpuMemory,
+    JumpAhead,
     LoadFormat,
     MaxBatchedTokens,
     MaxMixedTokens,
@@ -145,6 +147,7 @@ def command(
     ] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     prefix_caching: PrefixCaching = True,
+    jump_ahead: JumpAhead = True,
     decision_log: DecisionLog = None,
     threads: Threads = None,
     native: Native = None,
@@ -158,6 +161,7 @@ def command(
     import asyncio
 
     from ..engine.replicas import start_engines
+    from ..parallel.layout import under_torchrun
     from ..server.process import bind, bind_unix, serve, url_of
     from ..server.request_log import configure
     from ..server.serving import ServerOptions
@@ -184,7 +188,8 @@ def command(
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
     configure(request_log, log_level)  # type: ignore[arg-type]
-    sock = bind(host, port) if uds is None else bind_unix(uds)
+    follows = under_torchrun() and os.environ["RANK"] != "0"
+    sock = None if follows else (bind(host, port) if uds is None else bind_unix(uds))
     settings = engine_config(
         model,
         load_format=load_format,
@@ -213,6 +218,7 @@ def command(
         itl_target=itl_target,
         kv_cache_tokens=kv_cache_tokens,
         enable_prefix_caching=prefix_caching,
+        jump_ahead=jump_ahead,
         decision_log=decision_log,
         max_queue=max_queue,
         hung_after_s=hung_after,
@@ -223,6 +229,12 @@ def command(
         data_parallel_size=data_parallel_size,
         check_plans=check_plans,
     )
+    if follows:
+        from ..engine.ranks import follow_rank_0
+
+        follow_rank_0(settings)
+        return 0
+    assert sock is not None
 
     print(f"transect: loading {model}", file=sys.stderr, flush=True)
 

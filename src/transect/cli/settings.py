@@ -28,7 +28,16 @@ GROUPS = {
     **dict.fromkeys(
         (
             *("device", "deterministic", "async_scheduling", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-            *("max_mixed_tokens", "fill_steps", "itl_target", "kv_cache_tokens", "prefix_caching", "threads", "native"),
+            *(
+                "max_mixed_tokens",
+                "fill_steps",
+                "itl_target",
+                "kv_cache_tokens",
+                "prefix_caching",
+                "jump_ahead",
+                "threads",
+                "native",
+            ),
             "max_queue",
         ),
         ENGINE,

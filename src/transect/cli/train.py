@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def command(
 
     from ..train import checkpoint
     from ..train.config import TrainConfig
-    from ..train.trainer import Trainer
+    from ..train.follow import Run, crew, follow
 
     changes = [*(settings_ or []), *([] if steps is None else [f"steps={steps}"])]
     found = None
@@ -50,14 +51,22 @@ def command(
             f"{settings.run_dir} holds a run already: go on with it by --resume --run {settings.run_dir}, or set "
             "another run_dir"
         )
+    allowed = [part for part in allow_changed.split(",") if part]
+    this = Run(settings.to_dict(), None if found is None else found.path, allowed)
+    if int(os.environ.get("RANK", 0)):  # torchrun has started this rank as well: the first one speaks for all
+        with crew(this) as world:
+            assert world is not None
+            follow(world, this)
+        return 0
     with checkpoint.RunLock(settings.run_dir):
         if found is not None:
             for later in checkpoint.set_aside_after(found):
                 print(f"transect: {later.name} is of a step after this one and was set aside", file=sys.stderr)
-        trainer = Trainer(settings, found, allow_changed=[part for part in allow_changed.split(",") if part])
-        for line in (trainer.memory.why, *trainer.told, *trainer.objective.described()):
-            print(f"transect: {line}", file=sys.stderr)
-        return _run(trainer)
+        with crew(this) as world:
+            trainer = this.trainer(world)
+            for line in (trainer.memory.why, *trainer.told, *trainer.objective.described()):
+                print(f"transect: {line}", file=sys.stderr)
+            return _run(trainer)
 
 
 def _run(trainer: Trainer) -> int:
@@ -111,7 +120,8 @@ def matrix_rate(trainer: Trainer) -> MatrixRate | None:
     dtype = "float32" if trainer.config.precision == "float32" else "bfloat16"
     if dtype not in measured.ceilings.flops_per_second:
         return None
-    return MatrixRate(measured.ceilings.rate(dtype), dtype, str(measured))
+    devices = trainer.config.parallel.data if trainer.device.type == "cuda" else 1  # ranks on a CPU share its cores
+    return MatrixRate(devices * measured.ceilings.rate(dtype), dtype, str(measured))
 
 
 def newest_run(folder: Path) -> Path:

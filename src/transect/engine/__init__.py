@@ -16,6 +16,7 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
   ``plan``: a step while it is planned. ``failures``: which choices the errors of a step end.
 * ``decisions``: the decision log, what was decided in every step and why others waited, in memory and on disk.
   ``decision_setup``: its header, with tensors.
+* ``jump_ahead``: tokens that a grammar forces.
 * ``constraint``: which tokens may come next in an answer that has a form, as the engine sees it.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.

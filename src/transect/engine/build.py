@@ -117,6 +117,7 @@ def build_engine(
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
             longest_first=bool(config.longest_first),
+            jump_ahead=config.jump_ahead,
             max_queue=config.max_queue,
             pipeline_depth=config.pipeline_parallel_size,
             seed=config.seed if seed is None else seed,

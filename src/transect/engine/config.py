@@ -73,6 +73,7 @@ class EngineConfig:
         policy: ``continuous``, or ``static`` to compare with.
         longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
             sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
+        jump_ahead: tokens that a grammar forces are computed together, not drawn one by one.
         max_queue: requests that may wait; one more is refused. None: no bound.
         async_scheduling: plan a step ahead of the tokens; None: on a GPU.
         threads: CPU threads of the model; None: the cores that this process may use. They become torch's number of
@@ -103,7 +104,7 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = None
     eos_token_ids: tuple[int, ...] | None = None
     dtype: str = "auto"
-    quantization: Literal["int4"] | None = None
+    quantization: Literal["int4", "fp8", "int8"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
@@ -122,6 +123,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
     longest_first: bool | None = None
+    jump_ahead: bool = True
     max_queue: int | None = None
     async_scheduling: bool | None = None
     threads: int | None = None
@@ -141,8 +143,8 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
         self._check_text()
-        if self.quantization not in (None, "int4"):
-            raise ValueError(f"quantization must be int4, or left out, not {self.quantization!r}")
+        if self.quantization not in (None, "int4", "fp8", "int8"):
+            raise ValueError(f"quantization must be int4, fp8 or int8, or left out, not {self.quantization!r}")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):

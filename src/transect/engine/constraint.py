@@ -27,6 +27,10 @@ class Constraint(Protocol):
         """Nothing but an end of sequence may follow: the choice is complete without one."""
         ...
 
+    def forced(self) -> list[int]:
+        """Tokens that must come next, one after another, because the masks of each of them have one bit."""
+        ...
+
     def fill(self, words: Any) -> str | None:
         """Write the mask of the next token to an int32 array ``[ceil(V / 32)]``: bit i of word w says whether token
         32 w + i may come. Returns why there is none, or None."""

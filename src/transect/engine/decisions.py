@@ -111,6 +111,8 @@ class Done(msgspec.Struct, tag="c", array_like=True):
     """(sequence number, whether its KV is sound) of each failure."""
     learned: float = 0.0
     """What the scheduler was told that the step took, in seconds; 0: nothing, its steps are not sized by time."""
+    jumps: list[tuple[int, int]] = []
+    """(sequence number, tokens) of each jump over tokens that a grammar forces (``jump_ahead.py``)."""
 
 
 class Filled(msgspec.Struct, tag="f", array_like=True):
@@ -264,7 +266,9 @@ class DecisionLog:
     def done(self, batch: ScheduledBatch, result: StepResult, waited: float, at: float, learned: float) -> None:
         """A step's result was taken in; ``learned`` as in ``Done``."""
         errors = [(seq_id, seq_id in result.sound) for seq_id in result.errors] if result.errors else []
-        self._put(Done(batch.step, waited, at, self.now(), self._ended(), errors, learned))
+        jumps = self.scheduler.jumps.last
+        self._put(Done(batch.step, waited, at, self.now(), self._ended(), errors, learned, list(jumps)))
+        jumps.clear()
 
     def close(self) -> None:
         """Write down what has not ended yet, and close the file."""

@@ -68,6 +68,8 @@ class SchedulerStats(msgspec.Struct):
     prompt_tokens: int
     """Prompt tokens of admitted requests, cached ones included."""
     generation_tokens: int
+    jumped_tokens: int
+    """Those among ``generation_tokens`` that a grammar forced, and that no step drew."""
     steps: int
     timed_steps: int
     """Steps whose time was measured: with ``itl_target`` all of them."""

@@ -18,10 +18,11 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from ..parallel.launch import Ranks, under_torchrun
-from ..parallel.layout import Layout
+from ..parallel.launch import Ranks
+from ..parallel.layout import Layout, under_torchrun
 from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
+from ..parallel.rank import serve_jobs
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__
 from .batch import Executor, Handle, ScheduledBatch
@@ -187,6 +188,21 @@ def shard_check(config: EngineConfig) -> None:
 
     source = resolve(config.model, load_format=config.load_format, revision=config.revision)
     Shard(source.config, 0, config.tensor_parallel_size, 0, config.pipeline_parallel_size)
+
+
+def follow_rank_0(config: EngineConfig) -> None:
+    """What a server does on every rank but 0 that ``torchrun`` has started: follow the engine of rank 0 to its end.
+
+    Raises:
+        ValueError: the configuration asks for what cannot be here.
+    """
+    if config.data_parallel_size > 1:
+        raise ValueError("under torchrun there is one engine: leave data_parallel_size out")
+    ranks = Ranks.join("cuda" if device_for(config)[0].type == "cuda" else "cpu")
+    try:
+        serve_jobs(ranks.world)
+    except RuntimeError as error:
+        raise ranks.explain(error) from error
 
 
 def follow(world: World, config: EngineConfig) -> None:

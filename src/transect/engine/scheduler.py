@@ -27,12 +27,14 @@ from __future__ import annotations
 import secrets
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from hashlib import blake2b
 from operator import attrgetter
 
 from . import limits
 from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
 from .failures import failures
+from .jump_ahead import JumpAhead
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .plan import Plan
@@ -82,6 +84,7 @@ class Scheduler:
         self._num_requests = 0
         self._num_sequences = 0
         self._step = 0
+        self.jumps = JumpAhead(config.jump_ahead)
         self._last: list[Sequence] = []
         """The sequences of the last step's rows."""
         self._prefix_query_tokens = 0
@@ -370,7 +373,7 @@ class Scheduler:
                 self._generation_tokens += 1
                 outputs.append(EngineOutput(seq.request_id, seq.index, [token], num_cached_tokens=seq.num_cached))
                 continue
-            failed = failures(row, seq, errors) if errors else []
+            failed = failures(row, seq, errors, self._is_void(batch, result)) if errors else []
             if any(choice.seq_id not in result.sound for choice, _ in failed):
                 for suspect in (seq, *(choice for choice, _ in failed)):
                     self.blocks.distrust(suspect)
@@ -383,9 +386,15 @@ class Scheduler:
                 state.take_prompt(row, result)
             for draw in row.draws:
                 choice = seq if draw.seq_id == seq.seq_id else state.choices[draw.choice]
-                if choice.finish_reason is None:
+                if self.jumps.is_void(draw.seq_id, batch.step):
+                    self.jumps.drop(draw.seq_id)
+                elif choice.finish_reason is None:
                     outputs.append(self._advance(choice, result, now))
         return outputs
+
+    def _is_void(self, batch: ScheduledBatch, result: StepResult) -> Callable[[int], bool]:
+        """Of which seq_ids an error says nothing: it is about a draw whose token is known already."""
+        return lambda seq_id: seq_id in result.sound and self.jumps.is_void(seq_id, batch.step)
 
     def _advance(self, choice: Sequence, result: StepResult, now: float) -> EngineOutput:
         """The token that a step drew for ``choice``: append it, and see whether it is the last."""
@@ -395,9 +404,11 @@ class Scheduler:
         if constraint is not None and (problem := constraint.accept(token)) is not None:
             return self._end(choice, "error", problem)
         choice.output_token_ids.append(token)
-        self._generation_tokens += 1
+        new = [token, *self.jumps.jump(choice, token)]
+        token = new[-1]
+        self._generation_tokens += len(new)
         length = choice.prompt_len + len(choice.output_token_ids)
-        output = EngineOutput(state.spec.request_id, choice.index, [token], num_cached_tokens=state.num_cached_tokens)
+        output = EngineOutput(state.spec.request_id, choice.index, new, num_cached_tokens=state.num_cached_tokens)
         if state.spec.params.logprobs is not None:
             output.logprobs = [result.logprobs[choice.seq_id]]
         if choice.first_token_time is None:
@@ -476,6 +487,7 @@ class Scheduler:
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            jumped_tokens=self.jumps.taken,
             steps=self._step,
             timed_steps=self.times.steps,
             step_seconds=self.times.measured,

@@ -38,6 +38,7 @@ class SchedulerConfig:
             long one and steps stay short; None: as many as the token budget leaves.
         watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that
             run can grow for a while without preemption.
+        jump_ahead: take tokens that a grammar forces as given, and compute them together (``jump_ahead.py``).
         pipeline_depth: steps that are under way at the same time. With more than 1 a step has only sequences whose last
             token is known, and at most its share of those that run, so that the others can be in the next.
         seed: requests without a seed of their own get one that depends on this number and on how many requests came
@@ -60,6 +61,7 @@ class SchedulerConfig:
     longest_first: bool = False
     max_queue: int | None = None
     max_prefill_chunk: int | None = None
+    jump_ahead: bool = True
     watermark: float = 0.01
     pipeline_depth: int = 1
     seed: int | None = None

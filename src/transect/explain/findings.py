@@ -158,7 +158,6 @@ def launching(material: Material) -> Iterator[Finding]:
         f"{calls} operators; {most.key.name} {most.calls} times with {most.key.shapes}",
         seconds * (1 - 1 / most.calls),
         "do the loop's work in one batch; else torch.compile or a CUDA graph",
-        apply="compile",
     )
 
 

@@ -181,6 +181,10 @@ class _Replay:
         if event.learned:
             self.scheduler.times.learn(StepLoad.of(batch), event.learned)
         result = StepResult({})
+        jumps = dict(event.jumps)
+        self.scheduler.jumps.forced = lambda seq, token, least, most: [  # type: ignore[method-assign]
+            next(self.outputs[seq.seq_id]) for _ in range(jumps.get(seq.seq_id, 0))
+        ]
         for seq_id, sound in event.errors:
             result.errors[seq_id] = "recorded error"
             if sound:
@@ -188,7 +192,8 @@ class _Replay:
         refused = {seq for seq, reason, _, _ in event.ended if reason == "error"} - set(result.errors)
         for row in batch.rows:
             for draw in row.draws:
-                result.tokens[draw.seq_id] = next(self.outputs[draw.seq_id])
+                void = self.scheduler.jumps.is_void(draw.seq_id, batch.step)
+                result.tokens[draw.seq_id] = 0 if void else next(self.outputs[draw.seq_id])
                 if draw.seq_id in refused:  # by its grammar: the model did nothing wrong
                     result.errors[draw.seq_id] = "recorded error"
                     result.sound.add(draw.seq_id)

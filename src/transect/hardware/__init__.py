@@ -8,6 +8,7 @@
 * ``cores.py``     how many CPU cores this process can keep busy
 * ``cpu.py``       measures this machine's processor and memory
 * ``gpu.py``       measures bandwidth, matrix rates, launch cost and the host link of a GPU
+* ``topology.py``  NUMA nodes, and the links between GPUs
 * ``environment.py``  machine, versions and commit, as every recorded result has them
 * ``presets.py``   published figures of machines that you do not have, for planning
 """

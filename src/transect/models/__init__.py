@@ -3,7 +3,8 @@
 What a model is, and what it costs (no torch):
 
 * ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_moe.py``: ``MoEConfig``
-* ``config_hf.py`` (``config_hf_moe.py``, ``config_hf_families.py``) and ``config_gguf.py`` read and write them
+* ``config_hf.py`` (``config_hf_moe.py``, ``config_hf_families.py``, ``config_quantized.py``) and ``config_gguf.py``
+  read and write them
 * ``shapes.py``: canonical names and shapes of all weights
 * ``storage.py``: bits of a number, by kind of weight; ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory
   that training and serving need, before they start
@@ -25,8 +26,9 @@ Weights and names:
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model,
   ``package_index.py`` where there is no pip; ``presets.py``: shapes of
   published models without files
-* ``weights_hf.py``: safetensors in and out (``weights_hf_moe.py``: the names of experts); ``weights_gguf.py``: GGUF in,
-  ``gguf_out.py``: out; ``weights_dummy.py``: random
+* ``weights_hf.py``: safetensors in and out; ``weights_hf_moe.py``: the names of experts there;
+  ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``
+* ``weights_gguf.py``: GGUF in, ``gguf_out.py``: out; ``weights_dummy.py``: random
 * ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
   their settings
 * ``stored.py``: what files give: ``Stored``, a weight that is read when asked for, whole or a part of it

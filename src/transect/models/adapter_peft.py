@@ -41,7 +41,7 @@ def module_names(config: ModelConfig) -> dict[str, str]:
     found = {
         name.removesuffix(".weight"): place.tensor.removesuffix(".weight")
         for name, place in places(config).items()
-        if name.endswith(".weight") and not place.experts
+        if name.endswith(".weight") and not place.experts and not place.stacked
     }
     if config.tied_embeddings:
         found["head"] = "lm_head"
@@ -89,7 +89,7 @@ def _of_module(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
     """The weights in each tensor of transformers: three for GPT-2's q, k and v."""
     found: dict[str, list[tuple[str, Place]]] = {}
     for name, place in places(config).items():
-        if not place.experts:
+        if not place.experts and not place.stacked:
             found.setdefault(place.tensor, []).append((name, place))
     if config.tied_embeddings:
         shape = weight_shapes(config)["embed.weight"]

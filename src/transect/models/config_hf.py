@@ -18,6 +18,7 @@ from ..formats.fields import Fields, read_json_object, shown
 from .config import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
 from .config_hf_families import family_from_hf, family_to_hf, layer_types
 from .config_hf_moe import moe_from_hf, moe_to_hf
+from .config_quantized import check_method
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -77,10 +78,7 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
             architecture if isinstance(architecture, (str, NoneType)) else shown(architecture)
         )
     if config.get("quantization_config") is not None:
-        raise ValueError(
-            "config.json has a quantization_config; such checkpoints are not supported, use the unquantized model or a "
-            "GGUF file"
-        )
+        check_method(config["quantization_config"])
     read = Fields(config)
     parts = _gpt2(read) if architecture == "gpt2" else _llama_like(architecture, read)
     bos, eos = read.token_ids("bos_token_id"), read.token_ids("eos_token_id")

@@ -42,6 +42,7 @@ from .staging import Staging, dense_values
 from .storage import Storage
 from .stored import ALL, Stored, StoredWeights, Values
 from .weights.int4_serving import rounded
+from .weights.scaled8 import EIGHT_BITS, kinds_of_8_bits
 from .weights.weight import Kinds, part_of
 from .weights_dummy import dummy_weights
 from .weights_gguf import stored_gguf
@@ -146,7 +147,8 @@ def load_model(
         deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
             so always.
         quantization: ``int4``: the layers' matrices are rounded to 4 bits when they are loaded. The C++ kernels keep
-            them so; plain torch computes with the values that the codes stand for.
+            them so; plain torch computes with the values that the codes stand for. ``fp8``, ``int8``: they are rounded
+            to 8 bits, which plain torch keeps; the C++ kernels have neither.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -234,7 +236,8 @@ def kernels(
         return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
     if native:
         raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")
-    rounded_to = "" if quantization is None else ", the layers' weights rounded to 4 bits"
+    bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
+    rounded_to = "" if bits is None else f", the layers' weights rounded to {bits}"
     return None, f"plain torch in {str(computed_in).removeprefix('torch.')}{rounded_to} ({reason})"
 
 
@@ -244,8 +247,11 @@ def _load_torch(
     number_type = kv_dtype(dtype)
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
-    model = Decoder(source.config, "meta", number_type, ops=ops).to_empty(device=device)
+    kinds = kinds_of_8_bits(quantization) if quantization in EIGHT_BITS else None
+    model = Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds).to_empty(device=device)
     weights = stored_weights(source, seed)
+    if kinds is not None:
+        return fill(model, weights).requires_grad_(False)
     if quantization is not None and source.adapter is not None:  # added to the values that the codes stand for
         adapter = read_adapter(source.adapter.path, source.config)
         rounded_base = rounded_layers(stored_weights(source.adapter.base))

@@ -25,7 +25,7 @@ from .weights.weight import Kinds, Weight
 Watch = Callable[[Tensor, Tensor], object]
 
 SLOPE = 1.702
-"""Of the sigmoid in the clamped SwiGLU."""
+"""The factor inside the sigmoid of the clamped SwiGLU."""
 
 
 class Router(nn.Module):

@@ -26,6 +26,7 @@ from .norm import LayerNorm, RMSNorm
 from .rope import Rope
 from .weights.int4_serving import PANEL
 from .weights.packed import Packed, PackedEmbedding
+from .weights.scaled8 import EIGHT_BITS
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
@@ -94,6 +95,8 @@ def refusal(config: ModelConfig, block_size: int, quantization: str | None = Non
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
     if config.beyond_stacks:
         return f"the C++ kernels do not have {config.beyond_stacks[0]}"
+    if quantization in EIGHT_BITS:
+        return f"the C++ kernels round to 4 bits alone, not to {quantization}"
     odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
     if quantization == "int4" and odd:
         return f"the C++ kernels take rows in 4 bits whose length is a multiple of {PANEL}, and this model has {odd[0]}"

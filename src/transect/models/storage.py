@@ -77,4 +77,5 @@ def storage_for(element: int, quantization: str | None = None, *, native: bool =
     """
     bits = 8.0 * element
     linear = int4_format(32 if native else SERVING_GROUP).bits if quantization == "int4" else bits
+    linear = 8.0 if quantization in ("fp8", "int8") else linear  # a scale for each row is a rounding error here
     return Storage(linear=linear, embed=bits, head=bits, norm=bits, activation=32 if native else bits, kv=bits)

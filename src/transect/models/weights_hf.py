@@ -22,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..formats.fields import read_json_object
 from .config import ModelConfig
 from .config_hf import to_hf
 from .config_moe import MoEConfig
 from .shapes import projection_shapes, weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import expert_tensor
+from .weights_hf_quantized import with_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SINGLE = "model.safetensors"
@@ -49,7 +51,7 @@ _LLAMA_LAYER = {
     "mlp.down": "mlp.down_proj",
 }
 _LLAMA_LAYER["attention"] = "self_attn"
-"""Of sinks, which belong to no matrix."""
+"""The name for sinks, which belong to no matrix."""
 _POST_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -184,6 +186,9 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     stack = ExitStack()
     try:
         found = _listing(directory, stack)
+        settings = _quantization(directory)
+        if settings is not None:
+            found = with_values(found, settings, _Stored)
         if config.n_layers > len(found):  # before a list of billions of names is made
             raise ValueError(
                 f"{directory}: {len(found)} tensors cannot be the {config.n_layers} layers of config.json; config.json "
@@ -282,6 +287,12 @@ def _listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise _damaged(path, error) from None
     return found
+
+
+def _quantization(directory: Path) -> Any:
+    """``quantization_config`` of config.json, or None."""
+    path = directory / "config.json"
+    return read_json_object(path).get("quantization_config") if path.is_file() else None
 
 
 def _full_name(name: str) -> str:

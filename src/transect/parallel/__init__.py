@@ -15,4 +15,9 @@ A model on them:
 * ``memory.py``: what each rank needs, and the smallest layout that fits (no torch)
 * ``tensor.py``: kinds of ``Weight`` that stand around a shard, and an embedding that is cut by the vocabulary
 * ``load.py``: a rank's part of a model, built, and filled with its slices of the files alone
+
+Training on them:
+
+* ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
+* ``sharded.py``: no rank has: ZeRO 3, layer by layer
 """

@@ -53,6 +53,15 @@ class Group:
         _gather(out.flatten(0, 1) if x.ndim else out, x.contiguous(), group=self.group)
         return out
 
+    def start_gather(self, out: Tensor, x: Tensor) -> dist.Work | None:
+        """Begin to fill ``out`` ``[ranks * n]`` with ``x`` ``[n]`` of each rank, in their order; both must stay until
+        the work is done. With one rank it is done at once, and there is nothing to wait for."""
+        if self.group is None:
+            out.copy_(x)
+            return None
+        work: dist.Work = _gather(out, x, group=self.group, async_op=True)
+        return work
+
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """``all_gather`` of vectors into ``out``; ``x`` may be the rank's own part of it."""
         _gather(out, x, group=self.group)

@@ -55,7 +55,7 @@ class Ranks:
         self.failure: str | None = None
         """Why a child has ended before its time."""
         self._children, self._folder = children, folder
-        self._closing = False
+        self._closing = self._calls = False
         self._told: list[Callable[[str], object]] = []
         for rank, child in children.items():
             threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
@@ -100,7 +100,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str = "cpu") -> Ranks:
-        """The ranks that ``torchrun`` has started; see ``under_torchrun``.
+        """The ranks that ``torchrun`` has started; see ``layout.under_torchrun``.
 
         Raises:
             ValueError: this host has fewer GPUs than ranks.
@@ -115,6 +115,7 @@ class Ranks:
     def call(self, job: str, argument: Any) -> None:
         """Have all other ranks run ``job`` (``module:function``) with their ``World`` and ``argument``, when they are
         done with the one before. Rank 0 alone calls this."""
+        self._calls = True
         self.world.announce((job, argument))
 
     def tell(self, listener: Callable[[str], object]) -> None:
@@ -147,6 +148,10 @@ class Ranks:
         if self._closing:
             return
         self._closing = True
+        if self._calls and not self._children:  # others of torchrun, whom no pipe tells
+            with contextlib.suppress(RuntimeError):
+                self.world.announce(None)  # the end of the job ...
+                self.world.announce(None)  # ... and of jobs
         for child in self._children.values():
             assert child.stdin is not None
             with contextlib.suppress(OSError):
@@ -175,11 +180,6 @@ class Ranks:
         self.failure = _ended(rank, child.pid, code, self._folder)
         for listener in self._told:
             listener(self.failure)
-
-
-def under_torchrun() -> bool:
-    """Whether ``torchrun`` (or what sets the same variables) has started this process as one of several."""
-    return "RANK" in os.environ and "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def check_devices(size: int, device: str, first_device: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,3 +72,8 @@ def share(size: int, part: int, parts: int) -> slice:
     each, more = divmod(size, parts)
     start = part * each + min(part, more)
     return slice(start, start + each + (part < more))
+
+
+def under_torchrun() -> bool:
+    """Whether ``torchrun`` (or what sets the same variables) has started this process as one of several."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1

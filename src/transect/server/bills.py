@@ -18,23 +18,34 @@ from .serving import Serving
 bills = APIRouter(tags=["operations"], responses={404: {"description": "no such request, or it ended too long ago"}})
 
 
-def _ring(request: Request) -> DecisionRing:
+def _rings(request: Request) -> list[DecisionRing]:
+    """One for each engine behind the server that has run a step."""
     serving: Serving = request.app.state.serving
-    ring: DecisionRing | None = getattr(serving.engine, "decisions", None)
-    if ring is None or not ring.header:
+    engines = getattr(serving.engine, "engines", (serving.engine,))
+    rings = [getattr(engine, "decisions", None) for engine in engines]
+    found = [ring for ring in rings if ring is not None and ring.header]
+    if not found:
         raise ApiError(404, "this engine keeps no log of decisions, or has run no step yet", code="no_decisions")
-    return ring
+    return found
 
 
 @bills.get("/v1/requests/{request_id}/bill")
 async def request_bill(request: Request, request_id: str, choice: int = 0) -> dict[str, Any]:
     """The parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers."""
-    ring = _ring(request)
+    rings = _rings(request)
 
     def work() -> dict[str, Any]:
-        log = build(ring.records(), complete=not ring.lost)
-        found = bill(log, request_id, StepWork.of(log.header, rates_for(log.header, measure=False)), choice)
-        return {"object": "request.bill", **found.to_dict(), "text": "\n".join(found.lines())}
+        refusal: ValueError | None = None
+        for ring in rings:
+            log = build(ring.records(), complete=not ring.lost)
+            try:
+                found = bill(log, request_id, StepWork.of(log.header, rates_for(log.header, measure=False)), choice)
+            except ValueError as error:
+                refusal = error
+                continue
+            return {"object": "request.bill", **found.to_dict(), "text": "\n".join(found.lines())}
+        assert refusal is not None
+        raise refusal
 
     try:
         return await asyncio.to_thread(work)
@@ -43,8 +54,10 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
 
 
 @bills.get("/v1/decisions")
-async def decisions(request: Request) -> Response:
-    """The newest records of the decision log, as a file that ``transect explain`` reads."""
-    ring = _ring(request)
-    headers = {"X-Decisions-Complete": "false" if ring.lost else "true"}
-    return Response(bytes(ring), media_type="application/octet-stream", headers=headers)
+async def decisions(request: Request, engine: int = 0) -> Response:
+    """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines."""
+    rings = _rings(request)
+    if not 0 <= engine < len(rings):
+        raise ApiError(404, f"engine must be 0 to {len(rings) - 1}, got {engine}", param="engine")
+    headers = {"X-Decisions-Complete": "false" if rings[engine].lost else "true"}
+    return Response(bytes(rings[engine]), media_type="application/octet-stream", headers=headers)

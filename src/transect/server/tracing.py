@@ -127,7 +127,7 @@ class RequestSpan:
         from opentelemetry.trace import SpanKind
 
         self._tracer = tracer
-        self._began = time.time_ns()
+        self._began, self._submitted = time.time_ns(), time.monotonic()
         self._span = tracer.start_span(
             "llm_request", _parent.get(), SpanKind.SERVER, attributes=attributes, start_time=self._began
         )
@@ -168,14 +168,16 @@ class RequestSpan:
 
         here = set_span_in_context(self._span)
         offset = time.time_ns() - time.monotonic_ns()
-        # The engine does not know when a stop string ended a choice.
-        moments = (times.arrival, times.first_scheduled, times.first_token, times.finished or time.monotonic())
+        # The engine reads requests between steps: the wait for the end of a step belongs to the queue. And it does not
+        # know when a stop string ended a choice.
+        began = min(self._submitted, times.arrival)
+        moments = (began, times.first_scheduled, times.first_token, times.finished or time.monotonic())
         names = ("time_in_queue", "time_in_model_prefill", "time_in_model_decode")
         for title, name, start, end in zip(("queue", "prefill", "decode"), names, moments, moments[1:], strict=False):
             if start is None or end is None:
                 return
             self._span.set_attribute(f"gen_ai.latency.{name}", end - start)
             if title == "prefill":
-                self._span.set_attribute("gen_ai.latency.time_to_first_token", end - times.arrival)
+                self._span.set_attribute("gen_ai.latency.time_to_first_token", end - began)
             part = self._tracer.start_span(title, here, start_time=offset + round(start * 1e9))
             part.end(offset + round(end * 1e9))

@@ -25,6 +25,8 @@
 =======
 * ``export.py``: adapters and merged models for other programs.
 >>>>>>> main
+* ``crew.py``: the ranks that train together, as the loop sees them; ``follow.py``: how they are started, and what all
+  but the first do.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
   ``trackers.py``: Weights & Biases, MLflow. ``sweep.py``: runs over a grid of settings.
 """

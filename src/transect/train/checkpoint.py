@@ -91,6 +91,22 @@ class RunLock:
         self._lock.release()
 
 
+class NoWriter:
+    """Stands where a ``Writer`` would, on ranks that write nothing."""
+
+    def __enter__(self) -> NoWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """There is nothing to wait for."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        """The first rank writes it."""
+
+    def wait(self) -> None:
+        """The first rank waits."""
+
+
 class Writer:
     """Writes snapshots in a thread of its own, one at a time, and keeps the newest few.
 

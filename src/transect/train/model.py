@@ -61,14 +61,18 @@ class Trainable:
     def device(self) -> torch.device:
         return self.model.norm.weight.device
 
-    def snapshot(self) -> Callable[[Path], None]:
+    def snapshot(self, weights: Mapping[str, Tensor] | None = None) -> Callable[[Path], None]:
         """The weights now, copied to the CPU, as what writes them into a directory with the tokenizer: the adapter in
-        PEFT's layout, or where all weights are trained the model in that of Hugging Face."""
+        PEFT's layout, or where all weights are trained the model in that of Hugging Face.
+
+        Args:
+            weights: these in place of the model's, by canonical name: where this process has a part of it.
+        """
         if self.lora is not None:
             adapter = trained_adapter(self.model, self.lora)
             return lambda directory: self._write_adapter(adapter, directory)
-        weights = plain_state(self.model)
-        return lambda directory: self._write_model(weights, directory)
+        found = plain_state(self.model) if weights is None else weights
+        return lambda directory: self._write_model(found, directory)
 
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         save_hf(weights, self.source.config, directory)

@@ -37,10 +37,12 @@ from ..models.load import fill, stored_weights
 from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
+from ..parallel.world import World
 from .batches import Batch
 from .best import Best
-from .checkpoint import Checkpoint, Snapshot, Writer, list_steps
+from .checkpoint import Checkpoint, NoWriter, Snapshot, Writer, list_steps
 from .config import TrainConfig
+from .crew import Crew
 from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
@@ -134,6 +136,7 @@ class Trainer:
         config: the run.
         checkpoint: where to resume; None to start.
         allow_changed: parts of ``identity.py`` that may differ from the checkpoint's.
+        world: the ranks that train together, each with a ``Trainer`` of the same run; None: this process alone.
 
     Raises:
         ValueError: the model, the data or a setting is at fault, the run does not fit in memory, or the checkpoint is
@@ -141,9 +144,15 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, checkpoint: Checkpoint | None = None, *, allow_changed: Collection[str] = ()
+        self,
+        config: TrainConfig,
+        checkpoint: Checkpoint | None = None,
+        *,
+        allow_changed: Collection[str] = (),
+        world: World | None = None,
     ) -> None:
         config = self.config = _dated(config, checkpoint)
+        self.crew = Crew(config, world)
         self.told: list[str] = []
         """What a person should know of the run before it starts."""
         if config.threads is not None:
@@ -161,12 +170,16 @@ class Trainer:
         self.trainable: Trainable = build(begun, self.told.append)
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
+        if checkpoint is not None:
+            self._load_weights(checkpoint)
+        parameters, shapes = self.crew.take(self.trainable, recompute=self.memory.checkpointing != "none")
         self.objective: Objective = build_objective(config, self.trainable)
         self.optimizer = build_optimizer(
             config.optimizer,
-            self.trainable.parameters,
+            parameters,
             master_weights=config.precision == "mixed" or self.trainable.adapted,
             seed=config.seed,
+            shapes=shapes,
         )
         if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
             self.told.append(
@@ -206,15 +219,7 @@ class Trainer:
         on_device = [batch.to(self.device) for batch in batches]
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
-            for index, batch in enumerate(on_device):
-                self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
-                if batch.num_labels:
-                    loss = self.objective.loss(batch) * (batch.num_labels / labels)
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    losses[index] = loss.detach()
-                    if len(on_device) > 1:
-                        self.optimizer.gather()
-        norm = self.optimizer.gradient_norm().to(self.device)
+            norm = self.crew.gradients(on_device, self._loss, self.optimizer, losses).to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
         rate = factor(self.config.schedule, self.steps_done, self.config.steps)
@@ -228,7 +233,7 @@ class Trainer:
         taken = self._check(values[:-1], values[-1], before, on_device, labels)
         if taken and not early:
             self.optimizer.step(rate, scale)
-        self.optimizer.zero_grad()
+        self.crew.stepped(self.optimizer)
         self.steps_done += 1
         return StepRecord(
             step=self.steps_done,
@@ -239,9 +244,14 @@ class Trainer:
             labels=labels,
             flops=sum(self._flops(batch.lengths, batch.num_labels) for batch in batches if batch.num_labels),
             seconds=time.perf_counter() - begin,
-            extra={**self.objective.metrics(), **({} if taken else {"skipped": 1.0})},
+            extra={**self.crew.mean(self.objective.metrics()), **({} if taken else {"skipped": 1.0})},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
+
+    def _loss(self, index: int, batch: Batch) -> Tensor:
+        """The mean loss of micro-batch ``index`` of the step under way."""
+        self.trainable.moment.step, self.trainable.moment.part = self.steps_done, index
+        return self.objective.loss(batch)
 
     def evaluate(self) -> EvalRecord | None:
         """The validation loss; None without validation data."""
@@ -263,9 +273,9 @@ class Trainer:
             ValueError: a checkpoint could not be written.
         """
         config = self.config
-        with Writer(config.run_dir, config.keep) as writer:
+        with Writer(config.run_dir, config.keep) if self.crew.leads else NoWriter() as writer:
             saved = self._taken_up_at
-            while not self.finished and not should_stop():
+            while not self.finished and not self.crew.any(should_stop()):
                 try:
                     record = self.step()
                 except StepFailed as failure:
@@ -277,7 +287,7 @@ class Trainer:
                     listener.step(record)
                 last = self.steps_done >= config.steps
                 better = self._due(config.eval_every, last) and self._evaluated(listeners)
-                if self.samples is not None and self._due(config.samples.every, last):
+                if self.samples is not None and self.crew.leads and self._due(config.samples.every, last):
                     self._sampled(self.samples, listeners)
                 if better or self._due(config.save_every, False):
                     writer.save(self.snapshot())
@@ -298,8 +308,8 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
-        write = self.trainable.snapshot()
-        tensors = {f"optimizer/{k}": t.detach().to("cpu", copy=True) for k, t in self.optimizer.state_tensors().items()}
+        write = self.crew.snapshot(self.trainable)
+        tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.state(self.optimizer).items()}
         tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
             "config": self.config.to_dict(),
@@ -311,22 +321,24 @@ class Trainer:
         }
         return Snapshot(self.steps_done, write, tensors, state, self.best.step)
 
+    @torch.no_grad()
+    def _load_weights(self, checkpoint: Checkpoint) -> None:
+        if self.trainable.adapted and is_adapter(checkpoint.path):
+            take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
+        elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights
+            for name, parameter in self.trainable.parameters.items():
+                if f"weight/{name}" not in checkpoint.tensors:
+                    raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
+                parameter.copy_(checkpoint.tensors[f"weight/{name}"])
+        else:
+            fill(self.model, stored_weights(resolve(str(checkpoint.path))))
+
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
         if "identity" not in state:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
-        with torch.no_grad():
-            if self.trainable.adapted and is_adapter(checkpoint.path):
-                take_adapter(self.model, read_adapter(checkpoint.path, self.trainable.source.config))
-            elif self.trainable.adapted:  # of an earlier version: the model's files hold merged weights
-                for name, parameter in self.trainable.parameters.items():
-                    if f"weight/{name}" not in checkpoint.tensors:
-                        raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
-                    parameter.copy_(checkpoint.tensors[f"weight/{name}"])
-            else:
-                fill(self.model, stored_weights(resolve(str(checkpoint.path))))
-        self.optimizer.load_state_tensors(_below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
+        self.crew.load_state(self.optimizer, _below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
         self.objective.load_state(_below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
@@ -387,6 +399,8 @@ class Trainer:
     def _first_bad(self, losses: list[float], batches: list[Batch]) -> tuple[int, str]:
         """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+        if self.crew.spread is not None:
+            return bad[0] if bad else 0, "not known (a run on one rank looks for it)"
         for index in bad or range(len(batches)):
             if not bad:
                 self.optimizer.zero_grad()

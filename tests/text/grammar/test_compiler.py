@@ -90,11 +90,20 @@ def test_masks_of_many_answers_are_those_of_each():
     alone = np.zeros((len(grammars), -(-SIZE // 32)), np.int32)
     for each, words in zip(grammars, alone, strict=True):
         assert each.fill(words) is None
-    together = np.full_like(alone, -1)
-    assert MaskFiller()(grammars, together) == [None] * len(grammars)
-    assert (together == alone).all()
-    few = np.full_like(alone[:2], -1)
-    assert MaskFiller()(grammars[:2], few) == [None, None] and (few == alone[:2]).all()
+    for filler in (MaskFiller(), MaskFiller(alone_s=0.0)):  # one after another; by threads
+        together = np.full_like(alone, -1)
+        assert filler(grammars, together) == [None] * len(grammars)
+        assert (together == alone).all()
+
+
+@pytest.mark.parametrize("alone_s", [1.0, 0.0])
+def test_a_grammar_that_has_failed_says_so_beside_others(alone_s):
+    grammars = [constraint(choice=["x", "y"]) for _ in range(3)]
+    assert "cannot go on" in grammars[1].accept(ord("q"))
+    words = np.zeros((3, -(-SIZE // 32)), np.int32)
+    problems = MaskFiller(alone_s)(grammars, words)
+    assert problems[0] is None and problems[2] is None and "cannot go on under the grammar" in problems[1]
+    assert words[0].any() and (words[2] == words[0]).all()
 
 
 def test_forced_tokens():

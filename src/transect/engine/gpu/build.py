@@ -105,7 +105,7 @@ def _description(setup: Setup) -> str:
     kernels = "torch's operators" if by_torch(setup.ops) else "Triton kernels"
     name = torch.cuda.get_device_name(setup.device)
     how = [f"{kernels} on {name} in {str(setup.dtype).removeprefix('torch.')}"]
-    how += [] if setup.config.quantization is None else ["the layers' weights in 4 bits"]
+    how += [] if setup.config.quantization is None else [f"the layers' weights in {setup.config.quantization}"]
     how += [f"CUDA graphs {setup.config.cuda_graphs}"]
     how += ["batch-invariant"] if setup.config.deterministic else []
     return ", ".join(how)

@@ -4,6 +4,7 @@
 * ``projection.py``: ``Projection``, named weights that share an input
 * ``dense.py``: numbers of a float type, trained or not
 * ``int4.py``: 4-bit codes in groups, rebuilt for each product (training); ``int4_serving.py``: multiplied as they are
+* ``scaled8.py``: fp8 or whole numbers of 8 bits, with a scale for each output
 * ``nf4.py``: 4-bit NormalFloat with double quantization, rebuilt for each product (training)
 * ``packed.py``: the formats of GGUF files on the C++ CPU kernels
 * ``measure.py``: what a model's weights take, as a ``Storage``

@@ -32,6 +32,7 @@ from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, WeightFormat, int4_format
 from .dense import Dense
 from .int4 import codes_of
+from .scaled8 import EIGHT_BITS, kinds_of_8_bits
 from .weight import Dimension, Kinds, Product, TrainingPart, Values, Weight, WeightKind, part_of, shard_bias
 
 SCALES = torch.bfloat16
@@ -245,6 +246,8 @@ def kinds_for(quantization: str | None, device: torch.device | str, *, dependent
     ``Int4Products.on``."""
     if quantization is None:
         return None
+    if quantization in EIGHT_BITS:
+        return kinds_of_8_bits(quantization)
     products = Int4Products.on(device, dependent=dependent_launch)
     int4: WeightKind = partial(ServingInt4, products=products)
     return lambda name: Dense if name == "head" else int4

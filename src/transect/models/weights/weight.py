@@ -32,7 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from ...formats.ggml_blocks import QuantizedTensor
+from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
+from ...ops.moe.triton import triton_grouped_linear
 from ...ops.opset import OpSet
 from ...ops.registry import Cost
 from ..cost import product_cost
@@ -187,7 +189,9 @@ class Weight(nn.Module):
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         """Itself as a stack of equal matrices, one below the other, each for the rows of its expert:
         ``ops/moe/grouped_linear.py`` has the shapes. By default the values it stands for are made, of all experts."""
-        return grouped_linear.reference(x, self.dense().to(x.dtype), starts, order, self.bias)
+        on_gpu = runs_triton(x) and x.is_cuda  # where nothing may be read on the host
+        call = triton_grouped_linear if on_gpu else grouped_linear.reference
+        return call(x, self.dense().to(x.dtype), starts, order, self.bias)
 
     def rows(self, index_T: Tensor) -> Tensor:
         """Rows of the matrix, ``[T, I]``: an embedding look-up."""

@@ -63,8 +63,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def kernel_of_numbers(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """As ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is compiled once for
-    all of their values, also for 1 and multiples of 16."""
+    """The same as ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is compiled
+    once for all of their values, also for 1 and multiples of 16."""
 
     def made(function: Callable[..., Any]) -> Any:
         return function if triton is None else triton.jit(function, do_not_specialize=list(names))

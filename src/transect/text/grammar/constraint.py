@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 
 from .bad_words import WithoutSequences
 
-FEW = 4
-"""So many masks are made one after another; more of them by several threads."""
+ALONE_S = 0.002
+"""Seconds for which masks are made one after another; if those that are left then would take as long again, several
+threads make them. A mask takes some microseconds as a rule, and to wake threads takes longer than all masks of a step;
+some grammars take a hundred times as long."""
 
 
 class GrammarConstraint:
@@ -65,9 +68,14 @@ class GrammarConstraint:
 
 
 class MaskFiller:
-    """Masks of a step's rows, by several threads where there are several rows under grammars."""
+    """Masks of a step's rows: one after another as long as that is quick, the rest by several threads.
 
-    def __init__(self) -> None:
+    Args:
+        alone_s: see ``ALONE_S``; 0 makes all but the first by threads.
+    """
+
+    def __init__(self, alone_s: float = ALONE_S) -> None:
+        self._alone_s = alone_s
         self._executor: Any = None
 
     def __call__(self, constraints: Sequence[Any], words: np.ndarray) -> list[str | None]:
@@ -90,16 +98,22 @@ class MaskFiller:
     def _fill(
         self, grammars: Sequence[tuple[GrammarConstraint, int]], words: np.ndarray, problems: list[str | None]
     ) -> None:
-        if len(grammars) <= FEW:
-            for constraint, row in grammars:
-                problems[row] = constraint.fill(words[row])
-            return
-        if self._executor is None:
-            import llguidance
+        start, stride, nbytes = words.ctypes.data, words.strides[0], words.itemsize * words.shape[1]
+        left: Sequence[tuple[GrammarConstraint, int]] = ()
+        began = time.perf_counter()
+        for at, (constraint, row) in enumerate(grammars):
+            constraint._matcher.unsafe_compute_mask_ptr(start + row * stride, nbytes)
+            taken = time.perf_counter() - began
+            if taken > self._alone_s and taken * (len(grammars) - at - 1) > self._alone_s * (at + 1):
+                left = grammars[at + 1 :]
+                break
+        if left:
+            if self._executor is None:
+                import llguidance
 
-            self._executor = llguidance.LLExecutor()
-        pairs = [(constraint._matcher, row) for constraint, row in grammars]
-        self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.strides[0], len(words))
+                self._executor = llguidance.LLExecutor()
+            pairs = [(constraint._matcher, row) for constraint, row in left]
+            self._executor.unsafe_compute_mask_ptr(pairs, start, stride, len(words))
         for constraint, row in grammars:
             if constraint._matcher.is_error():
                 problems[row] = constraint._complaint()

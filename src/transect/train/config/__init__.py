@@ -19,6 +19,7 @@ An unknown key is an error that names the nearest known one.
 
 * ``run.py``: the run; read it first. ``data.py``: what it trains on. ``optim.py``: how it changes weights.
 * ``adapters.py``: adapters. ``objectives.py``: the settings of each objective. ``router.py``: losses on routers.
+  ``parallel.py``: several devices.
 * ``defaults.py``: what the task decides where a file leaves it out, and names that other trainers have.
 * ``watching.py``: what a run shows of itself. ``page.py``: the page of all settings.
 * ``parse.py``: plain values to these classes, and what is wrong with them.
@@ -30,6 +31,7 @@ from .adapters import LoRAConfig
 from .data import DataConfig
 from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
+from .parallel import ParallelConfig
 from .router import RouterConfig
 from .run import Checkpointing, Precision, Task, TrainConfig
 from .watching import SamplesConfig
@@ -44,6 +46,7 @@ __all__ = [
     "LoRAConfig",
     "ORPOConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "Precision",
     "RouterConfig",
     "SamplesConfig",

@@ -16,6 +16,7 @@ from .data import DataConfig
 from .defaults import by_task
 from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
 from .optim import OptimizerConfig, ScheduleConfig
+from .parallel import ParallelConfig
 from .parse import build, overridden, positive
 from .router import RouterConfig
 from .watching import SamplesConfig
@@ -99,6 +100,7 @@ class TrainConfig:
     orpo: ORPOConfig = field(default_factory=ORPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.epochs < 0 or not math.isfinite(self.epochs):

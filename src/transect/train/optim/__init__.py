@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -20,8 +20,14 @@ __all__ = ["AdamW", "AdamW8bit", "Muon", "Optimizer", "build"]
 
 
 def build(
-    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, master_weights: bool = False, seed: int = 0
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    master_weights: bool = False,
+    seed: int = 0,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Optimizer:
-    """The optimizer that ``config`` names, over the parameters that it is to change; ``seed`` is that of the run."""
+    """The optimizer that ``config`` names, over the parameters that it is to change; ``seed`` is that of the run, and
+    ``shapes`` are as in ``Optimizer``."""
     kind = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}[config.name]
-    return kind(config, parameters, master_weights=master_weights, seed=seed)
+    return kind(config, parameters, master_weights=master_weights, seed=seed, shapes=shapes)

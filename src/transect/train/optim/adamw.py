@@ -53,7 +53,7 @@ class AdamW(Optimizer):
                 weights,
                 [s["m"] for s in states],
                 [s["v"] for s in states],
-                [self.decay(w) for w in weights],
+                [self.decay(name) for name in names],
                 masters,
                 chance=self.config.rounding == "stochastic" and not masters and weights[0].dtype == torch.bfloat16,
                 numbers=[self.numbers[name] for name in names],
@@ -97,8 +97,8 @@ def adamw_update(
     decay: float | None = None,
 ) -> None:
     """The formula above, in place on ``weight``, ``m`` and ``v`` of the parameter ``name``; ``decay`` is
-    ``optimizer.decay(weight)`` if None."""
-    decay = optimizer.decay(weight) if decay is None else decay
+    ``optimizer.decay(name)`` if None."""
+    decay = optimizer.decay(name) if decay is None else decay
     if weight.dtype != torch.float32:
         flat = (weight.detach().view(-1), gradient.reshape(-1), m.view(-1), v.view(-1))
         for part, narrow in enumerate(zip(*(t.split(AdamW.WIDE) for t in flat), strict=True)):

@@ -45,7 +45,7 @@ class AdamW8bit(Optimizer):
             adamw_update(self, name, weight, gradient, state["m"], state["v"], factor, scale)
             return
         numbers, gradients = weight.detach().view(-1), gradient.reshape(-1)
-        decay = self.decay(weight)
+        decay = self.decay(name)
         for first in range(0, len(state["m"]), CHUNK):
             part = {kind: tensor[first : first + CHUNK] for kind, tensor in state.items()}
             m, v = decode_signed(part["m"], part["m_scale"]), decode_positive(part["v"], part["v_scale"])

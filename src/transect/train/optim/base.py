@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ class Optimizer:
     A parameter without a gradient is left alone. With ``master_weights`` the update is made on a float32 copy, kept in
     ``state[name]["master"]``, and the parameter is that copy rounded. What is kept in bfloat16 is computed in float32
     and rounded once, at the end of the step, as ``config.rounding`` says; ``seed`` decides how chance falls.
+
+    Where a process updates only some of a run's parameters, or parts of them as vectors, ``shapes`` has those of all
+    the run's parameters, whole; there may then be no parameters here.
     """
 
     def __init__(
@@ -27,12 +30,15 @@ class Optimizer:
         *,
         master_weights: bool = False,
         seed: int = 0,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        if not parameters:
+        if not parameters and shapes is None:
             raise ValueError("there is nothing to train: every parameter is frozen")
         self.config = config
         self.parameters = dict(parameters)
-        self.numbers = {name: number for number, name in enumerate(self.parameters)}
+        shapes = {name: parameter.shape for name, parameter in parameters.items()} if shapes is None else shapes
+        self.numbers = {name: number for number, name in enumerate(shapes)}
+        self._matrices = {name for name, shape in shapes.items() if len(shape) >= 2}
         self.master_weights = master_weights
         self.seed = seed
         self.steps = 0
@@ -113,6 +119,10 @@ class Optimizer:
                 self.update(name, master, gradient, factor, scale)
                 parameter.copy_(master)
 
+    def give(self, gradients: Mapping[str, Tensor]) -> None:
+        """Take these gradients for the next step, in place of what the parameters have."""
+        self._sums = dict(gradients)
+
     def zero_grad(self) -> None:
         """Forget the gradients and give their memory back."""
         self._sums = {}
@@ -137,9 +147,9 @@ class Optimizer:
         """The factor that limits gradients of this global norm to ``most``; no synchronisation."""
         return (most / (norm + 1e-6)).clamp(max=1.0)
 
-    def decay(self, weight: Tensor) -> float:
+    def decay(self, name: str) -> float:
         """The weight decay that a parameter gets: matrices only."""
-        return self.config.weight_decay if weight.ndim >= 2 else 0.0
+        return self.config.weight_decay if name in self._matrices else 0.0
 
     def state_bytes(self) -> int:
         """Memory of the state."""

@@ -44,7 +44,7 @@ class Muon(Optimizer):
         momentum, wide = state["momentum"].float(), weight.detach().float()
         momentum.mul_(config.muon_momentum).add_(gradient)
         rate = config.muon_learning_rate * factor
-        wide.mul_(1 - rate * self.decay(weight))
+        wide.mul_(1 - rate * self.decay(name))
         stretch = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
         direction = orthogonal(gradient.add(momentum, alpha=config.muon_momentum))
         wide.add_(direction, alpha=-rate * stretch)

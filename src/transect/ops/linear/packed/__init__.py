@@ -1,9 +1,10 @@
-"""Products by weights of 4 bits in groups.
+"""Products by weights of 4 bits in groups, and of 8 bits.
 
 * ``int4_matmul.py``      the operator, and which kernel runs; ``triton.py``: the portable ones
 * ``int4_rows.py`` (``int4_matmul.cu``)           up to 16 rows
 * ``int4_hopper.py`` (``int4_matmul_hopper.cu``)  up to 64 rows on Hopper
 * ``int4_packing.py``     how such weights lie in memory
 * ``int4_dequantize.py``  back to dense weights, for training
+* ``scaled8.py``          fp8 and int8 with a scale for each output
 * ``int4_codes.cuh``, ``int4_whole.cuh``: codes to numbers, and sums of whole numbers, for the CUDA C++ kernels
 """

@@ -1,0 +1,29 @@
+"""``quantization_config`` of a Hugging Face ``config.json``: which methods can be read (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..formats.fields import Fields
+
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
+
+
+def check_method(settings: Any) -> None:
+    """Whether a ``quantization_config`` can be read.
+
+    Raises:
+        ValueError: it cannot; the message says what can.
+    """
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    read = Fields(settings if isinstance(settings, Mapping) else {}, "quantization_config of config.json")
+    if method not in METHODS:
+        raise ValueError(
+            f"config.json has a quantization_config of method {method!r}, which is not supported; supported are: "
+            f"{', '.join(METHODS)}. Take another, the unquantized model or a GGUF file"
+        )
+    if method in ("gptq", "awq") and read.integer("bits", 4) != 4:
+        raise ValueError(f"{method} with {read.integer('bits')} bits is not supported; only 4 is")
+    if method == "awq" and read.text("version", "gemm").lower() != "gemm":
+        raise ValueError(f"AWQ of version {read.text('version')!r} is not supported; only gemm is")

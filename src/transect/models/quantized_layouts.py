@@ -1,0 +1,127 @@
+"""How other programs lay out quantized matrices in safetensors, as functions from their tensors to values and back.
+
+A matrix is ``[O, I]``: outputs, inputs. Values are float32. Groups are neighbouring inputs that share a scale.
+
+* fp8: e4m3 codes and a scale for the tensor, for each row, or for each block of rows and columns (DeepSeek)
+* GPTQ (Frantar et al. 2022, arXiv:2210.17323): 8 codes of 4 bits in an int32, down the inputs; with act-order
+  ``g_idx`` says which group an input is in
+* AWQ (Lin et al. 2023, arXiv:2306.00978): 8 codes in an int32 along the outputs, in an order of their own
+* compressed-tensors "pack-quantized": codes plus 8, along the inputs
+* MXFP4 (OCP Microscaling Formats 1.0): e2m1 codes in blocks of 32 with a power of two for each
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PER_WORD = 8
+"""Codes of 4 bits in an int32."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the eight outputs of a word are in it."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MX_BLOCK = 32
+
+
+def words_to_codes(words: Tensor) -> Tensor:
+    """int32 ``[..., n]`` -> codes int32 ``[..., 8 n]``, the lowest four bits first."""
+    shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=words.device)
+    return ((words.to(torch.int32)[..., None] >> shifts) & 15).flatten(-2)
+
+
+def codes_to_words(codes: Tensor) -> Tensor:
+    """Codes below 16 ``[..., 8 n]`` -> int32 ``[..., n]``."""
+    shifts = 4 * torch.arange(PER_WORD, dtype=torch.int64, device=codes.device)
+    words = (codes.long().unflatten(-1, (-1, PER_WORD)) << shifts).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None = None) -> Tensor:
+    """A scale for the tensor, for each row, or for each block, as one that can be multiplied with ``[rows, columns]``.
+    ``block``: rows and columns of a block; the last ones may be cut off.
+
+    Raises:
+        ValueError: it has no such shape.
+    """
+    wide = scale.float()
+    if wide.numel() == 1:
+        return wide.reshape(1, 1)
+    if wide.ndim == 1:
+        wide = wide[:, None]
+    if wide.ndim != 2 or 0 in wide.shape:
+        raise ValueError(f"scales of shape {list(scale.shape)} do not fit a matrix [{rows}, {columns}]")
+    each_row, each_column = -(-rows // wide.shape[0]), -(-columns // wide.shape[1])
+    if block is not None and wide.shape != (rows, 1):
+        each_row, each_column = block
+    if -(-rows // each_row) != wide.shape[0] or -(-columns // each_column) != wide.shape[1]:
+        raise ValueError(f"scales of shape {list(scale.shape)} do not fit a matrix [{rows}, {columns}]")
+    return wide.repeat_interleave(each_row, 0)[:rows].repeat_interleave(each_column, 1)[:, :columns]
+
+
+def gptq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, *, zero_step: int = 1) -> Tensor:
+    """qweight ``[I / 8, O]``, qzeros ``[G, O / 8]`` int32, scales ``[G, O]``, g_idx ``[I]`` -> ``[O, I]``.
+
+    ``zero_step``: what the first format of AutoGPTQ leaves out of its zeros."""
+    codes = words_to_codes(qweight.T)  # [O, I]
+    zeros = words_to_codes(qzeros).T + zero_step  # [O, G]
+    group = g_idx.long()
+    return (codes - zeros[:, group]).float() * scales.float().T[:, group]
+
+
+def awq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+    """qweight ``[I, O / 8]``, qzeros ``[G, O / 8]`` int32, scales ``[G, O]`` -> ``[O, I]``."""
+
+    def in_order(words: Tensor) -> Tensor:
+        return words_to_codes(words).unflatten(-1, (-1, PER_WORD))[..., list(AWQ_ORDER)].flatten(-2)
+
+    group = torch.arange(len(qweight), device=qweight.device) // (len(qweight) // len(scales))
+    return ((in_order(qweight) - in_order(qzeros)[group]).float() * scales.float()[group]).T
+
+
+def packed_values(packed: Tensor, scale: Tensor, zero: Tensor | None, g_idx: Tensor | None, columns: int) -> Tensor:
+    """compressed-tensors: packed ``[O, I / 8]`` int32 of codes plus 8, scale ``[O, G]``, zero ``[O, G]`` whole numbers
+    or ``[O / 8, G]`` packed -> ``[O, I]``."""
+    codes = words_to_codes(packed)[:, :columns] - 8
+    groups = scale.shape[1]
+    group = torch.arange(columns) // -(-columns // groups) if g_idx is None else g_idx.long()
+    if zero is not None:
+        if zero.dtype == torch.int32 and len(zero) != len(scale):
+            zero = words_to_codes(zero.T).T[: len(scale)] - 8
+        codes = codes - zero.to(torch.int32)[:, group]
+    return codes.float() * scale.float()[:, group]
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks ``[..., G, 16]`` uint8, two codes a byte, the lower first; scales ``[..., G]`` uint8, exponents plus 127
+    -> ``[..., 32 G]``."""
+    table = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=torch.float32, device=blocks.device)
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    return torch.ldexp(table[codes.long()], scales.int()[..., None] - 127).flatten(-2)
+
+
+def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``[O, I]`` -> e4m3 codes ``[O, I]`` and a float32 scale ``[O, 1]``: the largest of a row is the largest code."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scale = (weight.float().abs().amax(1, keepdim=True) / most).clamp(min=1e-12)
+    return (weight.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
+
+
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``[O, I]`` -> int8 codes and a float32 scale ``[O, 1]``."""
+    scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
+    return (weight.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def to_packed(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """``[O, I]`` -> compressed-tensors' packed codes ``[O, I / 8]`` and scales ``[O, I / group]``, symmetric.
+
+    Raises:
+        ValueError: I is no multiple of the group.
+    """
+    columns = weight.shape[1]
+    if columns % group or group % PER_WORD:
+        raise ValueError(f"rows of {columns} numbers cannot be cut into groups of {group}")
+    grouped = weight.float().unflatten(1, (-1, group))
+    scale = (grouped.abs().amax(-1) / 7.5).clamp(min=1e-12).to(torch.bfloat16)
+    codes = (grouped / scale.float()[..., None]).round().clamp(-8, 7).int() + 8
+    return codes_to_words(codes.flatten(1)), scale

@@ -1,0 +1,267 @@
+"""Quantized checkpoints in safetensors: the tensors that make up a matrix, seen as one tensor of its values.
+
+``config.json`` names the method (``quantization_config``); the files say which matrices it is used on: those that have
+scales. The values are made when a weight is read, of the rows that are asked for where the layout allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..formats.fields import Fields
+from .config_quantized import check_method
+from .quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
+
+_SUFFIXES = (
+    "weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
+    "input_scale", "k_scale", "v_scale", "qweight", "qzeros", "scales", "g_idx",
+)  # fmt: skip
+_CODES = ("F8_E4M3", "I8")
+
+
+class StoredTensor(Protocol):
+    """A tensor of an open file."""
+
+    file: Any
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """Stands for a file and a tensor of it: ``get_tensor`` and ``get_slice`` give values."""
+
+    rows: Callable[[slice], Tensor]
+    file_path: Path
+    tensor: str
+
+    def get_tensor(self, name: str) -> Tensor:
+        """All values, float32."""
+        return self._checked(self.rows(slice(None)))
+
+    def get_slice(self, name: str) -> QuantizedMatrix:
+        """Itself: indexing reads."""
+        return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        return self._checked(self.rows(first)[(slice(None), *rest)] if rest else self.rows(first))
+
+    def _checked(self, values: Tensor) -> Tensor:
+        if not bool(values.isfinite().all()):
+            raise ValueError(f"the scales of {self.tensor!r} hold infinite or NaN numbers")
+        return values
+
+
+def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """The tensors of a checkpoint where each quantized matrix is one tensor of its values, under the name that it would
+    have unquantized. ``make(file, path, name, shape, dtype)`` is a tensor.
+
+    Raises:
+        ValueError: tensors that do not fit together; the message names file and tensor.
+    """
+    check_method(settings)
+    out = dict(found)
+    for name in found:
+        prefix, _, suffix = name.rpartition(".")
+        matrix: tuple[str, tuple[int, ...], Callable[[slice], Tensor]] | None = None
+        if suffix == "qweight":
+            kind = _gptq if settings.get("quant_method") == "gptq" else _awq
+            matrix = (f"{prefix}.weight", *kind(found, prefix, settings))
+        elif suffix == "weight_packed":
+            matrix = (f"{prefix}.weight", *_packed(found, prefix))
+        elif suffix == "weight" and found[name].dtype in _CODES:
+            matrix = (name, *_scaled(found, prefix, _block(settings)))
+        elif suffix.endswith("_blocks"):
+            matrix = (name.removesuffix("_blocks"), *_mxfp4(found, name))
+        if matrix is None:
+            continue
+        own, shape, rows = matrix
+        out.pop(name)
+        whole = QuantizedMatrix(rows, found[name].path, own)
+        out[own] = make(whole, found[name].path, own, shape, "F32")
+    return {name: each for name, each in out.items() if not _is_side(name, found)}
+
+
+def _is_side(name: str, found: Mapping[str, Any]) -> bool:
+    """Scales and the like, which belong to a matrix."""
+    suffix = name.rpartition(".")[2]
+    if suffix.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in found:
+        return True
+    return suffix in _SUFFIXES
+
+
+def _side(found: Mapping[str, Any], prefix: str, suffix: str, shape: tuple[int, ...] | None = None) -> Any:
+    """A tensor that belongs to a matrix.
+
+    Raises:
+        ValueError: it is missing, or of another shape.
+    """
+    name = f"{prefix}.{suffix}"
+    stored = found.get(name)
+    if stored is None:
+        raise ValueError(f"the tensor {name!r} is missing, without which {prefix!r} has no values; download it again")
+    if shape is not None and stored.shape != shape:
+        raise ValueError(
+            f"{stored.path}: the tensor {name!r} should have shape {list(shape)} and has {list(stored.shape)}; the "
+            "group size in config.json and the weights do not belong together"
+        )
+    return stored
+
+
+def _all(stored: Any) -> Tensor:
+    values: Tensor = stored.file.get_tensor(stored.name)
+    return values
+
+
+def _groups(settings: Mapping[str, Any], inputs: int, name: str) -> int:
+    group = Fields(settings, "quantization_config of config.json").integer("group_size", 128, low=-1)
+    group = inputs if group == -1 else group
+    if group <= 0 or inputs % group:
+        raise ValueError(f"groups of {group} (group_size in config.json) do not fit the {inputs} inputs of {name!r}")
+    return inputs // group
+
+
+def _gptq(
+    found: Mapping[str, Any], prefix: str, settings: Mapping[str, Any]
+) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
+    qweight = found[f"{prefix}.qweight"]
+    words, outputs = qweight.shape
+    inputs = words * PER_WORD
+    groups = _groups(settings, inputs, f"{prefix}.qweight")
+    qzeros = _side(found, prefix, "qzeros", (groups, outputs // PER_WORD))
+    scales = _side(found, prefix, "scales", (groups, outputs))
+    order = found.get(f"{prefix}.g_idx")
+    if order is not None:
+        order = _side(found, prefix, "g_idx", (inputs,))
+    zero_step = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+
+    def rows(part: slice) -> Tensor:
+        g_idx = torch.arange(inputs) // (inputs // groups) if order is None else _all(order)
+        if order is not None and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
+            raise ValueError(f"the tensor {f'{prefix}.g_idx'!r} names groups that are not there")
+        own = slice(*part.indices(outputs))
+        codes = qweight.file.get_slice(qweight.name)[:, own]
+        wide = slice(own.start // PER_WORD * PER_WORD, -(-own.stop // PER_WORD) * PER_WORD)
+        zeros = _all(qzeros)[:, wide.start // PER_WORD : wide.stop // PER_WORD]
+        lead = own.start - wide.start
+        if lead or own.stop != wide.stop:  # zeros share words with neighbours
+            return gptq_values(qweight.file.get_slice(qweight.name)[:, wide], zeros, _all(scales)[:, wide], g_idx,
+                               zero_step=zero_step)[lead : lead + own.stop - own.start]  # fmt: skip
+        return gptq_values(codes, zeros, _all(scales)[:, own], g_idx, zero_step=zero_step)
+
+    return (outputs, inputs), rows
+
+
+def _awq(
+    found: Mapping[str, Any], prefix: str, settings: Mapping[str, Any]
+) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
+    qweight = found[f"{prefix}.qweight"]
+    inputs, words = qweight.shape
+    groups = _groups(settings, inputs, f"{prefix}.qweight")
+    qzeros = _side(found, prefix, "qzeros", (groups, words))
+    scales = _side(found, prefix, "scales", (groups, words * PER_WORD))
+
+    def rows(part: slice) -> Tensor:
+        own = slice(*part.indices(words * PER_WORD))
+        first, last = own.start // PER_WORD, -(-own.stop // PER_WORD)
+        codes = qweight.file.get_slice(qweight.name)[:, first:last]
+        wide = awq_values(codes, _all(qzeros)[:, first:last], _all(scales)[:, first * PER_WORD : last * PER_WORD])
+        return wide[own.start - first * PER_WORD : own.stop - first * PER_WORD]
+
+    return (words * PER_WORD, inputs), rows
+
+
+def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
+    packed = found[f"{prefix}.weight_packed"]
+    scale = _side(found, prefix, "weight_scale")
+    shape = found.get(f"{prefix}.weight_shape")
+    outputs, inputs = packed.shape[0], packed.shape[1] * PER_WORD
+    if shape is not None:
+        told = [int(size) for size in _all(shape).tolist()]
+        if len(told) != 2 or told[0] != outputs or not inputs - PER_WORD < told[1] <= inputs:
+            raise ValueError(
+                f"{packed.path}: {prefix}.weight_shape says {told}, and the codes are {list(packed.shape)}"
+            )
+        inputs = told[1]
+    if len(scale.shape) != 2 or scale.shape[0] != outputs or inputs % scale.shape[1]:
+        raise ValueError(
+            f"{packed.path}: the tensor {prefix + '.weight_scale'!r} of shape {list(scale.shape)} does not fit a "
+            f"matrix [{outputs}, {inputs}] in groups"
+        )
+    zero, order = found.get(f"{prefix}.weight_zero_point"), found.get(f"{prefix}.weight_g_idx")
+
+    def rows(part: slice) -> Tensor:
+        values = packed_values(
+            _all(packed),
+            _all(scale),
+            None if zero is None else _all(zero),
+            None if order is None else _all(order),
+            inputs,
+        )
+        return values[part]
+
+    return (outputs, inputs), rows
+
+
+def _scaled(
+    found: Mapping[str, Any], prefix: str, block: tuple[int, int] | None
+) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
+    codes = found[f"{prefix}.weight"]
+    inverse = f"{prefix}.weight_scale_inv" in found
+    scale = _side(found, prefix, "weight_scale_inv" if inverse else "weight_scale")
+    outputs, inputs = codes.shape
+    try:
+        spread(torch.ones(scale.shape), outputs, inputs, block)
+    except ValueError as error:
+        raise ValueError(f"{scale.path}: {scale.name}: {error}; download it again") from None
+
+    def rows(part: slice) -> Tensor:
+        wide = spread(_all(scale), outputs, inputs, block)
+        values = codes.file.get_slice(codes.name)[part].float()
+        return values * (wide if wide.shape[0] == 1 else wide[part])
+
+    return (outputs, inputs), rows
+
+
+def _block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, where it is for blocks."""
+    found = settings.get("weight_block_size")
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        found = found or (weights.get("block_structure") if isinstance(weights, Mapping) else None)
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != 2 or any(not isinstance(n, int) or n <= 0 for n in found):
+        raise ValueError(f"the block of scales in config.json must be two numbers, rows and columns, not {found!r}")
+    return found[0], found[1]
+
+
+def _mxfp4(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callable[..., Tensor]]:
+    """Experts of gpt-oss: ``[E, O, I / 32, 16]`` -> ``[E, I, O]``, as they are unquantized."""
+    blocks = found[name]
+    if len(blocks.shape) != 4 or blocks.shape[3] != MX_BLOCK // 2:
+        raise ValueError(
+            f"{blocks.path}: the tensor {name!r} of shape {list(blocks.shape)} is no stack of MXFP4 blocks"
+        )
+    experts, outputs, groups, _ = blocks.shape
+    prefix, _, last = name.rpartition(".")
+    scales = _side(found, prefix, f"{last.removesuffix('_blocks')}_scales", (experts, outputs, groups))
+    return (experts, groups * MX_BLOCK, outputs), partial(_mxfp4_expert, blocks, scales)
+
+
+def _mxfp4_expert(blocks: Any, scales: Any, part: Any) -> Tensor:
+    codes, exponents = (each.file.get_slice(each.name)[part] for each in (blocks, scales))
+    if bool((exponents == 255).any()):  # NaN
+        raise ValueError(f"the scales of {blocks.name!r} hold infinite or NaN numbers")
+    return mxfp4_values(codes, exponents).mT

@@ -1,0 +1,246 @@
+"""Data parallelism: every rank computes some micro-batches of a step, and all take the step of their sum.
+
+``Replicas`` is for models that every rank holds whole. By ``zero`` (Rajbhandari et al. 2020, arXiv:1910.02054):
+
+* 0: gradients are summed on every rank, and every rank updates everything.
+* 1: the state of the optimizer is cut by parameters, about as many numbers on each rank; a rank updates its own, and
+  sends them to the others. Whole parameters, so that each optimizer does to them what it does on one rank, also one
+  that needs whole matrices.
+* 2: as 1, and a gradient is kept only where its parameter is updated.
+
+Gradients travel in buckets. During the last micro-batch of a rank a bucket is on its way as soon as its gradients are
+there, while the backward pass goes on. ``sharded.py`` has ``zero`` 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .group import Group
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that travel together: large enough for the links, small enough to start early."""
+
+
+class Replicas:
+    """Sums gradients over the ranks of a group, and hands out who updates what.
+
+    Args:
+        group: the ranks, each with the same parameters.
+        parameters: all that are trained, by name.
+        zero: 0, 1 or 2.
+        reduce_dtype: what gradients are summed in.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Mapping[str, nn.Parameter],
+        zero: int = 0,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
+        self.parameters = dict(parameters)
+        self.owner = _owners(self.parameters, group.size) if zero else dict.fromkeys(self.parameters, group.rank)
+        self._sums: dict[str, Tensor] = {}
+        self._buckets = _buckets(self.parameters, self.owner, zero == 2)
+        self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
+        self._missing: list[int] | None = None
+        """While the last micro-batch runs: gradients that each bucket waits for."""
+        self._sent: list[_Sent] = []
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))  # type: ignore[misc]
+
+    @property
+    def owned(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank updates."""
+        return {name: p for name, p in self.parameters.items() if self.owner[name] == self.group.rank}
+
+    def mine(self, batches: Sequence[Any]) -> list[int]:
+        """Which of a step's micro-batches this rank computes.
+
+        Raises:
+            ValueError: there are not as many for each rank.
+        """
+        if len(batches) % self.group.size:
+            raise ValueError(
+                f"a step has {len(batches)} micro-batches, which {self.group.size} ranks cannot share evenly: set "
+                f"accumulate to {-(-len(batches) // self.group.size) * self.group.size}"
+            )
+        return list(range(self.group.rank, len(batches), self.group.size))
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """Around the backward pass of the rank's last micro-batch: what is ready is sent at once."""
+        self._missing = [len(bucket) for bucket in self._buckets]
+        try:
+            yield
+        finally:
+            self._missing = None
+
+    def collect(self) -> None:
+        """Take in the gradients of a micro-batch that is not the last. Those in 16 bits add up in float32."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and parameter.dtype != torch.float32:
+                if name in self._sums:
+                    self._sums[name].add_(parameter.grad)
+                else:
+                    self._sums[name] = parameter.grad.float()
+                parameter.grad = None
+
+    @torch.no_grad()
+    def reduce(self) -> dict[str, Tensor]:
+        """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
+        self._send(len(self._buckets))
+        seen = torch.tensor([float(self._gradient(name) is not None) for name in self.parameters])
+        anywhere = self.group.all_reduce(seen.to(next(iter(self.parameters.values())).device)).tolist()
+        given = {name for name, ranks in zip(self.parameters, anywhere, strict=True) if ranks}
+        found: dict[str, Tensor] = {}
+        for sent in self._sent:
+            sent.work.wait()
+            at = 0
+            for name in sent.names:
+                parameter = self.parameters[name]
+                values = sent.flat[at : at + parameter.numel()].view_as(parameter)
+                at += parameter.numel()
+                if name in given and self.owner[name] == self.group.rank:
+                    found[name] = values
+        self.clear()
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._sums, self._sent = {}, []
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The 2-norm of all ranks' ``gradients`` together, a float32 scalar, the same to the bit on every rank."""
+        device = next(iter(self.parameters.values())).device
+        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32) if gradients else []
+        square = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=device)
+        if not self.zero:
+            return square.sqrt()
+        return self.group.all_reduce(square.reshape(1))[0].sqrt()
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """After a step: send what this rank has updated to the others."""
+        if not self.zero:
+            return
+        for bucket in _buckets(self.parameters, self.owner, True):
+            parameters = [self.parameters[name] for name in bucket]
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+            self.group.broadcast(flat, self.owner[bucket[0]])
+            if self.owner[bucket[0]] != self.group.rank:
+                for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                    parameter.copy_(values.view_as(parameter))
+
+    def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The optimizer's state of all ranks (``name/kind``) on the CPU of the first one; on others nothing. All call
+        it."""
+        if not self.zero:
+            return _on_cpu(tensors) if self.group.rank == 0 else {}
+        return gather_tensors(self.group, tensors)
+
+    def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of a whole state that belongs to this rank."""
+        own = self.owned
+        return {name: tensor for name, tensor in tensors.items() if name.rpartition("/")[0] in own}
+
+    # Buckets on their way
+
+    def _gradient(self, name: str) -> Tensor | None:
+        return self._sums.get(name, self.parameters[name].grad)
+
+    def _arrived(self, name: str) -> None:
+        """A gradient of the last micro-batch is there."""
+        if self._missing is None:
+            return
+        self._missing[self._bucket_of[name]] -= 1
+        ready = len(self._sent)
+        while ready < len(self._buckets) and not self._missing[ready]:  # in order: that is all ranks' order
+            ready += 1
+        self._send(ready)
+
+    @torch.no_grad()
+    def _send(self, end: int) -> None:
+        """Start the sums of all buckets before ``end``."""
+        for bucket in self._buckets[len(self._sent) : end]:
+            parts = []
+            for name in bucket:
+                parameter, gradient = self.parameters[name], self.parameters[name].grad
+                if name in self._sums:
+                    gradient = self._sums[name] if gradient is None else self._sums[name].add_(gradient)
+                if gradient is None:
+                    gradient = torch.zeros_like(parameter)
+                parts.append(gradient.reshape(-1).to(self.reduce_dtype))
+            flat = torch.cat(parts)
+            if self.zero == 2:
+                target = self.group.ranks[self.owner[bucket[0]]]
+                work = dist.reduce(flat, target, group=self.group.group, async_op=True)
+            else:
+                work = dist.all_reduce(flat, group=self.group.group, async_op=True)
+            self._sent.append(_Sent(bucket, flat, work))
+
+
+class _Sent:
+    """A bucket whose sum is on its way."""
+
+    def __init__(self, names: Sequence[str], flat: Tensor, work: Any) -> None:
+        self.names, self.flat, self.work = names, flat, work
+
+
+def _owners(parameters: Mapping[str, nn.Parameter], ranks: int) -> dict[str, int]:
+    """Who updates each parameter: the largest first, each to whoever has the fewest numbers so far."""
+    held = [0] * ranks
+    owner = {}
+    for name in sorted(parameters, key=lambda name: -parameters[name].numel()):
+        owner[name] = min(range(ranks), key=lambda rank: held[rank])
+        held[owner[name]] += parameters[name].numel()
+    return owner
+
+
+def _buckets(parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], by_owner: bool) -> list[list[str]]:
+    """Names that travel together, in the order in which a backward pass is done with them: from the last to the
+    first. With ``by_owner`` each bucket has one owner."""
+    buckets: list[list[str]] = []
+    open_: dict[int, tuple[list[str], int]] = {}
+    for name in reversed(list(parameters)):
+        who = owner[name] if by_owner else 0
+        names, size = open_.get(who, ([], 0))
+        if not names:
+            buckets.append(names)
+        names.append(name)
+        size += parameters[name].numel() * 4
+        open_[who] = ([], 0) if size >= BUCKET_BYTES else (names, size)
+    return buckets
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def gather_tensors(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks by name, on the CPU of the first rank; on others nothing. Names are of one rank each."""
+    mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    everybody: list[Any] = [None] * group.size
+    dist.all_gather_object(everybody, mine, group=group.group)
+    found = _on_cpu(tensors) if group.rank == 0 else {}
+    device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+    for rank in range(1, group.size):
+        for name, (shape, dtype) in everybody[rank].items():
+            if group.rank == rank:
+                work = group.send(tensors[name].detach(), 0)
+                assert work is not None
+                work.wait()
+            elif group.rank == 0:
+                found[name] = group.receive(torch.empty(shape, dtype=dtype, device=device), rank).cpu()
+    return found

@@ -1,0 +1,306 @@
+"""Sharded data parallelism (ZeRO 3, FSDP): no rank holds the whole model, its gradients or the optimizer's state.
+
+The parameters of a layer lie one behind the other in one flat tensor, and each rank keeps one piece of it
+(Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277)::
+
+    layer k    [ attention.q.weight | attention.k.weight | ... | mlp.down.weight | pad ]
+    rank 0     [ piece ................ ]
+    rank 1                               [ piece .................................... ]
+
+Before a layer runs its pieces are gathered, and those of the next layer are on their way meanwhile; after it the whole
+is given back. The backward pass does the same from the last layer on, and sums the gradients of a layer, each rank's
+piece to that rank, while the layer before runs. What is outside the layers (embedding, last norm, head) is one more
+unit, which stays whole from the forward pass to the end of the backward pass.
+
+The optimizer sees pieces: for each parameter that a rank has a part of, that part as a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..models.context import AttentionContext
+from ..models.decoder import Decoder
+from .group import Group
+from .replicas import gather_tensors
+
+Run = Callable[..., Tensor]
+
+
+class Unit:
+    """Parameters that are gathered and given back together.
+
+    Attributes:
+        parameters: by name; while the unit is not whole they have their shapes and no memory.
+        pieces: the own part of each parameter that this rank has a part of, ``[numbers]``, views of one tensor.
+        bounds: where that part lies within the parameter.
+    """
+
+    def __init__(self, group: Group, parameters: Mapping[str, nn.Parameter], reduce_dtype: torch.dtype) -> None:
+        self.group, self.reduce_dtype = group, reduce_dtype
+        self.parameters = dict(parameters)
+        first = next(iter(self.parameters.values()))
+        size = sum(parameter.numel() for parameter in self.parameters.values())
+        self.each = -(-size // group.size)
+        self._whole = first.new_zeros(self.each * group.size, requires_grad=False)
+        self.starts: dict[str, int] = {}
+        at = 0
+        for name, parameter in self.parameters.items():
+            if parameter.dtype != first.dtype:
+                raise ValueError(f"{name} is {parameter.dtype} and others of its layer {first.dtype}: use one dtype")
+            self._whole[at : at + parameter.numel()] = parameter.detach().reshape(-1)
+            parameter.data = self._whole[at : at + parameter.numel()].view_as(parameter)
+            self.starts[name] = at
+            at += parameter.numel()
+        low = group.rank * self.each
+        self.piece = self._whole[low : low + self.each].clone()
+        self.gradient: Tensor | None = None
+        """The sum of all ranks' gradients of the own piece, ``[each]``."""
+        self.pieces: dict[str, nn.Parameter] = {}
+        self.bounds: dict[str, tuple[int, int]] = {}
+        for name, parameter in self.parameters.items():
+            start = self.starts[name]
+            begin, end = max(start, low), min(start + parameter.numel(), low + self.each)
+            if begin < end:
+                self.pieces[name] = nn.Parameter(self.piece[begin - low : end - low])
+                self.bounds[name] = begin - start, end - start
+        self._coming: Any = None
+        self.whole = True
+        self.release()
+
+    def prefetch(self) -> None:
+        """Start gathering, if nothing of it has begun."""
+        if not self.whole and self._coming is None:
+            self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+            self._coming = self.group.start_gather(self._whole, self.piece)
+
+    def gather(self) -> None:
+        """Have the whole of it."""
+        self.prefetch()
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        self.whole = True
+
+    def release(self) -> None:
+        """Give back the memory of the whole."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        self._whole.untyped_storage().resize_(0)
+        self.whole = False
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients of the parameters over the ranks, add the own piece to ``gradient``, and forget them."""
+        if all(parameter.grad is None for parameter in self.parameters.values()):
+            flat = torch.zeros(self._whole.numel(), dtype=self.reduce_dtype, device=self.piece.device)
+        else:
+            flat = torch.empty(self._whole.numel(), dtype=self.reduce_dtype, device=self.piece.device)
+            at = 0
+            for parameter in self.parameters.values():
+                part = flat[at : at + parameter.numel()]
+                part.zero_() if parameter.grad is None else part.copy_(parameter.grad.reshape(-1))
+                at += parameter.numel()
+                parameter.grad = None
+            flat[at:] = 0
+        own = self.group.reduce_scatter(flat)
+        wide = own if own.dtype == torch.float32 else own.float()
+        self.gradient = wide if self.gradient is None else self.gradient.add_(wide)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient of each piece, ``[numbers]`` float32."""
+        if self.gradient is None:
+            return {}
+        found = {}
+        low = self.group.rank * self.each
+        for name, (begin, end) in self.bounds.items():
+            at = self.starts[name] + begin - low
+            found[name] = self.gradient[at : at + end - begin]
+        return found
+
+
+class Sharded:
+    """A model whose parameters are sharded; it takes the place of the model's ``stack``.
+
+    Args:
+        group: the ranks. Each has the same model, whole; afterwards it has its pieces.
+        model: a decoder; every parameter is trained.
+        recompute: compute each layer a second time in the backward pass, so that only its input is kept.
+        reduce_dtype: what gradients are summed in.
+
+    Raises:
+        ValueError: a parameter is frozen.
+    """
+
+    zero = 3
+
+    def __init__(
+        self, group: Group, model: Decoder, *, recompute: bool = False, reduce_dtype: torch.dtype = torch.float32
+    ) -> None:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        if frozen:
+            raise ValueError(f"{frozen[0]} is frozen, and sharding is for models that are trained whole: set zero to 2")
+        self.group, self.model, self.recompute = group, model, recompute
+        self.parameters = dict(model.named_parameters())
+        layers = [f"layers.{number}." for number in range(len(model.layers))]
+        inside = [{n: p for n, p in self.parameters.items() if n.startswith(layer)} for layer in layers]
+        outside = {n: p for n, p in self.parameters.items() if not n.startswith("layers.")}
+        self.layers = [Unit(group, parameters, reduce_dtype) for parameters in inside]
+        self.root = Unit(group, outside, reduce_dtype)
+        model.stack = self._run
+        model.register_forward_pre_hook(lambda *_: self.root.gather())
+
+    @property
+    def units(self) -> list[Unit]:
+        """All of them, the root last."""
+        return [*self.layers, self.root]
+
+    @property
+    def owned(self) -> dict[str, nn.Parameter]:
+        """The pieces that this rank updates, by the names of their parameters, in the order of the model."""
+        pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
+        return {name: pieces[name] for name in self.parameters if name in pieces}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each whole parameter."""
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+
+    def _run(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+        """The layers, each whole only while it runs."""
+        model = self.model
+        rotation = None if model.rope is None else model.rope.cos_sin(positions_T)
+        training = torch.is_grad_enabled()
+        for number, (layer, unit) in enumerate(zip(model.layers, self.layers, strict=True)):
+            unit.gather()
+            if number + 1 < len(self.layers):
+                self.layers[number + 1].prefetch()
+            if not training:
+                x_TD = layer(x_TD, rotation, context)
+            else:
+                before = self.layers[number - 1] if number else None
+                x_TD = _Leaves.apply(x_TD, unit)  # type: ignore[no-untyped-call]
+                if self.recompute:
+                    x_TD = checkpoint(layer, x_TD, rotation, context, use_reentrant=False)
+                else:
+                    x_TD = layer(x_TD, rotation, context)
+                x_TD = _Enters.apply(x_TD, unit, before)  # type: ignore[no-untyped-call]
+            unit.release()
+        wanted = context.wanted
+        return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
+
+    # What a training loop asks, as of ``Replicas``
+
+    def mine(self, batches: Sequence[Any]) -> list[int]:
+        """Which of a step's micro-batches this rank computes; see ``Replicas.mine``."""
+        if len(batches) % self.group.size:
+            raise ValueError(
+                f"a step has {len(batches)} micro-batches, which {self.group.size} ranks cannot share evenly: set "
+                f"accumulate to {-(-len(batches) // self.group.size) * self.group.size}"
+            )
+        return list(range(self.group.rank, len(batches), self.group.size))
+
+    @contextmanager
+    def last(self) -> Any:
+        """Nothing waits for the last micro-batch: each layer's gradients are summed in its backward pass."""
+        yield
+
+    def collect(self) -> None:
+        """After the backward pass of a micro-batch: sum what is outside the layers."""
+        self.root.reduce()
+
+    def reduce(self) -> dict[str, Tensor]:
+        """The gradients of the whole step, of the own pieces."""
+        self.root.reduce()
+        self.root.release()
+        found = {name: gradient for unit in self.units for name, gradient in unit.gradients().items()}
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for unit in self.units:
+            unit.gradient = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The 2-norm of all ranks' ``gradients`` together, a float32 scalar, the same on every rank."""
+        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32) if gradients else []
+        square = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=self.root.piece.device)
+        return self.group.all_reduce(square.reshape(1))[0].sqrt()
+
+    def share(self) -> None:
+        """After a step: nothing, the pieces are gathered when they are needed."""
+
+    @torch.no_grad()
+    def state(self) -> dict[str, Tensor]:
+        """Every whole parameter on the CPU of the first rank; on others nothing. All call it."""
+        found: dict[str, Tensor] = {}
+        for unit in self.units:
+            unit.gather()
+            if self.group.rank == 0:
+                found |= {name: p.detach().to("cpu", copy=True) for name, p in unit.parameters.items()}
+            unit.release()
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The optimizer's state of all ranks (``name/kind``, of pieces) put together, on the CPU of the first rank; on
+        others nothing. All call it."""
+        parts = gather_tensors(self.group, {f"{self.group.rank:06}/{name}": t for name, t in tensors.items()})
+        joined: dict[str, list[Tensor]] = {}
+        for name in sorted(parts):
+            joined.setdefault(name.partition("/")[2], []).append(parts[name])
+        shapes = self.shapes
+        return {name: torch.cat(p).view(shapes[name.rpartition("/")[0]]) for name, p in joined.items()}
+
+    def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of a whole state that belongs to this rank's pieces."""
+        bounds = {name: ends for unit in self.units for name, ends in unit.bounds.items()}
+        found = {}
+        for name, tensor in tensors.items():
+            parameter = name.rpartition("/")[0]
+            if parameter in bounds:
+                begin, end = bounds[parameter]
+                found[name] = tensor.reshape(-1)[begin:end]
+        return found
+
+
+class _Leaves(torch.autograd.Function):
+    """Stands before a layer. In the backward pass the layer is done when this runs: its gradients are summed, and it
+    is given back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, unit: Unit) -> Tensor:
+        ctx.unit = unit
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.unit.reduce()
+        ctx.unit.release()
+        return gradients[0], None
+
+
+class _Enters(torch.autograd.Function):
+    """Stands behind a layer. In the backward pass this runs first: the layer is made whole, and the one before it is
+    on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, unit: Unit, before: Unit | None) -> Tensor:
+        ctx.unit, ctx.before = unit, before
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.unit.gather()
+        if ctx.before is not None:
+            ctx.before.prefetch()
+        return gradients[0], None, None

@@ -1,0 +1,72 @@
+"""What every rank but the first does in a run: the same steps, with nothing written or shown."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..parallel.launch import RankFailure, Ranks
+from ..parallel.layout import under_torchrun
+from ..parallel.world import World
+from .checkpoint import list_steps, newest
+from .config import TrainConfig
+from .crew import check
+from .health import TrainingStopped
+from .model import device_of
+from .trainer import Trainer
+
+JOB = "transect.train.follow:follow"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the first rank has it: the arguments of its ``Trainer``."""
+
+    config: dict[str, Any]
+    checkpoint: Path | None = None
+    allow_changed: list[str] = field(default_factory=list)
+
+    def trainer(self, world: World | None) -> Trainer:
+        """This rank's trainer. Raises as ``Trainer`` does."""
+        found = None if self.checkpoint is None else newest(self.checkpoint)
+        config = TrainConfig.from_dict(self.config)
+        return Trainer(config, found, allow_changed=self.allow_changed, world=world)
+
+
+@contextlib.contextmanager
+def crew(run: Run) -> Iterator[World | None]:
+    """The ranks that a run asks for: None where it is one, those of ``torchrun``, or children of this process.
+
+    Raises:
+        ValueError: there are not as many devices, or ``torchrun`` has started another number of ranks.
+        TrainingStopped: a rank has ended, and the others cannot go on without it.
+    """
+    config = TrainConfig.from_dict(run.config)
+    check(config)
+    if config.parallel.data == 1 and not under_torchrun():
+        yield None
+        return
+    device = device_of(config.device).type
+    ranks = Ranks.join(device) if under_torchrun() else Ranks.start(config.parallel.data, device)
+    try:
+        if not under_torchrun():
+            ranks.call(JOB, run)
+        yield ranks.world
+    except Exception as error:
+        found = ranks.explain(error)
+        if isinstance(found, RankFailure):
+            steps = list_steps(config.run_dir)
+            whole = f"{steps[-1]} is whole" if steps else "no checkpoint was written yet"
+            raise TrainingStopped(f"{found}; {whole}") from error
+        raise
+    finally:
+        ranks.close()
+
+
+def follow(world: World, run: Run) -> None:
+    """Train as the first rank does, until it stops. What is at fault with the run is the first rank's to say."""
+    with contextlib.suppress(ValueError, TrainingStopped):
+        run.trainer(world).run()

@@ -1,0 +1,58 @@
+"""The worked cases of explain: what they claim comes true, on a processor."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from planted_faults import ceilings, seconds
+
+from transect.explain.apply import apply
+from transect.explain.program import Explain, explain_script
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "explain"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_recommender_is_slow_for_the_reasons_that_are_found():
+    """Nearly all of its time is calling small operators; the fix gives at least twenty times."""
+    found = explain_script(FOLDER / "recommender.py", ["slow"], Explain(ceilings(), cores=1))
+    kinds = [each.kind for each in found.findings]
+    assert {"launch", "sync"} & set(kinds[:2]), str(found)
+    assert found.split.share("floor") < 0.1
+    assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
+    example = runpy.run_path(str(FOLDER / "recommender.py"))
+    request = example["setting"]()
+    assert example["slow"](*request) == example["fast"](*request)
+    slow, fast = (
+        min(seconds(lambda name=name: example[name](*request)) for _ in range(3)) for name in ("slow", "fast")
+    )
+    assert slow > 20 * fast
+
+
+def test_gelu_in_one_kernel_has_fewer_operators(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gelu_mlp.py"])
+    monkeypatch.setattr("transect.explain.program.machine_ceilings", ceilings)
+    runpy.run_path(str(FOLDER / "gelu_mlp.py"), run_name="__main__")
+    counts = [int(line.split()[-2]) for line in capsys.readouterr().out.splitlines() if "operators" in line]
+    assert len(counts) == 2 and counts[0] > 2 * counts[1]
+
+
+def test_what_can_be_applied_is_measured_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nw = torch.ones(4, requires_grad=True)\nfor _ in range(2000):\n    y = w * 2 + 1\n")
+    found = explain_script(script, [], Explain(ceilings(), cores=1))
+    assert "inference mode" in [each.apply for each in found.findings]
+    (done,) = apply(script, [], found)
+    assert done.before > 0 and done.after > 0 and "predicted" in str(done) and not done.failed
+    script.write_text(script.read_text() + "y.sum().backward()\n")
+    (broken,) = apply(script, [], found)
+    assert "left out" in str(broken)

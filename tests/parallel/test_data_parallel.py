@@ -1,0 +1,189 @@
+"""Training on two ranks takes the steps of one rank: replicas, shards, checkpoints."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_runs import tiny_run
+
+from transect.train import checkpoint
+from transect.train.follow import JOB, Run
+from transect.train.trainer import Trainer
+
+torch.set_num_threads(1)
+STEPS = 50
+
+
+def curve(pair, config, found=None):
+    """Losses and norms of a run, spread where it asks for ranks; and its last checkpoint."""
+    run = Run(config.to_dict(), None if found is None else found.path)
+    if config.parallel.data > 1:
+        pair.call(JOB, run)
+    log = []
+
+    class Listener:
+        def step(self, record):
+            log.append((record.loss, record.gradient_norm))
+
+        def evaluation(self, record):
+            log.append(record.loss)
+
+    path = run.trainer(pair.world if config.parallel.data > 1 else None).run([Listener()])
+    return log, checkpoint.newest(path)
+
+
+def tensors_of(found):
+    """Weights and optimizer state by name."""
+    return {**found.tensors, **load_file(found.path / "model.safetensors")}
+
+
+def spread(tmp_path, zero, run="spread", **changes):
+    return tiny_run(tmp_path, run_dir=str(tmp_path / run), parallel={"data": 2, "zero": zero}, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one rank to compare with."""
+    tmp_path = tmp_path_factory.mktemp("alone")
+    config = tiny_run(tmp_path, steps=STEPS, accumulate=4, eval_every=25, data={"seq_len": 32, "micro_batch": 64})
+    return tmp_path, *curve(None, config)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_fifty_steps_are_those_of_one_rank(pair, alone, zero):
+    tmp_path, losses, found = alone
+    config = spread(
+        tmp_path, zero, f"zero{zero}", steps=STEPS, accumulate=4, eval_every=25, data={"seq_len": 32, "micro_batch": 64}
+    )
+    mine, theirs = curve(pair, config)
+    assert len(mine) == STEPS
+    for column, tolerance in ((0, {"rtol": 0, "atol": 1e-5}), (1, {"rtol": 1e-3, "atol": 0})):
+        ours, ones = (torch.tensor([record[column] for record in log]) for log in (mine, losses))
+        torch.testing.assert_close(ours, ones, **tolerance)
+    one, two = tensors_of(found), tensors_of(theirs)
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_or_another_cut(pair, tmp_path):
+    """Two steps each on one rank, two with sharded weights, two with a sharded optimizer; and all on one."""
+    how = {"accumulate": 2, "data": {"seq_len": 32, "micro_batch": 64}, "schedule": {"kind": "constant"}}
+    whole, _ = curve(None, tiny_run(tmp_path, steps=6, run_dir=str(tmp_path / "whole"), **how))
+    log, found = curve(None, tiny_run(tmp_path, steps=2, run_dir=str(tmp_path / "cut"), **how))
+    for steps, parallel in ((4, {"data": 2, "zero": 3}), (6, {"data": 2, "zero": 1})):
+        config = tiny_run(tmp_path, steps=steps, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)
+        more, found = curve(pair, config, found)
+        log += more
+    assert [loss for loss, _ in log] == pytest.approx([loss for loss, _ in whole], abs=1e-5)
+
+
+def test_the_same_layout_goes_on_to_the_bit(pair, tmp_path):
+    how = {"accumulate": 2, "precision": "mixed", "parallel": {"data": 2, "zero": 3}, "schedule": {"kind": "constant"}}
+    whole, end = curve(pair, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "whole"), **how))
+    first, found = curve(pair, tiny_run(tmp_path, steps=2, run_dir=str(tmp_path / "cut"), **how))
+    second, other = curve(pair, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "cut"), **how), found)
+    assert first + second == whole
+    one, two = tensors_of(end), tensors_of(other)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("zero", "changes"),
+    [
+        (0, {"precision": "bfloat16", "optimizer": {"rounding": "nearest"}}),
+        (1, {"optimizer": {"name": "muon"}}),
+        (1, {"optimizer": {"name": "adamw8bit"}}),
+        (2, {"task": "lora", "precision": "mixed"}),
+        (2, {"objective": "dpo"}),
+        (3, {"checkpointing": "full"}),
+    ],
+    ids=["bfloat16", "muon", "8 bits", "lora", "dpo", "recomputed"],
+)
+def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
+    if changes.get("objective") == "dpo":
+        pairs = write_pairs(tmp_path / "pairs.jsonl")
+        changes = changes | {"data": {"train": [pairs], "seq_len": 64, "micro_batch": 128}}
+    how = {"steps": 4, "accumulate": 4} | changes
+    one, _ = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how))
+    two, _ = curve(pair, spread(tmp_path, zero, **how))
+    rough = how.get("precision", "float32") != "float32"
+    assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2 if rough else 2e-5)
+
+
+def write_pairs(path):
+    with path.open("w") as file:
+        for i in range(40):
+            said = {"prompt": f"{i} + 1?", "chosen": f" {i + 1}", "rejected": f" {i + 2}!"}
+            file.write(json.dumps(said) + "\n")
+    return str(path)
+
+
+def test_each_rank_keeps_its_part(pair, tmp_path):
+    """Of the state about half with 1 and 2; of the weights too with 3."""
+    for zero in (1, 3):
+        run = Run(spread(tmp_path, zero, f"part{zero}", accumulate=2, steps=1).to_dict())
+        pair.call(JOB, run)
+        trainer = run.trainer(pair.world)
+        numbers = sum(parameter.numel() for parameter in trainer.crew.spread.parameters.values())
+        owned = sum(parameter.numel() for parameter in trainer.crew.spread.owned.values())
+        assert owned == pytest.approx(numbers / 2, rel=0.1)
+        assert trainer.optimizer.state_bytes() == 8 * owned
+        if zero == 3:
+            kept = sum(unit.piece.numel() for unit in trainer.crew.spread.units)
+            assert kept == pytest.approx(numbers / 2, rel=0.01)
+            assert not any(unit.whole for unit in trainer.crew.spread.units)
+        trainer.run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accumulate": 3}, "set accumulate to 4"),
+        ({"objective": "grpo"}, "draws its answers on one device"),
+        ({"task": "lora", "parallel": {"data": 2, "zero": 3}}, r"set parallel\.zero to 2 for adapters"),
+        ({"optimizer": {"name": "muon"}, "parallel": {"data": 2, "zero": 3}}, r"set parallel\.zero to 2"),
+        ({"parallel": {"data": 1, "zero": 1}}, r"set parallel\.data to 2 or more"),
+        ({}, "2 ranks|1 ranks were started"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_with_what_can(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Trainer(tiny_run(tmp_path, **{"accumulate": 2, "parallel": {"data": 2}} | changes))
+
+
+@pytest.mark.prove
+def test_a_rank_that_ends_ends_the_run_with_one_message(tmp_path):
+    """The command itself, in a process of its own; what it had written is whole, and it goes on."""
+    config = tiny_run(tmp_path, steps=4000, accumulate=2, save_every=5, parallel={"data": 2, "zero": 2})
+    file = tmp_path / "run.toml"
+    file.write_text(toml_of(config))
+    command = [sys.executable, "-m", "transect", "train"]
+    with subprocess.Popen([*command, str(file)], stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 90
+        while not checkpoint.list_steps(config.run_dir) and time.monotonic() < until:
+            time.sleep(0.05)
+        (child,) = (int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(child, signal.SIGKILL)
+        errors = process.stderr.read()
+        assert process.wait(60) == 3
+    assert errors.count("rank 1") == 1 and "was killed by signal 9" in errors and "is whole" in errors
+    assert not Path(f"/proc/{child}").exists()
+    done = checkpoint.newest(Path(config.run_dir)).step
+    again = [*command, "--resume", "--run", config.run_dir, "--steps", str(done + 1)]
+    assert subprocess.run(again, capture_output=True, check=False).returncode == 0
+
+
+def toml_of(config):
+    lines = [f'model = "{config.model}"', f'run_dir = "{config.run_dir}"', f"steps = {config.steps}"]
+    lines += [f"accumulate = {config.accumulate}", f"save_every = {config.save_every}", 'device = "cpu"', "threads = 1"]
+    lines += ["[data]", f"train = {json.dumps(list(config.data.train))}", "seq_len = 64", "micro_batch = 128"]
+    lines += ["[parallel]", f"data = {config.parallel.data}", f"zero = {config.parallel.zero}"]
+    return "\n".join(lines) + "\n"
