@@ -19,6 +19,7 @@ import batching
 import clients
 import cpu_lora
 import cpu_vs_llamacpp
+import data_formats
 import engine_tables
 import grammars
 import http_vs_offline
@@ -216,6 +217,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
     "kills": kills,
+    "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "training-settings": training_settings,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),

@@ -203,3 +203,12 @@ def test_tools_of_a_chat_reach_the_template(tools) -> None:
     assert isinstance(form, Chat)
     ids, _ = chat_tokens(form.messages, tokenizer, template, tools=form.tools)
     assert tokenizer.decode(ids).startswith("tools: clock ")
+
+
+def test_a_file_without_rows_is_told_of(tmp_path) -> None:
+    from transect.train.checks import check_files
+
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n")
+    (found,) = check_files([str(path)], None, None)
+    assert found.rows == 0 and found.problems == [f"{path} holds no rows"]

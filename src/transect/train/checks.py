@@ -50,7 +50,12 @@ def _check(file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None) 
             found.problems.append(str(error))
     for tally in forms.tallies:
         found.layout, found.trained, found.rows = tally.layout or file.kind, tally.trained, tally.read
-        found.problems += [f"{count} rows: {why} (first: {tally.first[why]})" for why, count in tally.left_out.items()]
+        found.problems += [
+            f"{count} row{'s' * (count > 1)}: {why} (first: {tally.first[why]})"
+            for why, count in tally.left_out.items()
+        ]
+    if not found.rows and not found.problems and file.kind != "tokens":
+        found.problems.append(f"{found.name} holds no rows")
     return found
 
 

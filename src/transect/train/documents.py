@@ -37,7 +37,7 @@ class Tally:
     def __str__(self) -> str:
         what = f"{self.read} rows, {self.layout}; trained on: {self.trained}" if self.layout else "one text"
         parts = [f"{self.name}: {what}"]
-        parts += [f"left out {n} rows: {why} (first: {self.first[why]})" for why, n in self.left_out.items()]
+        parts += [f"left out {n} row{'s' * (n > 1)}: {why} (first: {self.first[why]})" for why, n in self.left_out.items()]
         return "; ".join(parts)
 
 
