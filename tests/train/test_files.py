@@ -122,7 +122,7 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(tmp_path, too
     told: list[str] = []
     stream = load_stream([str(path)], 300, *tools, skip=True, tell=told.append)
     assert stream.num_documents == 2
-    assert "2 rows, chat (messages)" in told[0] and "line 2" in told[0] and told[0].count("left out 1 rows") == 3
+    assert "2 rows, chat (messages)" in told[0] and "line 2" in told[0] and told[0].count("left out 1 row:") == 3
     with pytest.raises(ValueError, match=r'line 2: the line is not JSON.*data\.on_bad_row = "skip"'):
         load_stream([str(path)], 300, *tools)
 

@@ -37,7 +37,8 @@ class Tally:
     def __str__(self) -> str:
         what = f"{self.read} rows, {self.layout}; trained on: {self.trained}" if self.layout else "one text"
         parts = [f"{self.name}: {what}"]
-        parts += [f"left out {n} row{'s' * (n > 1)}: {why} (first: {self.first[why]})" for why, n in self.left_out.items()]
+        for why, count in self.left_out.items():
+            parts.append(f"left out {count} row{'s' * (count > 1)}: {why} (first: {self.first[why]})")
         return "; ".join(parts)
 
 
