@@ -1,6 +1,6 @@
 """Pretraining in bfloat16 beside float32: validation loss at the end, and what weights, gradients and state take.
 
-    python benchmarks/precisions.py OUT.json [--steps N] [--seeds N]
+    python benchmarks/precisions.py benchmarks/results/cpu/precisions.json [--steps N] [--seeds N]
 
 A small decoder (the shape and batch of ``examples/pretrain/shakespeare-cpu.toml``) learns Python's manual byte by byte
 from random weights; its last tenth is held out. Every contender sees the same batches in the same order.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from record import commit, environment, release, write
+from record import commit, environment, made_at, release, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "pretrain"))
 
@@ -82,6 +82,30 @@ def measure(folder: Path, contender: dict[str, Any], steps: int, seed: int) -> d
         "bytes_per_weight": (2 * weights + trainer.optimizer.state_bytes()) / sum(p.numel() for p in parameters),
         "seconds": time.perf_counter() - begun,
     }
+
+
+def table(result: dict[str, Any]) -> str:
+    """For the page on training."""
+    runs = result["runs"]
+    seeds = sorted({run["seed"] for run in runs})
+    found = {(run["contender"], run["seed"]): run for run in runs}
+    heads = [f"validation loss, seed {seed}" for seed in seeds]
+    lines = [
+        f"| weights and state | bytes a weight | {' | '.join(heads)} | over float32 |",
+        "|---" * (3 + len(seeds)) + "|",
+    ]
+    for name in CONTENDERS:
+        losses = [found[name, seed]["validation_loss"] for seed in seeds]
+        over = [loss / found["float32", seed]["validation_loss"] - 1 for loss, seed in zip(losses, seeds, strict=True)]
+        cells = [f"{loss:.4f}" for loss in losses]
+        mean = sum(over) / len(over)
+        lines.append(
+            f"| {name} | {found[name, seeds[0]]['bytes_per_weight']:.0f} | {' | '.join(cells)} | {mean:+.2%} |"
+        )
+    lines.append(
+        f"\n`{result['command']}`: {result['steps']} steps of 768 tokens, {made_at([result['environment']])}.\n"
+    )
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ import jump_ahead
 import ladder_tables
 import numerics
 import ops_tables
+import precisions
 import pretrain_tables
 import record
 import request_walk
@@ -72,6 +73,11 @@ def batching_table() -> str:
     result = _load("cpu/batching.json")
     runs = next(iter(result["work"].values()))["continuous"]["output_tokens_per_second"]["runs"]
     return batching.table(result) + "\n" + _origin(result, runs)
+
+
+def precision_table() -> str:
+    """Pretraining in bfloat16 beside float32."""
+    return precisions.table(_load("cpu/precisions.json"))
 
 
 def step_policies() -> str:
@@ -188,6 +194,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "clients": clients_table,
     "llamacpp": llamacpp,
     "batching": batching_table,
+    "precisions": precision_table,
     "step-policy": step_policies,
     "lora": lora,
     "lora-parts": lora_parts,
