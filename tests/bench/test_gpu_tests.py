@@ -55,6 +55,7 @@ def test_results_are_counted_and_failures_named(file: Path, parts: int):
     assert found == {"passed": 1, "skipped": 1}
 
 
+@pytest.mark.prove
 def test_a_part_that_takes_too_long_cuts_the_file_off(file: Path):
     file.write_text("import time, pytest\npytestmark = pytest.mark.gpu\ndef test_a(): pass\n"
                     "def test_b(): time.sleep(60)\n")  # fmt: skip

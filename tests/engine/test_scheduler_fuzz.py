@@ -1,8 +1,11 @@
 """Random workloads through the shipping scheduler; helpers/engine_workloads.py checks every promise on the way."""
 
 from effort import examples
-from engine_workloads import Workload, run, workloads
+from engine_workloads import Arrival, Workload, run, workloads
 from hypothesis import given
+
+from transect.engine.sampling_params import SamplingParams
+from transect.engine.scheduler_config import SchedulerConfig
 
 
 @examples(200, 800, print_blob=True)
@@ -51,3 +54,14 @@ def test_pipeline(workload: Workload):
 @given(workloads(lag=1, depth=2, storm=True))
 def test_preemption_storm_in_a_pipeline(workload: Workload):
     run(workload)
+
+
+def test_forced_tokens_that_cross_a_block_while_none_is_free():
+    """Two choices fork, and both have tokens to compute that need a copy of the shared block and another block; one
+    block is free. What has room runs, so the copy that was planned is made."""
+    params = SamplingParams(n=2, seed=1, max_tokens=4, ignore_eos=True)
+    prompt = (0, 7, 6, 5, 4, 3, 2, 1, 0, 7, 6, 5, 0, 0, 0)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 3, "max_model_len": 20, "enable_prefix_caching": False}
+    for depth in (1, 2):
+        config = SchedulerConfig(num_blocks=5, block_size=4, watermark=0.0, pipeline_depth=depth, seed=1, **limits)
+        run(Workload(config, (Arrival(0, prompt, params, grammar=(0, 4, None)),), lag=1))

@@ -25,7 +25,8 @@ def one_thread():
 def test_the_recommender_is_slow_for_the_reasons_that_are_found():
     """Nearly all of its time is calling small operators."""
     found = explain_script(FOLDER / "recommender.py", ["slow"], Explain(ceilings(), cores=1))
-    kinds = [each.kind for each in found.findings]
+    # Threads and objects of the tests before this one are in the process too, and are found.
+    kinds = [each.kind for each in found.findings if each.kind not in ("gil", "collection")]
     assert {"launch", "sync"} & set(kinds[:2]), str(found)
     assert found.split.share("floor") < 0.1
     assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)

@@ -88,6 +88,7 @@ def test_lora_lowers_the_loss_and_shows_answers_before_and_after(smollm2) -> Non
     assert before != after
 
 
+@pytest.mark.prove  # GRPO runs in the tests of objectives and recipes as well
 def test_rewards_alone_teach_sums() -> None:
     out = run("grpo", "--steps", "12")
     first, last = numbers(r"right answers: (\d+)% of the first rollout, (\d+)% of the last ones", out)

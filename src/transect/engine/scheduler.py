@@ -185,8 +185,11 @@ class Scheduler:
                 seq, end, plan
             ):
                 starved = True
-                spare += take
-                continue
+                room = len(seq.block_ids) * block_size
+                if seq.shared_block is not None or room <= seq.scheduled:
+                    spare += take
+                    continue
+                spare, end = spare + end - room, room  # a copy planned for it would be lost with an empty step
             self._plan_row(seq, end, plan)
         self.held_back = ""
         if not starved:

@@ -24,12 +24,13 @@ def versions() -> bytes:
     return subprocess.check_output([cuda_build.find_nvcc(), "--version"]) + headers + BUILDER
 
 
-# Hopper's own sources are empty for sm_80, and the others compile for it as for sm_90: the costly one is for `prove`.
+# Hopper's own sources are empty for sm_80, and the others compile for it as for sm_90. The costly ones, whose headers
+# Hopper's sources compile as well, are for `prove`.
 BUILDS = [
     pytest.param(source, target, id=f"{source.name}-{target}", marks=[pytest.mark.prove] if costly else [])
     for source in sources()
     for target in cuda_build.CUDA_TARGETS
-    for costly in [source.name == "small_matmul.cu" and target == "sm_80"]
+    for costly in [source.name in ("small_matmul.cu", "int4_matmul.cu")]
 ]
 
 
@@ -57,6 +58,7 @@ def test_what_benchmarks_compile_compiles(name: str, tmp_path: Path, remembered:
     assert "Used" in report
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_every_lane_arrives_where_the_sanitizer_is_to_judge(tmp_path: Path, remembered: Remembered) -> None:
     """The build for the sanitizer compiles, with arrivals in as many places, and is another one."""
