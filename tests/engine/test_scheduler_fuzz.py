@@ -1,7 +1,7 @@
 """Random workloads through the shipping scheduler; helpers/engine_workloads.py checks every promise on the way."""
 
 from effort import examples
-from engine_workloads import Arrival, Workload, run, workloads
+from engine_workloads import Arrival, Run, Workload, run, workloads
 from hypothesis import given
 
 from transect.engine.sampling_params import SamplingParams
@@ -64,4 +64,4 @@ def test_forced_tokens_that_cross_a_block_while_none_is_free():
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 3, "max_model_len": 20, "enable_prefix_caching": False}
     for depth in (1, 2):
         config = SchedulerConfig(num_blocks=5, block_size=4, watermark=0.0, pipeline_depth=depth, seed=1, **limits)
-        run(Workload(config, (Arrival(0, prompt, params, grammar=(0, 4, None)),), lag=1))
+        Run(Workload(config, (Arrival(0, prompt, params, grammar=(0, 4, None)),), lag=1)).finish()
