@@ -93,6 +93,17 @@ def test_a_run_without_gain_stops_early_and_stays_stopped(tmp_path) -> None:
     assert longer.steps_done == 5 and (tmp_path / "run" / "best").resolve().name == "step-00000005"
 
 
+def test_links_that_a_kill_left_behind_are_mended(tmp_path) -> None:
+    steered(tmp_path, [3.0, 2.0, 1.0], save_every=1, keep=3).run()
+    run = tmp_path / "run"
+    for name in ("last", "best"):  # killed after the checkpoint got its name, and before these did
+        (run / name).unlink()
+        (run / name).symlink_to("step-00000002")
+    found = checkpoint.newest(run)
+    Trainer(TrainConfig.from_dict(found.state["config"]), found).run()
+    assert [(run / name).resolve().name for name in ("last", "best")] == ["step-00000003"] * 2
+
+
 def test_going_back_before_the_best_forgets_it(tmp_path) -> None:
     steered(tmp_path, [3.0, 2.0, 1.0], save_every=1, keep=3).run()
     first = checkpoint.read(tmp_path / "run" / "step-00000001")

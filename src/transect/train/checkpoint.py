@@ -103,6 +103,9 @@ class NoWriter:
     def save(self, snapshot: Snapshot) -> None:
         """The first rank writes it."""
 
+    def point(self, best: int) -> None:
+        """The first rank does."""
+
     def wait(self) -> None:
         """The first rank waits."""
 
@@ -160,14 +163,23 @@ class Writer:
                 "run_dir, then go on with --resume; earlier checkpoints are whole"
             ) from error
 
+    def point(self, best: int) -> None:
+        """Let ``last`` point to the newest checkpoint and ``best`` to that of step ``best``, where they are there.
+
+        A process that was killed after a checkpoint got its name, and before its links did, leaves older ones.
+        """
+        steps = list_steps(self.run_dir)
+        if steps:
+            _point(self.run_dir / "last", steps[-1].name)
+        if (found := self.run_dir / f"step-{best:08}").is_dir():
+            _point(self.run_dir / "best", found.name)
+
     def _write(self, snapshot: Snapshot) -> None:
         partial = self.run_dir / f".partial-{snapshot.step}-{os.getpid()}"
         try:
             write(snapshot, partial, self.run_dir / f"step-{snapshot.step:08}")
-            _point(self.run_dir / "last", f"step-{snapshot.step:08}")
+            self.point(snapshot.best)
             best = self.run_dir / f"step-{snapshot.best:08}"
-            if best.is_dir():
-                _point(self.run_dir / "best", best.name)
             for old in list_steps(self.run_dir)[: -self.keep]:
                 if old == best:
                     continue

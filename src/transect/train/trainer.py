@@ -277,6 +277,8 @@ class Trainer:
         config = self.config
         with Writer(config.run_dir, config.keep) if self.crew.leads else NoWriter() as writer:
             saved = self._taken_up_at
+            if saved >= 0:
+                writer.point(self.best.step)
             while not self.finished and not self.crew.any(should_stop()):
                 try:
                     record = self.step()
