@@ -77,6 +77,7 @@ def test_a_decoder_learns_bytes_and_writes_some() -> None:
     assert len(drawn.encode()) > 100
 
 
+@pytest.mark.prove  # the chapters, the recipes and `transect train` are tested with adapters as well
 def test_lora_lowers_the_loss_and_shows_answers_before_and_after(smollm2) -> None:
     out = run("lora_smollm2", "--steps", "3")
     losses = [float(value) for value in re.findall(r"^step +\d+: loss (\S+) nats", out, re.MULTILINE)]
