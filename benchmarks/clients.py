@@ -137,7 +137,7 @@ def _install(command: list[str], folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Of a client's process: nothing of this project on its path."""
+    """The environment of a client's process, with nothing of this project on its path."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 

@@ -22,7 +22,7 @@ UNITS = [
 ]  # fmt: skip
 AMOUNTS = (2, 3, 4, 5, 7, 9)
 HELD_OUT = 7
-"""Of this many rows one is kept for validation."""
+"""One row in this many is kept for validation."""
 PLACES = {
     "library": ("9:00", "18:00"), "museum": ("10:00", "17:00"), "bakery": ("6:30", "14:00"),
     "pharmacy": ("8:00", "19:30"), "post office": ("8:30", "16:00"), "swimming pool": ("7:00", "21:00"),

@@ -56,12 +56,11 @@ def test_phases_grow_and_shrink_with_what_they_hold():
 
 def test_adapters_and_four_bits():
     full, lora, qlora = (training(LLAMA_8B, replace(LARGE, task=task)) for task in ("finetune", "lora", "qlora"))
-    assert term(lora, "gradients") == 2 * sum(
-        a * b for a, b in trained_shapes(LLAMA_8B, replace(LARGE, task="lora")).values()
-    )
+    adapters = sum(a * b for a, b in trained_shapes(LLAMA_8B, replace(LARGE, task="lora")).values())
+    assert term(lora, "gradients") == 2 * adapters
     assert full.peak > lora.peak > qlora.peak
     assert term(qlora, "weights") < 0.4 * term(lora, "weights")
-    assert term(lora, "optimizer state") < 0.02 * term(full, "optimizer state")
+    assert term(lora, "optimizer state") == 2 * 4 * adapters  # both moments in float32
 
 
 def test_the_first_plan_that_fits():

@@ -370,6 +370,7 @@ def test_greedy_paged(family: str) -> None:
         ("gemma2", {"query_scale": None}),
         ("gemma3", {"local_rope": None}),
         ("gemma3", {"norm_offset": 0.5}),
+        ("olmo2", {"norm_order": "pre"}),
         ("olmo2", {"qk_norm": False, "qk_norm_whole": False}),
         ("granite", {"residual_scale": 1.0}),
         ("granite", {"embed_scale": 1.0}),
@@ -383,7 +384,8 @@ def test_parity_would_notice(family: str, changes: dict[str, object]) -> None:
     """Each feature that a family adds moves the logits of these models far more than parity allows."""
     sequences = expected(family)
     ours = varlen_logits(build(family, **changes), [tokens for tokens, _ in sequences])
-    assert (ours - torch.cat([logits for _, logits in sequences])).abs().max() > 1e-3
+    near = (ours - torch.cat([logits for _, logits in sequences])).abs().max() <= 1e-3
+    assert not near  # NaN is not near either: norms at other places have no weights in the file
 
 
 def test_float64_agrees_to_rounding() -> None:

@@ -2,8 +2,8 @@
 
 Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode: they wait for all of the
 step (``step_budget``). Sequences that hold KV blocks are served in the order of their ranks (priority, then arrival;
-with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for sure; what
-is left over goes, again by rank, to those with more to compute, the prompts, which are so cut into chunks
+with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for sure. The
+rest of the budget goes to the prompts, again by rank, and cuts them into chunks
 (Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
 head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
 everybody's turn comes (with ``longest_first``: once nothing longer comes).

@@ -83,7 +83,7 @@ def cost(key: Key) -> Cost | None:
 
 
 def floor(key: Key, ceilings: Ceilings) -> float | None:
-    """Seconds that the operator needs at the least; None where that cannot be said."""
+    """The fewest seconds that the operator needs; None where that cannot be said."""
     found = cost(key)
     if found is None:
         return None

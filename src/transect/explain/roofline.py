@@ -30,7 +30,7 @@ class Point:
     Attributes:
         name, group: what it is, and the series that it belongs to (``decode bf16``).
         flops, bytes: those of all its calls.
-        roof: seconds that the device needs at the least.
+        roof: the fewest seconds that the device needs.
         seconds: measured, or None.
         dtype: whose matrix rate bounds it.
     """

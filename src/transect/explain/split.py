@@ -4,7 +4,7 @@ Where kernels ran, an instant belongs to what the GPU did: computing, else commu
 is named by what the host did (``gaps.py``). Without kernels it belongs to what the main thread did: the innermost
 operator, or a gap between operators.
 
-Time inside an operator is divided: what its shapes need at the least (``op_floor.py``), the cost of calling it at all,
+Time inside an operator is divided: the least that its shapes need (``op_floor.py``), the cost of calling it at all,
 and the rest. An operator that only moves, converts, allocates or waits belongs to the part of its kind as a whole.
 """
 
@@ -25,7 +25,7 @@ from .trace import COPY, KERNEL, OP, RANGE, SET, Key, Trace
 WINDOW = "transect.explain"
 """The range that marks what is explained; without one it is the whole trace."""
 PARTS: Mapping[str, str] = {
-    "floor": "at the floor: what the shapes need at the least",
+    "floor": "at the floor: the least that the shapes need",
     "inefficiency": "kernels above their floor",
     "unrated": "kernels whose shapes are not in the trace",
     "padding": "computing on padding",

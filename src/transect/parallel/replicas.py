@@ -62,19 +62,6 @@ class Replicas:
         """The parameters that this rank updates."""
         return {name: p for name, p in self.parameters.items() if self.owner[name] == self.group.rank}
 
-    def mine(self, batches: Sequence[Any]) -> list[int]:
-        """Which of a step's micro-batches this rank computes.
-
-        Raises:
-            ValueError: there are not as many for each rank.
-        """
-        if len(batches) % self.group.size:
-            raise ValueError(
-                f"a step has {len(batches)} micro-batches, which {self.group.size} ranks cannot share evenly: set "
-                f"accumulate to {-(-len(batches) // self.group.size) * self.group.size}"
-            )
-        return list(range(self.group.rank, len(batches), self.group.size))
-
     @contextmanager
     def last(self) -> Iterator[None]:
         """Around the backward pass of the rank's last micro-batch: what is ready is sent at once."""
@@ -189,6 +176,19 @@ class Replicas:
             else:
                 work = dist.all_reduce(flat, group=self.group.group, async_op=True)
             self._sent.append(_Sent(bucket, flat, work))
+
+
+def check_shares(batches: int, ranks: int) -> None:
+    """See that ranks can share the micro-batches of a step.
+
+    Raises:
+        ValueError: there are not as many for each; the message names the next number that works.
+    """
+    if batches % ranks:
+        raise ValueError(
+            f"a step has {batches} micro-batches, which {ranks} ranks cannot share evenly: set accumulate to "
+            f"{-(-batches // ranks) * ranks}"
+        )
 
 
 class _Sent:

@@ -17,7 +17,7 @@ The optimizer sees pieces: for each parameter that a rank has a part of, that pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -197,15 +197,6 @@ class Sharded:
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
     # What a training loop asks, as of ``Replicas``
-
-    def mine(self, batches: Sequence[Any]) -> list[int]:
-        """Which of a step's micro-batches this rank computes; see ``Replicas.mine``."""
-        if len(batches) % self.group.size:
-            raise ValueError(
-                f"a step has {len(batches)} micro-batches, which {self.group.size} ranks cannot share evenly: set "
-                f"accumulate to {-(-len(batches) // self.group.size) * self.group.size}"
-            )
-        return list(range(self.group.rank, len(batches), self.group.size))
 
     @contextmanager
     def last(self) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..parallel.group import Group
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
-from ..parallel.replicas import Replicas
+from ..parallel.replicas import Replicas, check_shares
 from ..parallel.sharded import Sharded
 from ..parallel.world import World
 from .batches import Batch
@@ -100,7 +100,8 @@ class Crew:
                     if len(batches) > 1:
                         optimizer.gather()
             return optimizer.gradient_norm()
-        todo = [(index, batches[index]) for index in self.spread.mine(batches)]
+        check_shares(len(batches), self.group.size)
+        todo = list(enumerate(batches))[self.group.rank :: self.group.size]
         if isinstance(self.spread, Sharded):  # every rank runs as many, also one whose share has no labels
             some = next(batch for batch in batches if batch.num_labels)
             todo = [(index, batch if batch.num_labels else some) for index, batch in todo]
@@ -171,12 +172,7 @@ def check(config: TrainConfig) -> None:
     parallel = config.parallel
     if parallel.data == 1:
         return
-    if config.accumulate % parallel.data:
-        more = -(-config.accumulate // parallel.data) * parallel.data
-        raise ValueError(
-            f"a step has {config.accumulate} micro-batches, which {parallel.data} ranks cannot share evenly: set "
-            f"accumulate to {more}"
-        )
+    check_shares(config.accumulate, parallel.data)
     if config.objective == "grpo":
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
     if parallel.zero == 3 and config.task in ("lora", "qlora"):
