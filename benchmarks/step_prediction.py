@@ -1,11 +1,12 @@
 """What the explaining tools claim, held against an engine: step times, a changed setting, the cost of the log.
 
-    python benchmarks/step_prediction.py [--model llama-3.1-8b] [--load-format dummy] [--rate 20] [--seconds 60] [--out ...]
+    python benchmarks/step_prediction.py [--rate 1] [--seconds 120] [--out ...]
+    python benchmarks/step_prediction.py --model llama-3.1-8b --load-format dummy --rate 20 --seconds 60 --rows 64
 
-Requests arrive by chance, their lengths are drawn as well, so that prompts and decodes mix. One run is logged: the model
-of step times is fitted on its first half and predicts the second, the log is replayed with nothing changed, and a smaller
-``max_num_batched_tokens`` is predicted from it. Then the same requests run with that setting, and the latencies of the
-prediction stand beside those measured. Last, batches decode with and without the log, in turns.
+Requests arrive by chance, their lengths are drawn as well, so that prompts and decodes mix. One run is logged: the
+model of step times is fitted on its first half and predicts the second, the log is replayed with nothing changed, and
+a smaller ``max_num_batched_tokens`` is predicted from it. Then the same requests run with that setting, and the
+latencies of the prediction stand beside those measured. Last, batches decode with and without the log, in turns.
 """
 
 from __future__ import annotations
@@ -151,12 +152,12 @@ def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Predictions beside what was measured."""
-    steps, machine = result["step_time_errors"], result["environment"]
+    steps, machine, extra = result["step_time_errors"], result["environment"], result["log"]["extra"]
     lines = [
         f"{result['replay']['decisions']:,} decisions replayed, "
         + ("all the same" if result["replay"]["difference"] is None else "not the same")
         + f". Step times, first half of the log on the second ({steps['steps']:,} steps): median error "
-        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {result['log']['extra']:+.2%} of a batch's time.",
+        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {extra:+.2%} of a batch's time.",
         "",
         f"| ms | {BEFORE} tokens a step | predicted for {AFTER} | measured with {AFTER} | error |",
         "|---|---|---|---|---|",
