@@ -96,7 +96,7 @@ class DirectFile:
             raise ValueError(f"{what} {self.path} needs offset, length and address to be multiples of {ALIGNMENT}")
         if not tensor.nbytes:
             return Pending(f"{what} {self.path}", [])
-        bytes_ = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        bytes_ = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         move = self._fill if what == "reading" else self._drain
         starts = range(0, len(bytes_), PART_BYTES)
         parts = [self._team.submit(move, bytes_[at : at + PART_BYTES], offset + at) for at in starts]
