@@ -55,7 +55,7 @@ def test_both_ways_to_compute_take_them(shape, native):
 
 
 def test_presets_have_the_published_sizes():
-    assert set(PRESETS) == {each.name for each in (*MODELS, LLAMA_70B)}
+    assert set(PRESETS) == {*(each.name for each in (*MODELS, LLAMA_70B)), "qwen3-30b-a3b"}
     billions = {name: parameter_count(config) / 1e9 for name, config in PRESETS.items()}
     expected = {
         "llama-3.1-8b": 8.030,
@@ -63,6 +63,7 @@ def test_presets_have_the_published_sizes():
         "qwen3-0.6b": 0.596,
         "qwen3-8b": 8.191,
         "llama-3.3-70b": 70.554,
+        "qwen3-30b-a3b": 30.532,
     }
     assert billions == pytest.approx(expected, abs=0.001)
     assert resolve("qwen3-8b", load_format="dummy").config == PRESETS["qwen3-8b"]

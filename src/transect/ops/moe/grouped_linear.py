@@ -37,7 +37,7 @@ from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from .ordering import draw
 from .ordering import reference as order_of
 from .triton import (
-    _product,
+    _grouped_product,
     _weight_gradient,
     triton_grouped_linear,
     triton_input_gradient,
@@ -214,8 +214,8 @@ def _kernels() -> Sequence[Kernel]:
     gradient = {"ORDERED": True, "BIAS": True, "BO": 64, "BI": 64, "BR": 32}
     sizes = ("N", "K")
     return [
-        Kernel("few rows", _product, product, few, sizes),
-        Kernel("many rows", _product, product, many, sizes, 8),
+        Kernel("few rows", _grouped_product, product, few, sizes),
+        Kernel("many rows", _grouped_product, product, many, sizes, 8),
         Kernel("gradient of the weights", _weight_gradient, back, gradient, ("O", "I")),
     ]
 
