@@ -21,4 +21,6 @@ Training on them:
 
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
+
+Beyond the memory of a device: ``offload/``, pinned host memory and files past the page cache
 """

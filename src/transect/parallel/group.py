@@ -70,6 +70,14 @@ class Group:
         work: dist.Work = _gather(out, x, group=self.group, async_op=True)
         return work
 
+    def start_scatter(self, out: Tensor, x: Tensor) -> dist.Work | None:
+        """Begin to fill ``out`` ``[n]`` with the own part of the sum of ``x`` ``[ranks * n]``; as ``start_gather``."""
+        if self.group is None:
+            out.copy_(x)
+            return None
+        work: dist.Work = _scatter(out, x, group=self.group, async_op=True)
+        return work
+
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """``all_gather`` of vectors into ``out``; ``x`` may be the rank's own part of it."""
         _gather(out, x, group=self.group)
