@@ -62,7 +62,7 @@ class Spread:
 
     @property
     def settings(self) -> str:
-        """As it is written in the file of a run: what differs from one device."""
+        """The settings that differ from one device, as the file of a run names them."""
         shown = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name != "reduce")
         return ", ".join(f"{name} {value}" for name, value, default in shown if value != default) or "one device"
 

@@ -12,7 +12,7 @@ replicas, zero 0 or 1  r for each that was sent, e for the rest   r N
 zero 2                 the same, of what was sent r for each      r for each own
                        own and 2 W
 zero 3                 4 for each own, e for one layer and what   4 for each own
-                       is outside the layers; r for the layer
+                       is outside the layers; r for a layer
                        while it is summed
 =====================  =========================================  ==============================================
 
@@ -68,7 +68,7 @@ class Part:
 
     @classmethod
     def whole(cls, config: ModelConfig) -> Part:
-        """Of a run on one rank."""
+        """What the rank of a run on one device has."""
         return cls(config=config, shapes=weight_shapes(config), vocabulary=config.vocab_size)
 
     @cached_property
@@ -148,7 +148,8 @@ class Gradients:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
         if part.zero == 3:
             done = self.owned if self.several else part.pieces(max(0, above - part.outside))
-            return 4 * done + e * (part.outside + own)
+            under_way = part.reduce * max(part.layers) if above > part.outside else 0
+            return 4 * done + e * (part.outside + own) + under_way
         unsent = min(above + own, BUCKET_NUMBERS)
         if self.several:
             return self.waiting + (e * unsent if e < 4 else 0)

@@ -58,9 +58,9 @@ class Account:
         config = self.config = part.config
         self.e = plan.element
         self.tokens = -(-plan.micro_batch // part.context)
-        """Of a micro-batch, those of this rank."""
+        """Those of a micro-batch that this rank computes."""
         self.narrow = config if not part.sequence else replace(config, dim=-(-config.dim // part.tensor))
-        """As if a norm had fewer columns, where it has fewer tokens."""
+        """The norms of a rank that has fewer tokens of them take as much as norms with fewer columns."""
         self.trained = trained_shapes(config, plan) if plan.adapted else dict(part.shapes)
         self.gradients = Gradients(part, self.trained, self.e, plan.accumulate // part.data > 1)
         self.owned = {n: s for n, s in self.trained.items() if part.owned is None or n in part.owned}
