@@ -25,7 +25,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.rank import serve_jobs
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__
-from .batch import Executor, Handle, ScheduledBatch
+from .batch import Executor, Handle, LateWork, ScheduledBatch
 from .build import BuiltEngine, build_engine
 from .config import EngineConfig
 from .core import EngineCore, Step
@@ -110,6 +110,7 @@ class _Checked:
 
     def __init__(self, inner: Executor, world: World) -> None:
         self._inner, self._world = inner, world
+        self.late_work = getattr(inner, "late_work", LateWork)
 
     def submit(self, batch: ScheduledBatch) -> Handle:
         digests = self._world.exchange((batch.step, plan_digest(batch)))

@@ -36,4 +36,5 @@ def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) ->
         rows = row_buckets(limits["max_num_seqs"], setup.tricks["fine_rows"])
         runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
+    runner.started()
     return runner, sum(each.nbytes for each in caches)

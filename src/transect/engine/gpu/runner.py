@@ -33,7 +33,8 @@ from torch import Tensor
 from ...models.context import PagedContext, Wanted, WholePrompts
 from ...models.decoder import Decoder
 from ...ops.attention.paged.batch import PagedBatch
-from ..batch import Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from ...ops.lang.jit import count_compilations
+from ..batch import Handle, LateWork, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from ..constraint import MaskFiller, fill_each
 from ..penalties import Pick
 from ..runner import Done, Waiting, pooled_rows
@@ -178,6 +179,8 @@ class GPURunner:
         pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
         # A step with prefill chunks is filled up in two places (see StepPlanner).
         rows = max(FEWEST_ROWS, self._max_draws)
+        self._compilations: Callable[[], int] = int
+        self._compiled_before = 0
         self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
@@ -295,6 +298,18 @@ class GPURunner:
                 self._run_padding(layout, starts, eager=True, **changes)
                 self.graphs.prepare(key, work)
 
+    def started(self) -> None:
+        """The start-up is over: from now on ``late_work`` counts."""
+        if self.graphs is not None:
+            self.graphs.started = True
+        self._compilations = count_compilations()
+        self._compiled_before = self._compilations()
+
+    def late_work(self) -> LateWork:
+        """What was captured and compiled since ``started``; nothing before."""
+        captures = 0 if self.graphs is None else self.graphs.late
+        return LateWork(captures, self._compilations() - self._compiled_before)
+
     def mixed_sizes(self) -> list[MixedSize]:
         """Those of steps with prefill chunks that graphs are for."""
         return mixed_sizes(self._graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
@@ -320,7 +335,7 @@ class GPURunner:
             self._stream.synchronize()
 
     def _run_chunks(self, size: MixedSize, way: Callable[..., None], **how: bool) -> None:
-        """Go a ``way`` with a step of padding with a prompt in the first of the rows for them, and all others decoding."""
+        """``way`` of a step of padding with a prompt in the first of the rows for them, and all others decoding."""
         tokens, rows, width = size
         decodes = min(rows - FEWEST_ROWS, tokens - 2)
         chunk = min(tokens - decodes, width * self._block_size)
