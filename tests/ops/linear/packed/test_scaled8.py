@@ -77,18 +77,15 @@ def test_both_sides_in_eight_bits(name, m, n, k):
     assert error.abs().amax() <= x.abs().amax() / (16 if fp8 else 127)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter cuts fp8 off where a GPU rounds")
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU it is tested below, with what it is for")
 def test_rows_are_rounded_as_by_torch():
+    """But where the interpreter cuts fp8 off."""
     x = rows_of(5, 200)
     for fp8, blocks in ((True, False), (True, True), (False, False)):
         codes, scale = scaled8_tiles.triton_rounded(x, fp8, blocks)
         of_torch, scale_of_torch = scaled8_tiles.rounded(x, fp8, blocks)
         assert torch.equal(scale, scale_of_torch)
-        if fp8:
-            ours, theirs = (each.view(torch.float8_e4m3fn).float() for each in (codes, of_torch))
-            torch.testing.assert_close(ours, theirs, rtol=1 / 8, atol=2**-6)
-        else:
-            assert torch.equal(codes, of_torch)
+        assert codes.ne(of_torch).float().mean() <= (0.04 if fp8 else 0)
 
 
 @pytest.fixture
