@@ -5,7 +5,7 @@ import gc
 import parallel_jobs
 import pytest
 import torch
-from tiny_checkpoints import FAMILIES, make_model, write_gguf
+from tiny_checkpoints import EXPERTS, FAMILIES, make_model, write_gguf
 from tiny_llm import save_tiny_llm_text
 
 from transect import LLM, SamplingParams, StructuredOutputsParams
@@ -73,7 +73,7 @@ def assert_same(model, ranks, axis="tensor_parallel_size", size=2, **changes):
         gc.collect()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
 def test_every_family_draws_the_same_tokens(checkpoints, pair, family):
     assert_same(checkpoints(family), pair)
 
@@ -166,7 +166,7 @@ def test_steps_that_are_sized_by_time(checkpoints, pair):
     llm.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "dots1", "gpt-oss"])
 def test_pipeline_stages_draw_the_same_tokens(checkpoints, pair, family):
     assert_same(checkpoints(family), pair, "pipeline_parallel_size")
 

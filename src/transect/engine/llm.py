@@ -395,10 +395,9 @@ def _only_position(result: RequestOutput) -> PositionLogprobs:
 
 def _end_ranks(core: EngineCore, ranks: Ranks | None) -> None:
     """End what an engine on several ranks has beside this process."""
-    if ranks is not None:
-        ranks.close()
-    elif (release := getattr(core, "release", None)) is not None:
-        release()
+    from .ranks import end
+
+    end(core, ranks)
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ size of the cache. With ``EngineConfig.check_plans`` they compare what they plan
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import secrets
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from .config import EngineConfig
 from .core import EngineCore, Step
 from .gpu.build import device_for
 from .gpu.compilers import Compilers
+from .gpu.runner import GPURunner
 from .outputs import EngineOutput
 from .request import Request
 from .step_time import StepLoad
@@ -73,7 +75,9 @@ class LeadingCore(EngineCore):
         orders, self._messages = _Orders(tuple(self._messages)), []
         try:
             self._ranks.world.announce(orders)
-            return super().step()
+            outputs = super().step()
+            self._ranks.check()  # what a GPU computed with a rank that has ended is worth nothing
+            return outputs
         except Exception as error:
             reason = self._ranks.explain(error)
             if reason is error:
@@ -109,14 +113,14 @@ class _Checked:
     """An executor that first sees that all ranks have planned the same."""
 
     def __init__(self, inner: Executor, world: World) -> None:
-        self._inner, self._world = inner, world
+        self.inner, self._world = inner, world
 
     def submit(self, batch: ScheduledBatch) -> Handle:
         digests = self._world.exchange((batch.step, plan_digest(batch)))
         other = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if other:
             raise RuntimeError(f"ranks {other} have planned other steps than rank 0: {digests}")
-        return self._inner.submit(batch)
+        return self.inner.submit(batch)
 
 
 def plan_digest(batch: ScheduledBatch) -> str:
@@ -177,6 +181,20 @@ def start_engine(
     return replace(built, core=LeadingCore(built.core, ranks) if leads else built.core, ranks=ranks if own else None)
 
 
+def end(core: EngineCore, ranks: Ranks | None) -> None:
+    """End what an engine has beside this process: the other ranks. ``ranks``: those that end with it."""
+    if ranks is None and not isinstance(core, LeadingCore):
+        return
+    executor = core.executor.inner if isinstance(core.executor, _Checked) else core.executor
+    lives = ranks is None or ranks.failure is None
+    if lives and isinstance(executor, GPURunner) and executor.graphs is not None:
+        executor.graphs.clear()  # NCCL's end waits for graphs that hold its kernels
+    if ranks is not None:
+        ranks.close()
+    elif isinstance(core, LeadingCore):
+        core.release()
+
+
 def shard_check(config: EngineConfig) -> None:
     """See that the model can be cut as is asked, before processes are started for it.
 
@@ -207,6 +225,13 @@ def follow_rank_0(config: EngineConfig) -> None:
 
 def follow(world: World, config: EngineConfig) -> None:
     """The job of all ranks but 0: build the same engine, then take its requests and steps from rank 0."""
+    _follow(world, config)
+    gc.collect()  # a model and its stack hold each other, and with that memory of a GPU
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _follow(world: World, config: EngineConfig) -> None:
     try:
         built = _build(world, config)
     except SharedError:

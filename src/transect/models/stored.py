@@ -5,9 +5,11 @@ What makes one: ``weights_hf.py``, ``weights_gguf.py``, ``weights_dummy.py``. Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ..formats.ggml_blocks import QuantizedTensor
@@ -43,6 +45,17 @@ StoredWeights = Iterator[tuple[str, Stored]]
 def read_all(weights: StoredWeights) -> Iterator[tuple[str, Values]]:
     """Every weight's values, one at a time."""
     return ((name, stored.read()) for name, stored in weights)
+
+
+def joined_rows(parts: Sequence[Values]) -> Values:
+    """Parts of one matrix, one below the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    blocks = np.concatenate([part.blocks for part in parts if isinstance(part, QuantizedTensor)])
+    return QuantizedTensor(first.type_name, (len(blocks), *first.shape[1:]), blocks)
 
 
 def within(size: int, part: slice) -> slice:

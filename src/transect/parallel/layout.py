@@ -20,7 +20,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the axes. The ranks count along ``tensor`` first, then ``pipeline``, then ``data``.
+    """Sizes of the axes. The ranks count along ``tensor`` first, then ``pipeline``, then ``data``. ``expert``: the
+    ranks along ``tensor`` and ``data`` share the experts of a model, which are cut along ``tensor`` else.
 
     Raises:
         ValueError: a size is no whole number of at least 1.
@@ -29,6 +30,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: bool = False
 
     def __post_init__(self) -> None:
         for name in AXES:
@@ -63,7 +65,9 @@ class Layout:
         return (place.data * self.pipeline + place.pipeline) * self.tensor + place.tensor
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}"
+        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}" + (
+            ", experts shared" if self.expert else ""
+        )
 
 
 def share(size: int, part: int, parts: int) -> slice:

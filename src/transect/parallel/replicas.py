@@ -85,8 +85,9 @@ class Replicas:
     def reduce(self) -> dict[str, Tensor]:
         """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
         self._send(len(self._buckets))
+        # Not on the GPU: the host would wait there for all that it has launched.
         seen = torch.tensor([float(self._gradient(name) is not None) for name in self.parameters])
-        anywhere = self.group.all_reduce(seen.to(next(iter(self.parameters.values())).device)).tolist()
+        anywhere = self.group.all_reduce(seen).tolist()
         given = {name for name, ranks in zip(self.parameters, anywhere, strict=True) if ranks}
         found: dict[str, Tensor] = {}
         for sent in self._sent:
