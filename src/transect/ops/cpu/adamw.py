@@ -97,7 +97,7 @@ class TorchKernels:
     def step(
         self, gradient: Tensor, weight: Tensor, m: Tensor, v: Tensor, out: Tensor | None, step: HostStep, decay: float
     ) -> None:
-        """As of ``HostKernels``."""
+        """See ``HostKernels``."""
         g = gradient.float() * step.scale
         m.lerp_(g, 1 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
@@ -107,7 +107,7 @@ class TorchKernels:
             out.copy_(weight)
 
     def take_in(self, source: Tensor, into: Tensor, add: bool) -> float:
-        """As of ``HostKernels``."""
+        """See ``HostKernels``."""
         into.add_(source) if add else into.copy_(source)
         return float(into.double().square().sum()) if into.numel() else 0.0
 

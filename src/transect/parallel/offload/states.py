@@ -27,7 +27,7 @@ BUFFERS = AHEAD + 2
 class States(Protocol):
     """States of parameters, by number of their kind."""
 
-    groups: Sequence[PieceGroup]
+    groups: list[PieceGroup]
     nbytes: int
 
     def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:

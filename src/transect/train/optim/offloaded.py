@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -181,13 +182,10 @@ class OffloadedAdamW(Optimizer):
             for piece in group.pieces:
                 if piece.name not in flat:
                     continue
-                own = [states[kind][piece.place] for kind in (WEIGHT, FIRST, SECOND)]
+                weight, m, v = (states[kind][piece.place] for kind in (WEIGHT, FIRST, SECOND))
                 gradient, decay = flat[piece.name][piece.begin : piece.end], self.decay(piece.name)
-                if not upload:
-                    self.kernels.step(gradient, *own, None, step, decay)
-                    continue
-                with self._upload.piece(piece) as out:
-                    self.kernels.step(gradient, *own, out, step, decay)
+                with self._upload.piece(piece) if upload else nullcontext() as out:
+                    self.kernels.step(gradient, weight, m, v, out, step, decay)
 
     @torch.no_grad()
     def settle(self) -> None:
