@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.group import Group
-from ..parallel.layout import Layout
+from ..parallel.layout import Layout, check_shares
 from ..parallel.mesh import Mesh
-from ..parallel.replicas import Replicas, check_shares
+from ..parallel.replicas import Replicas
 from ..parallel.sharded import Sharded
 from ..parallel.world import World
 from .batches import Batch
