@@ -45,22 +45,22 @@ def check_room(plan: StreamPlan, ranks: int = 1) -> None:
         ValueError: they have not; the message has the numbers.
     """
     needed, each = plan.bytes * ranks, f" for {ranks} ranks" if ranks > 1 else ""
+    what = f"the layers that stream take {needed / GIB:.1f} GiB{each}"
     if plan.folder is None:
         free = free_memory()
         if needed > free:
             raise ValueError(
-                f"the layers that stream take {needed / GIB:.1f} GiB of host memory{each}, and {free / GIB:.1f} GiB are "
-                "free: lower cpu_offload_gb, or give offload_folder, a folder on a fast disk that they live in"
+                f"{what} of host memory, and {free / GIB:.1f} GiB are free: lower cpu_offload_gb, or give "
+                "offload_folder, a folder on a fast disk that they live in"
             )
         return
+    folder = f"offload_folder {plan.folder!r}"
     try:
         free = shutil.disk_usage(plan.folder).free
     except OSError as error:
-        raise ValueError(
-            f"offload_folder {plan.folder!r} cannot be used ({error}): give a folder that exists"
-        ) from error
+        raise ValueError(f"{folder} cannot be used ({error}): give another") from error
     if needed > free:
         raise ValueError(
-            f"the layers that stream take {needed / GIB:.1f} GiB on the disk of offload_folder {plan.folder!r}{each}, and "
-            f"{free / GIB:.1f} GiB are free there: lower cpu_offload_gb, or give a folder on another disk"
+            f"{what} on the disk of {folder}, and {free / GIB:.1f} GiB are free there: lower cpu_offload_gb, or give a "
+            "folder on another disk"
         )
