@@ -166,7 +166,7 @@ def test_plans_stream_no_more_layers_than_asked_for():
 
 
 def test_a_model_of_few_layers_is_refused():
-    with pytest.raises(ValueError, match="2 slots.*has 2: leave it out"):
+    with pytest.raises(ValueError, match=r"2 slots.*has 2: leave it out"):
         plan_stream([1.0, 1.0], 1.0)
 
 

@@ -9,11 +9,13 @@ import typer
 
 from .engine_options import (
     Adapter,
+    CpuOffload,
     Device,
     Dtype,
     MaxModelLen,
     ModelArgument,
     Native,
+    OffloadFolder,
     PipelineParallel,
     Quantization,
     TensorParallel,
@@ -45,6 +47,8 @@ def command(
     tensor_parallel_size: TensorParallel = 1,
     pipeline_parallel_size: PipelineParallel = 1,
     native: Native = None,
+    cpu_offload_gb: CpuOffload = 0.0,
+    offload_folder: OffloadFolder = None,
     config: ConfigFile = None,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
@@ -70,6 +74,8 @@ def command(
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         native=native,
+        cpu_offload_gb=cpu_offload_gb,
+        offload_folder=offload_folder,
         max_num_seqs=1,
     )
     with Session(settings) as session:

@@ -21,21 +21,35 @@ def stream_plan(
     *,
     ranks: int = 1,
 ) -> StreamPlan | None:
-    """The layers that ``config.cpu_offload_gb`` lets stream; None: it is 0.
+    """``planned_stream``, for an engine that is about to load them.
 
     Args:
-        model: the whole model. shapes: what this rank has of its weights; None: all.
-        storage: the formats of the weights.
         ranks: how many on this host do the same.
 
     Raises:
         ValueError: there is no room for them where they are to live, or the model is too small.
     """
+    plan = planned_stream(config, model, storage, shapes)
+    if plan is not None:
+        check_room(plan, ranks)
+    return plan
+
+
+def planned_stream(
+    config: EngineConfig, model: ModelConfig, storage: Storage, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> StreamPlan | None:
+    """The layers that ``config.cpu_offload_gb`` lets stream; None: it is 0.
+
+    Args:
+        model: the whole model. shapes: what this rank has of its weights; None: all.
+        storage: the formats of the weights.
+
+    Raises:
+        ValueError: the model is too small.
+    """
     if not config.cpu_offload_gb:
         return None
-    plan = plan_stream(layer_bytes(model, storage, shapes), config.cpu_offload_gb, config.offload_folder)
-    check_room(plan, ranks)
-    return plan
+    return plan_stream(layer_bytes(model, storage, shapes), config.cpu_offload_gb, config.offload_folder)
 
 
 def check_room(plan: StreamPlan, ranks: int = 1) -> None:

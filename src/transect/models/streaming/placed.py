@@ -16,7 +16,7 @@ from ..weights.projection import Projection
 from ..weights.weight import Weight
 
 ALIGNMENT = 256
-"""Of every tensor's storage within the piece, as a GPU's allocator aligns it."""
+"""Where a tensor's storage may begin in the piece, as a GPU's allocator aligns it."""
 PAGE = 4096
 """The size of the piece is a multiple of it, as reads past the page cache want it."""
 
