@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from allocated import allocated_by, shape_of
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
@@ -74,18 +75,6 @@ def test_eight_bit_moments_do_not_depend_on_how_many_blocks_go_together(monkeypa
     assert all(torch.equal(states[name], others[name]) for name in states)
 
 
-def allocated_by(work):
-    """The most bytes that torch's CPU allocator handed out during ``work``, beyond what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    most = now = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
 @pytest.mark.parametrize(
     "mode",
     [
@@ -110,7 +99,7 @@ def test_the_predicted_peak_is_that_of_a_step_on_the_cpu(tmp_path, mode):
     torch.set_num_threads(1)
     mode = dict(mode)
     vocab = mode.pop("vocab", 2000)
-    folder = _shape(tmp_path, vocab_size=vocab)
+    folder = shape_of(tmp_path, vocab_size=vocab)
     if mode.get("objective") == "distill":
         (tmp_path / "teacher").mkdir()
         save_tiny_llm(tmp_path / "teacher", vocab_size=vocab, max_position_embeddings=1024)
@@ -152,7 +141,7 @@ def test_the_predicted_peak_is_the_allocators(tmp_path, mode):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     config = tiny_run(
-        tmp_path, device="cuda", model=_shape(tmp_path, **HALF_A_BILLION), load_format="dummy", steps=3,
+        tmp_path, device="cuda", model=shape_of(tmp_path, **HALF_A_BILLION), load_format="dummy", steps=3,
         **{"precision": "bfloat16", "checkpointing": "none", **mode},
         data={"train": [str(text)], "seq_len": 2048, "micro_batch": 8192},
     )  # fmt: skip
@@ -176,19 +165,6 @@ HALF_A_BILLION = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }  # fmt: skip
-
-
-def _shape(folder, **changes):
-    """A directory with the tokenizer of the tiny model and a config.json, without weights."""
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "head_dim": 32}  # fmt: skip
-    made = folder / "shape"
-    made.mkdir()
-    save_tiny_llm(made)
-    (made / "model.safetensors").unlink()
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | sizes | changes))
-    return str(made)
 
 
 def test_what_is_left_lets_layers_keep_everything(tmp_path):

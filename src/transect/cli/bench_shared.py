@@ -72,7 +72,6 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     from ..models.load import kernels, kv_dtype
     from ..models.resolve import resolve
     from ..ops.cpu.ceilings import device_measurement
-    from ..parallel.layout import Layout
     from ..parallel.shards import Shard
 
     source = resolve(settings.model, load_format=settings.load_format)
@@ -96,8 +95,9 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     # Plain torch on a CPU multiplies by the values that codes of 4 bits stand for.
     quantization = settings.quantization if packed or device.type == "cuda" else None
     storage = storage_of(source, settings.dtype, keeps_quantized=packed, quantization=quantization)
-    layout = Layout(*settings.parallel_sizes)
-    shard = Shard(source.config, 0, layout.tensor, 0, layout.pipeline)
+    layout = settings.layout
+    sharing = layout.size if layout.expert else 1
+    shard = Shard(source.config, 0, layout.tensor, 0, layout.pipeline, 0, sharing)
     stream = planned_stream(settings, source.config, storage, shard.shapes())
     if stream is not None:
         storage = dataclasses.replace(storage, streamed=stream.bytes)

@@ -54,6 +54,8 @@ class BuiltEngine:
     """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
     ranks: Ranks | None = None
     """Those that were started for it, to be closed with it."""
+    mesh: Mesh | None = None
+    """The ranks, and where this one is among them; None: there is one."""
     speaks: bool = True
     """Whether this process says what runs: of several ranks one does."""
 
@@ -94,6 +96,9 @@ def build_engine(
     source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
+    if device.type == "cuda":
+        device = device if mesh is None else mesh.world.device
+        torch.cuda.set_device(device)
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor

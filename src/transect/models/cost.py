@@ -101,9 +101,12 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
         stored = sum(size * storage.of(name) for size, name in zip(numbers, parts, strict=True)) / sum(numbers)
         how = {"bits": stored, "activation": storage.activation}
         if moe is not None and next(iter(parts)) in EXPERTS:
-            each = [n // moe.experts for n in sizes]
+            each = [n // moe.held for n in sizes]
             ordered = "mlp.experts_down" not in parts
-            found += expert_cost(tokens, moe.per_token, moe.experts, each, inputs, ordered=ordered, **how)
+            mine, distinct = tokens / moe.ranks, touched(tokens, moe.per_token, moe.experts) / moe.ranks
+            found += expert_cost(
+                mine, moe.per_token, moe.experts, each, inputs, ordered=ordered, distinct=distinct, **how
+            )
         else:
             found += product_cost(tokens, sizes, inputs, **how)
     if moe is not None:
@@ -112,7 +115,7 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
 
 
 def expert_cost(
-    tokens: int,
+    tokens: float,
     k: int,
     experts: int,
     outputs: Sequence[int],
@@ -131,7 +134,7 @@ def expert_cost(
         outputs, inputs: of one expert, as in ``product_cost``.
         distinct: how many experts are touched; by default as many as even routing touches on average.
     """
-    distinct = touched(tokens, k, experts) if distinct is None else distinct
+    distinct = touched(int(tokens), k, experts) if distinct is None else distinct
     one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)
     stored = sum(outputs) * (inputs * bits + bias) / 8
     again = tokens * (k - 1) * inputs * activation / 8 if ordered else 0.0
@@ -139,7 +142,7 @@ def expert_cost(
 
 
 def product_cost(
-    tokens: int, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
+    tokens: float, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
 ) -> Cost:
     """One product with matrices that share an input: each read once, input and output once.
 

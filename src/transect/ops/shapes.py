@@ -35,6 +35,7 @@ LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 14336, 32, 32, 8, 128, 128256)
 LLAMA_1B = ModelShape("llama-3.2-1b", 2048, 8192, 16, 32, 8, 64, 128256)
 QWEN3_0_6B = ModelShape("qwen3-0.6b", 1024, 3072, 28, 16, 8, 128, 151936, qk_norm=True)
 QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 36, 32, 8, 128, 151936, qk_norm=True)
+LLAMA_70B = ModelShape("llama-3.3-70b", 8192, 28672, 80, 64, 8, 128, 128256)
 MODELS = (LLAMA_8B, LLAMA_1B, QWEN3_0_6B, QWEN3_8B)
 
 DECODE_ROWS = (1, 8, 64, 256)

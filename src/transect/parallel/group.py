@@ -45,6 +45,14 @@ class Group:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def most(self, number: int) -> int:
+        """The largest of the numbers that the ranks have; no device waits for it."""
+        if self.group is None:
+            return number
+        found = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return int(found)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """``[...]`` of each rank -> ``[ranks, ...]``, in the order of the ranks."""
         if self.group is None:
@@ -60,6 +68,14 @@ class Group:
             out.copy_(x)
             return None
         work: dist.Work = _gather(out, x, group=self.group, async_op=True)
+        return work
+
+    def start_scatter(self, out: Tensor, x: Tensor) -> dist.Work | None:
+        """Begin to fill ``out`` ``[n]`` with the own part of the sum of ``x`` ``[ranks * n]``; as ``start_gather``."""
+        if self.group is None:
+            out.copy_(x)
+            return None
+        work: dist.Work = _scatter(out, x, group=self.group, async_op=True)
         return work
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:

@@ -9,7 +9,7 @@ The parameters of a layer lie one behind the other in one flat tensor, and each 
 
 Before a layer runs its pieces are gathered, and those of the next layer are on their way meanwhile; after it the whole
 is given back. The backward pass does the same from the last layer on, and sums the gradients of a layer, each rank's
-piece to that rank, while the layer before runs. What is outside the layers (embedding, last norm, head) is one more
+piece to that rank, while the layer before it runs. What is outside the layers (embedding, last norm, head) is one more
 unit, which stays whole from the forward pass to the end of the backward pass.
 
 The optimizer sees pieces: for each parameter that a rank has a part of, that part as a vector.
@@ -17,7 +17,7 @@ The optimizer sees pieces: for each parameter that a rank has a part of, that pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ from ..models.decoder import Decoder
 from .group import Group
 from .replicas import gather_tensors
 
-Run = Callable[..., Tensor]
+ALIGN = 64
+"""Pieces are whole groups of so many numbers, so that kernels may read 16 bytes at a time."""
 
 
 class Unit:
@@ -47,7 +48,7 @@ class Unit:
         self.parameters = dict(parameters)
         first = next(iter(self.parameters.values()))
         size = sum(parameter.numel() for parameter in self.parameters.values())
-        self.each = -(-size // group.size)
+        self.each = -(-size // (group.size * ALIGN)) * ALIGN
         self._whole = first.new_zeros(self.each * group.size, requires_grad=False)
         self.starts: dict[str, int] = {}
         at = 0
@@ -71,6 +72,8 @@ class Unit:
                 self.pieces[name] = nn.Parameter(self.piece[begin - low : end - low])
                 self.bounds[name] = begin - start, end - start
         self._coming: Any = None
+        self._going: tuple[Any, Tensor, Tensor] | None = None
+        """A sum of gradients under way: the work, the own piece of it, what it is made of."""
         self.whole = True
         self.release()
 
@@ -98,7 +101,8 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients of the parameters over the ranks, add the own piece to ``gradient``, and forget them."""
+        """Begin to sum the gradients of the parameters over the ranks, and forget them; ``settle`` ends it."""
+        self.settle()
         if all(parameter.grad is None for parameter in self.parameters.values()):
             flat = torch.zeros(self._whole.numel(), dtype=self.reduce_dtype, device=self.piece.device)
         else:
@@ -110,12 +114,24 @@ class Unit:
                 at += parameter.numel()
                 parameter.grad = None
             flat[at:] = 0
-        own = self.group.reduce_scatter(flat)
+        own = flat.new_empty(self.each)
+        self._going = self.group.start_scatter(own, flat), own, flat
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the sum under way, and add the own piece to ``gradient``."""
+        if self._going is None:
+            return
+        work, own, _ = self._going
+        self._going = None
+        if work is not None:
+            work.wait()
         wide = own if own.dtype == torch.float32 else own.float()
         self.gradient = wide if self.gradient is None else self.gradient.add_(wide)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of each piece, ``[numbers]`` float32."""
+        self.settle()
         if self.gradient is None:
             return {}
         found = {}
@@ -154,6 +170,7 @@ class Sharded:
         outside = {n: p for n, p in self.parameters.items() if not n.startswith("layers.")}
         self.layers = [Unit(group, parameters, reduce_dtype) for parameters in inside]
         self.root = Unit(group, outside, reduce_dtype)
+        self._summing: Unit | None = None
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())
 
@@ -186,7 +203,7 @@ class Sharded:
                 x_TD = layer(x_TD, rotation, context)
             else:
                 before = self.layers[number - 1] if number else None
-                x_TD = _Leaves.apply(x_TD, unit)  # type: ignore[no-untyped-call]
+                x_TD = _Leaves.apply(x_TD, unit, self)  # type: ignore[no-untyped-call]
                 if self.recompute:
                     x_TD = checkpoint(layer, x_TD, rotation, context, use_reentrant=False)
                 else:
@@ -195,6 +212,14 @@ class Sharded:
             unit.release()
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
+
+    def leave(self, unit: Unit) -> None:
+        """The backward pass of a layer is done: its sum begins, that of the layer above should be there by now."""
+        unit.reduce()
+        unit.release()
+        if self._summing is not None:
+            self._summing.settle()
+        self._summing = unit
 
     # What a training loop asks, as of ``Replicas``
 
@@ -216,7 +241,9 @@ class Sharded:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._summing = None
         for unit in self.units:
+            unit.settle()
             unit.gradient = None
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -269,15 +296,14 @@ class _Leaves(torch.autograd.Function):
     is given back."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, unit: Unit) -> Tensor:
-        ctx.unit = unit
+    def forward(ctx: Any, x_TD: Tensor, unit: Unit, sharded: Sharded) -> Tensor:
+        ctx.unit, ctx.sharded = unit, sharded
         return x_TD.view_as(x_TD)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.unit.reduce()
-        ctx.unit.release()
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sharded.leave(ctx.unit)
+        return gradients[0], None, None
 
 
 class _Enters(torch.autograd.Function):

@@ -88,7 +88,7 @@ def test_the_engine_draws_the_tokens_of_the_dequantized_weights(model):
 def test_in_bfloat16_the_engine_is_sane_and_takes_less_memory(model):
     settings = {"max_model_len": 256, "kv_cache_tokens": 4096, "device": "cuda", "max_num_seqs": 16}
     small, large = LLM(model, quantization="int4", **settings), LLM(model, **settings)
-    assert "weights in 4 bits" in small.kernels and "weights in 4 bits" not in large.kernels
+    assert "weights in int4" in small.kernels and "int4" not in large.kernels
     assert all(len(tokens) == 16 for tokens in answers(small))
     with pytest.raises(ValueError, match="leave out either quantization or deterministic"):
         LLM(model, quantization="int4", deterministic=True, **settings)

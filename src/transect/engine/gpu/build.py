@@ -64,7 +64,7 @@ def device_for(config: EngineConfig) -> tuple[torch.device, str]:
         except ImportError:
             reason = "Triton is not installed: pip install 'transect[gpu]'"
     if reason is None:
-        return torch.device("cuda", torch.cuda.current_device()), "a GPU is here"
+        return torch.device("cuda", config.first_device or torch.cuda.current_device()), "a GPU is here"
     if config.device == "cuda":
         raise ValueError(f"device is cuda, but {reason}; give device='cpu' to run on the processor")
     return torch.device("cpu"), reason
@@ -93,6 +93,9 @@ def build_gpu(
     setup = set_up(config, source.config if shard is None else shard.local, device, shard, ranks=on_host)
     times.done("CUDA")
     loaded = load(setup, source, compilers, times, mesh)
+    if mesh is not None:
+        mesh.world.exchange(None)  # rank 0 has had the kernels compiled, and the others find them in the cache
+        times.done("other ranks")
     measured = measure(setup, loaded.model)
     times.done("dry run")
     account, cache = size(setup, loaded, measured)

@@ -47,6 +47,12 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def clear(self) -> None:
+        """Forget all graphs; what ran last must be done."""
+        self.stream.synchronize()
+        self._graphs.clear()
+        self._met.clear()
+
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """Do ``work``, which must launch the same kernels on the same addresses whenever it has this key.
 

@@ -3,7 +3,8 @@ r"""Grouped linear: a matrix product in which each row is multiplied by the matr
     y_r = W_e(r) x_s(r) + b_e(r)                e(r): the expert whose rows, from starts[e] on, hold r
 
 Rows are sorted by expert (``ordering.py``). With ``order``, x holds the tokens and row r reads token ``order[r] // k``,
-so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other.
+so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other. Rows
+from starts[E] on belong to no expert, and what comes out for them means nothing.
 
 Backward, with g = dL/dy:
 
@@ -37,7 +38,7 @@ from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from .ordering import draw
 from .ordering import reference as order_of
 from .triton import (
-    _product,
+    _grouped_product,
     _weight_gradient,
     triton_grouped_linear,
     triton_input_gradient,
@@ -72,7 +73,10 @@ def _by_expert(
         for e, (first, end) in enumerate(pairwise(starts.tolist()))
         if end > first or weight.requires_grad
     ]
-    return torch.cat(out) if out else rows.new_zeros(0, weights.shape[1])
+    nobodys = len(rows) - int(starts[-1])
+    if nobodys or not out:
+        out.append(rows.new_zeros(nobodys, weights.shape[1]))
+    return torch.cat(out)
 
 
 @torch.library.custom_op("transect::grouped_linear", mutates_args=())
@@ -214,8 +218,8 @@ def _kernels() -> Sequence[Kernel]:
     gradient = {"ORDERED": True, "BIAS": True, "BO": 64, "BI": 64, "BR": 32}
     sizes = ("N", "K")
     return [
-        Kernel("few rows", _product, product, few, sizes),
-        Kernel("many rows", _product, product, many, sizes, 8),
+        Kernel("few rows", _grouped_product, product, few, sizes),
+        Kernel("many rows", _grouped_product, product, many, sizes, 8),
         Kernel("gradient of the weights", _weight_gradient, back, gradient, ("O", "I")),
     ]
 

@@ -43,7 +43,7 @@ def _expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # 
 
 
 @kernel
-def _product(  # type: ignore[no-untyped-def]
+def _grouped_product(  # type: ignore[no-untyped-def]
     x, weight, bias, starts, order, out, N, K, E, k_choices,
     TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -138,7 +138,7 @@ def _run(
     if rows and n:
         bm, bn, bk, warps = tiling(rows, experts)
         tiles = rows // bm + min(experts, rows)
-        _product[(tiles, -(-n // bn))](
+        _grouped_product[(tiles, -(-n // bn))](
             x, weight, weight if bias is None else bias.contiguous(), starts, starts if order is None else order, out,
             n, k, experts, 1 if order is None else rows // len(x),
             TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, WIDTH=next_power_of_2(experts),

@@ -1,0 +1,183 @@
+"""Number formats of weights on one GPU: decode, the throughput protocol and the products alone, each beside its floor.
+
+    python benchmarks/formats_gpu.py bf16 fp8 int8 int4 [--model llama-3.1-8b] [--batches 1,8,64,256] [--out FILE]
+    python benchmarks/formats_gpu.py products             one layer's matrices, times of their products by rows
+
+Random weights of a true shape. Decode: prompts of 512 tokens; the wall time of a step as the caller of ``LLM.step``
+sees it. A format's floor is of the bytes that its own weights take, at the rates of ``engine_gpu.py``; arithmetic
+counts at bfloat16's rate, so fp8's floor for many rows is on the safe side. What is measured takes the place of the
+same section of an earlier run in FILE, and one part that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import record
+from engine_gpu import RATES, Kept, engine, prompts, release
+from engine_trace import traced_steps
+from transect.bench.floors import batch_floor, step_floor
+from transect.bench.offline import decode_steps, run_all
+from transect.bench.workload import throughput_protocol
+from transect.engine.llm import LLM
+from transect.models.cost import Row
+from transect.models.presets import PRESETS
+from transect.models.storage import Storage, storage_for
+from transect.models.weights.int4_serving import kinds_for
+from transect.ops.opset import resolve_ops
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"quantization": "fp8"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
+"""Settings of the engine by format."""
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""Outputs and inputs of the matrices of a layer of Llama 3.1 8B."""
+
+
+def storage(name: str) -> Storage:
+    """What the numbers of an engine of this format take."""
+    return storage_for(2, FORMATS[name].get("quantization"))
+
+
+def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -> dict[str, Any]:
+    """Seconds of a step beside the floor of the format's bytes."""
+    spare = -(-batch * 512 // 8192) + 2
+    found = [decode_steps(llm, prompts(batch, seed), steps, spare) for seed in range(runs)]
+    floor = step_floor(PRESETS[model], [Row(1, n) for n in found[0].middle], RATES, storage(name)).seconds
+    times = record.summary([each.per_token for each in found])
+    share = floor / times["median"]
+    print(f"  {name} batch {batch}: {times['median'] * 1e3:.3f} ms, floor {floor * 1e3:.3f}, {share:.1%}", flush=True)
+    return {"batch": batch, "step_s": times, "floor_s": floor, "of_floor": share}
+
+
+def throughput(llm: LLM, name: str, model: str) -> dict[str, Any]:
+    """The throughput protocol, once."""
+    work = throughput_protocol()
+    out = sum(each.output_tokens for each in work)
+    seconds, steps = run_all(llm, work)
+    lengths = [(len(each.prompt), each.output_tokens) for each in work]
+    floor = sum(part.seconds for part in batch_floor(PRESETS[model], lengths, RATES, storage(name)))
+    print(f"  {name} throughput: {out / seconds:.0f} tok/s, floor {out / floor:.0f}, {floor / seconds:.1%}", flush=True)
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "tokens_per_s": out / seconds,
+        "floor_tokens_per_s": out / floor,
+        "of_floor": floor / seconds,
+    }
+
+
+def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
+    """Where a decode step's time goes, kernel by kernel."""
+    found = traced_steps(llm, prompts(batch, 1), False)
+    for kernel, microseconds in list(found["microseconds_a_step"].items())[:8]:
+        print(f"    {name} batch {batch}: {microseconds:9.1f} us  {kernel[:80]}", flush=True)
+    return found
+
+
+def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
+    """All of one format."""
+    started = time.perf_counter()
+    llm = engine(options.model, **FORMATS[name])
+    print(f"{name}: {llm.kernels}, built in {time.perf_counter() - started:.1f} s", flush=True)
+    decode_steps(llm, prompts(16, 99), 8, 4)  # warm
+    for batch in options.batches:
+        kept.attempt(
+            f"decode {name} {batch}", lambda b=batch: decode(llm, name, options.model, b, options.steps, options.runs)
+        )
+    if options.throughput:
+        kept.attempt(f"throughput {name}", lambda: throughput(llm, name, options.model))
+    for batch in options.traces:
+        kept.attempt(f"trace {name} {batch}", lambda b=batch: trace(llm, name, b))
+
+
+def product_seconds(call: Any, repeats: int = 20) -> float:
+    """Seconds of a call, the median of graphs of ``repeats`` calls, each of another copy."""
+    call(0)
+    torch.cuda.synchronize()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        call(0)
+        with torch.cuda.graph(graph, stream=stream):
+            for turn in range(repeats):
+                call(turn)
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / repeats)
+    return sorted(times)[3]
+
+
+def products(names: list[str], rows: list[int]) -> dict[str, Any]:
+    """Microseconds of the products of each matrix of a layer, on copies of it that do not fit into the cache."""
+    device, found = torch.device("cuda"), {}
+    ops = resolve_ops(device)
+    for matrix, (outputs, inputs) in SHAPES.items():
+        for name in names:
+            kinds = kinds_for(FORMATS[name].get("quantization"), device) or (lambda _: None)
+            kind = kinds(f"x.{matrix}")
+            if kind is None:
+                from transect.models.weights.dense import Dense as kind  # type: ignore[no-redef]
+            copies = max(2, int(150e6 // (outputs * inputs)))
+            weights = [kind(outputs, inputs, ops=ops, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+            for weight in weights:
+                for tensor in (*weight.parameters(), *weight.buffers()):
+                    (tensor.data.normal_(0, 0.02) if tensor.is_floating_point() else tensor.data.random_(0, 100))
+            calls = [weight.requires_grad_(False).product() for weight in weights]
+            bits = weights[0].format.bits
+            for count in rows:
+                x = torch.randn(count, inputs, device=device, dtype=torch.bfloat16)
+                seconds = product_seconds(lambda turn, x=x, calls=calls: calls[turn % len(calls)](x))
+                moved = outputs * inputs * bits / 8 + 2 * count * (inputs + outputs)
+                floor = max(moved / RATES.bytes_per_second, 2 * count * outputs * inputs / RATES.flops_per_second)
+                found[f"{matrix} {name} {count}"] = {"seconds": seconds, "floor_s": floor, "of_floor": floor / seconds}
+                print(
+                    f"  {matrix:8} {name:5} {count:5} rows: {seconds * 1e6:8.1f} us, {floor / seconds:.0%}", flush=True
+                )
+            del weights, calls
+            release()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=[*FORMATS, "products"])
+    parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(PRESETS))
+    parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=[1, 8, 64, 256])
+    parser.add_argument(
+        "--rows", type=lambda text: [int(each) for each in text.split(",")], default=[1, 8, 64, 256, 2048]
+    )
+    parser.add_argument("--formats", default="bf16,fp8,int8,int4", help="of the products")
+    parser.add_argument("--traces", type=lambda text: [int(each) for each in text.split(",") if each], default=[1])
+    parser.add_argument("--steps", type=int, default=255)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--throughput", action="store_true")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "formats.json")
+    options = parser.parse_args()
+    kept = Kept(options.out)
+    for part in options.parts:
+        if part == "products":
+            kept.attempt("products", lambda: products(options.formats.split(","), options.rows))
+        else:
+            measure(part, options, kept)
+            release()
+
+
+if __name__ == "__main__":
+    main()

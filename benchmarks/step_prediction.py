@@ -1,0 +1,202 @@
+"""What the explaining tools claim, held against an engine: step times, a changed setting, the cost of the log.
+
+    python benchmarks/step_prediction.py [--rate 1] [--seconds 120] [--out ...]
+    python benchmarks/step_prediction.py --model llama-3.1-8b --load-format dummy --rate 20 --seconds 60 --rows 64
+
+Requests arrive by chance, their lengths are drawn as well, so that prompts and decodes mix. One run is logged: the
+model of step times is fitted on its first half and predicts the second, the log is replayed with nothing changed, and
+a smaller ``max_num_batched_tokens`` is predicted from it. Then the same requests run with that setting, and the
+latencies of the prediction stand beside those measured. Last, batches decode with and without the log, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import record
+from transect import LLM, SamplingParams
+from transect.explain.log import load
+from transect.explain.rates import rates_for
+from transect.explain.replay import replay
+from transect.explain.simulate import recorded
+from transect.explain.what_if import what_if
+from transect.explain.work import StepWork
+
+BEFORE, AFTER = 2048, 512
+"""``max_num_batched_tokens`` of the logged run, and of the predicted one."""
+Arrival = tuple[float, list[int], SamplingParams]
+
+
+def arrivals(rate: float, seconds: float, context: int, seed: int) -> list[Arrival]:
+    """Requests of a Poisson process: when, what, how long. Prompts are long enough to be cut by a small budget."""
+    chance = random.Random(seed)
+    found, at = [], 0.0
+    while True:
+        at += chance.expovariate(rate)
+        if at > seconds:
+            return found
+        length = chance.randint(context // 16, context // 2)
+        prompt = [chance.randrange(10, 10000) for _ in range(length)]
+        found.append((at, prompt, SamplingParams(max_tokens=chance.randint(8, context // 8), ignore_eos=True, seed=1)))
+
+
+def serve(llm: LLM, work: list[Arrival]) -> None:
+    """Run the requests as they arrive."""
+    began, waiting = time.perf_counter(), list(reversed(work))
+    while waiting or llm.has_work:
+        now = time.perf_counter() - began
+        while waiting and waiting[-1][0] <= now:
+            _, prompt, params = waiting.pop()
+            llm.submit(prompt, params)
+        if llm.has_work:
+            llm.step()
+        elif waiting:
+            time.sleep(min(0.001, max(0.0, waiting[-1][0] - now)))
+
+
+def logged(options: argparse.Namespace, work: list[Arrival], budget: int, path: Path) -> None:
+    """A run with a log in ``path``."""
+    llm = engine(options, max_num_batched_tokens=budget, decision_log=str(path))
+    serve(llm, work)
+    llm.close()
+    del llm
+    release()
+
+
+def engine(options: argparse.Namespace, **settings: Any) -> LLM:
+    """Without a prefix cache: random prompts share nothing."""
+    return LLM(
+        options.model,
+        load_format=options.load_format,
+        max_model_len=options.context,
+        max_num_seqs=options.rows,
+        kv_cache_tokens=options.rows * options.context,
+        enable_prefix_caching=False,
+        **settings,
+    )
+
+
+def release() -> None:
+    """Give the memory of an engine that is gone back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Predictions from one log, and what a second run measured."""
+    work = arrivals(options.rate, options.seconds, options.context, 0)
+    first, second = folder / "before.log", folder / "after.log"
+    logged(options, work, BEFORE, first)
+    log = load(first)
+    again = replay(log)
+    floors = StepWork.of(log.header, rates_for(log.header))
+    found = what_if(log, floors, [f"max_num_batched_tokens={AFTER}"])
+    assert found.errors is not None, "the run is too short to check step times"
+    print(found.errors, flush=True)
+    logged(options, work, AFTER, second)
+    measured = recorded(load(second))
+    latencies = {}
+    for kind in ("ttft", "itl"):
+        for share in ("p50", "p99"):
+            before, predicted, after = (getattr(x, kind)[share] for x in (found.measured, found.predicted, measured))
+            latencies[f"{kind} {share}"] = {
+                "before_s": before,
+                "predicted_s": predicted,
+                "measured_s": after,
+                "error": predicted / after - 1,
+            }
+            print(f"{kind} {share}: {before:.4f} s; predicted {predicted:.4f}, measured {after:.4f}", flush=True)
+    return {
+        "requests": len(work),
+        "steps": len(log.steps),
+        "replay": dataclasses.asdict(again),
+        "step_time_errors": dataclasses.asdict(found.errors),
+        "warnings": found.warnings,
+        "changed": {"max_num_batched_tokens": [BEFORE, AFTER]},
+        "latencies": latencies,
+    }
+
+
+def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
+    """Seconds of a batch that decodes, with the log (in memory, as by default) and without, in turns."""
+    params = SamplingParams(max_tokens=options.context // 8, ignore_eos=True, seed=1)
+    prompts = [[10 + row] * 16 for row in range(options.rows)]
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(2 * rounds):
+        llm = engine(options, decisions=turn % 2 == 0)
+        for repeat in range(4):
+            for prompt in prompts:
+                llm.submit(prompt, params)
+            began = time.perf_counter()
+            while llm.has_work:
+                llm.step()
+            if repeat:
+                taken[turn % 2 == 0].append(time.perf_counter() - began)
+        del llm
+        release()
+    log, none = (record.summary(taken[kept]) for kept in (True, False))
+    extra = log["median"] / none["median"] - 1
+    print(f"the log costs {extra:+.2%}", flush=True)
+    return {"with_log_s": log, "without_s": none, "extra": extra}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Predictions beside what was measured."""
+    steps, machine, extra = result["step_time_errors"], result["environment"], result["log"]["extra"]
+    lines = [
+        f"{result['replay']['decisions']:,} decisions replayed, "
+        + ("all the same" if result["replay"]["difference"] is None else "not the same")
+        + f". Step times, first half of the log on the second ({steps['steps']:,} steps): median error "
+        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {extra:+.2%} of a batch's time.",
+        "",
+        f"| ms | {BEFORE} tokens a step | predicted for {AFTER} | measured with {AFTER} | error |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in result["latencies"].items():
+        shown = (f"{1e3 * row[key]:.1f}" for key in ("before_s", "predicted_s", "measured_s"))
+        lines.append(
+            f"| {name.replace('ttft', 'TTFT').replace('itl', 'ITL')} | {' | '.join(shown)} | {row['error']:+.0%} |"
+        )
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+    return (
+        "\n".join(lines)
+        + f"\n\n{result['model']}, {result['requests']} requests, {where}, {record.made_at([machine])}.\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals; the first half calibrates")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3, help="of the log's cost")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "step_prediction.json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(options, Path(folder))
+    result = {
+        "command": f"python benchmarks/step_prediction.py --model {options.model} --rate {options.rate:g} "
+        f"--seconds {options.seconds:g}",
+        "environment": record.environment(),
+        "model": options.model,
+        **found,
+    }
+    record.write(options.out, result)
+    record.write(options.out, {**result, "log": ablation(options, options.rounds)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Where time between two steps of a server goes, and which part of it made tokens late: read from a decision log.
+
+    python benchmarks/step_timeline.py LOG [--from SECONDS] [--to SECONDS]
+
+With steps planned ahead the engine's loop does, for each step n: ``take`` (messages, the wait until the device soon
+wants a step), ``plan`` step n + 1, ``launch`` it (its numbers, its graph or its kernels one by one; a capture or a
+compilation is in here), ``device`` (the wait for step n), ``commit`` its tokens. The parts of a gap between two results
+add up to it. A gap counts as often as sequences decoded in step n, so that percentiles are those of their tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from transect.bench.summary import percentile
+from transect.engine.decisions import Added, Done, Planned
+from transect.engine.step_time import StepLoad, StepTimes
+from transect.explain.log import RunLog, StepRow, last_rows_on, load, rows_of
+
+PARTS = ("commit", "take", "plan", "launch", "device")
+LONGEST = 16
+KINDS = (0, 1, 64, 128, 256, 512, 1024, 1 << 20)
+"""Prompt tokens of a step: bounds of the kinds in the table."""
+
+
+@dataclass(slots=True)
+class Gap:
+    """From the result of one step to that of the next, in seconds."""
+
+    step: int
+    at: float
+    seconds: float
+    parts: dict[str, float]
+    tokens: int
+    """Of the step whose result ends it."""
+    prompt_tokens: int
+    decodes: int
+    launched: tuple[int, int]
+    """Tokens and prompt tokens of the step that was launched meanwhile."""
+    predicted: float
+    """What the step was predicted to take, by what had been learned before it; 0: nothing."""
+    learned: float
+    """What it was measured to take."""
+
+    @property
+    def cause(self) -> str:
+        """The part that took longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def load_of(rows: Sequence[StepRow]) -> StepLoad:
+    """The work of a step."""
+    tokens = sum(row[2] for row in rows)
+    keys = sum(start + 1 for _, start, new in rows if new == 1)
+    pairs = sum(new * start + new * (new + 1) // 2 for _, start, new in rows if new > 1)
+    return StepLoad(tokens, keys, pairs)
+
+
+def gaps(log: RunLog) -> Iterator[Gap]:
+    """All gaps of a log, in their order; only those between steps that share a sequence."""
+    times = StepTimes()
+    work: dict[int, list[StepRow]] = {}
+    rows: list[StepRow] | None = []
+    before: Done | None = None
+    last: set[int] = set()
+    planned: Planned | None = None
+    for event in log.events:
+        if isinstance(event, Planned):
+            planned = event
+            if event.step:
+                rows = last_rows_on(rows) if event.rows is None else rows_of(event.rows)
+                work[event.step] = rows or []
+        elif isinstance(event, Done) and event.step:
+            mine = work.pop(event.step, [])
+            size = load_of(mine)
+            predicted = times.predict(size) if times.steps else 0.0
+            if event.learned:
+                times.learn(size, event.learned)
+            went_on = any(row[0] in last for row in mine)
+            if before is not None and planned is not None and went_on and planned.began >= before.committed:
+                ahead = work.get(planned.step, []) if planned.step else []
+                prompt = sum(new for _, _, new in ahead if new > 1)
+                yield Gap(
+                    event.step,
+                    event.at,
+                    event.at - before.at,
+                    {
+                        "commit": before.committed - before.at,
+                        "take": planned.began - before.committed,
+                        "plan": planned.at - planned.began,
+                        "launch": event.waited - planned.at,
+                        "device": event.at - event.waited,
+                    },
+                    size.tokens,
+                    sum(new for _, _, new in mine if new > 1),
+                    sum(new == 1 for _, _, new in mine),
+                    (sum(new for _, _, new in ahead), prompt),
+                    predicted,
+                    event.learned,
+                )
+            before, planned = event, None
+            last = {row[0] for row in mine}
+
+
+def timeline(path: Path, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
+    """What happened from ``begin`` to ``end`` (seconds of the system's monotonic clock, which is the engine's).
+
+    Returns:
+        ``causes``: of the gaps from the 99th percentile on, the share that each part took; ``longest`` gaps;
+        ``kinds`` of steps with medians; ``stages`` of requests on their way to the first token; seconds.
+    """
+    log = load(path)
+    found = [gap for gap in gaps(log) if begin <= gap.at <= end]
+    felt = [gap for gap in found if gap.decodes]
+    if not felt:
+        return {}
+    each = [gap.seconds for gap in felt for _ in range(gap.decodes)]
+    bound = percentile(each, 99)
+    tail = [gap for gap in felt if gap.seconds >= bound]
+    total = sum(gap.seconds * gap.decodes for gap in tail)
+    shares = {part: sum(gap.parts[part] * gap.decodes for gap in tail) / total for part in PARTS}
+    by_cause: dict[str, int] = defaultdict(int)
+    for gap in tail:
+        by_cause[gap.cause] += 1
+    longest = sorted(found, key=lambda gap: -gap.seconds)[:LONGEST]
+    return {
+        "gaps": len(found),
+        "p50": percentile(each, 50),
+        "p99": bound,
+        "causes": {"shares": shares, "gaps": dict(by_cause)},
+        "longest": [asdict(gap) | {"cause": gap.cause} for gap in longest],
+        "kinds": [row for low, high in pairwise(KINDS) for row in kind(found, low, high)],
+        "stages": stages(log, begin, end),
+    }
+
+
+def kind(found: Sequence[Gap], low: int, high: int) -> Iterator[dict[str, Any]]:
+    """Steps with ``low`` to ``high`` - 1 prompt tokens: how many, medians and p99 of their parts and predictions."""
+    mine = [gap for gap in found if low <= gap.prompt_tokens < high]
+    if not mine:
+        return
+    measured = [gap for gap in mine if gap.learned and gap.predicted]
+    launching = [gap for gap in found if low <= gap.launched[1] < high and gap.launched[0]]
+    yield {
+        "prompt_tokens": [low, high - 1],
+        "steps": len(mine),
+        "seconds": {f"p{share}": percentile([gap.seconds for gap in mine], share) for share in (50, 99)},
+        "launch": {
+            f"p{share}": percentile([gap.parts["launch"] for gap in launching], share)
+            for share in (50, 99)
+            if launching
+        },
+        "predicted": sum(gap.predicted for gap in measured),
+        "measured": sum(gap.learned for gap in measured),
+        "error_p50": percentile([abs(gap.predicted / gap.learned - 1) for gap in measured], 50) if measured else None,
+    }
+
+
+def stages(log: RunLog, begin: float, end: float) -> dict[str, dict[str, float]]:
+    """From a request's arrival in the engine to its first step planned, to that step's beginning on the device, to the
+    last step of its prompt done; p50 and p99."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for life in log.lives:
+        added: Added = life.added
+        if not (begin <= added.at <= end) or not life.steps:
+            continue
+        first = log.steps[life.steps[0][0]]
+        prompt = [log.steps[index] for index, row in life.steps if row[1] < added.prompt_tokens]
+        if not prompt or prompt[-1].at is None or first.at is None:
+            continue
+        found["arrival to queue"].append(added.at - added.arrival)
+        found["queue to planned"].append(first.planned.began - added.at)
+        found["planned to device"].append(max(first.begins - first.planned.began, 0.0))
+        found["prompt on the device"].append(prompt[-1].at - first.begins)
+        found["steps of the prompt"].append(len(prompt))
+    return {name: {f"p{share}": percentile(values, share) for share in (50, 99)} for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--from", dest="begin", type=float, default=-math.inf)
+    parser.add_argument("--to", dest="end", type=float, default=math.inf)
+    options = parser.parse_args()
+    print(json.dumps(timeline(options.log, options.begin, options.end), indent=1))
+
+
+if __name__ == "__main__":
+    main()

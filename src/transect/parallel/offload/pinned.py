@@ -1,0 +1,137 @@
+"""Host memory that a GPU and a disk can read and write directly.
+
+A GPU copies beside its other work only from and to pages that stay where they are (pinned, or page-locked). A disk
+moves bytes past the page cache only to and from memory that is aligned. ``host_memory`` gives both. The system makes a
+page when it is first touched, which takes longer than to write it; so many threads touch the pages, and huge pages are
+asked for.
+
+``Ring`` is a few such buffers that are used in turn, so that much data passes through little pinned memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 4096
+"""Bytes: of addresses, offsets and lengths in direct reads and writes; a multiple of every disk's sector."""
+HUGE_PAGE = 2 * 2**20
+TOUCH_BYTES = 256 * 2**20
+"""So much memory one thread touches at a time."""
+
+
+class _Mapping(mmap.mmap):
+    """Memory of its own. A class in Python, so that what watches its end is told before the memory is given back."""
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to ``ALIGNMENT``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
+    """Zeros, uint8 ``[nbytes]``, from an address that is a multiple of ``ALIGNMENT``. It is given back with the tensor.
+
+    Args:
+        pin: lock the pages for copies to and from GPUs.
+        threads: how many touch the pages now; 0: as many as there are cores.
+
+    Raises:
+        ValueError: there is not so much memory, or the system does not let this process pin it.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE if nbytes >= HUGE_PAGE else aligned(nbytes)
+    try:
+        mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"the host gives no {size / 2**30:.1f} GiB of memory ({error}): offload less") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    _touch(memory.data_ptr(), size, threads or len(os.sched_getaffinity(0)))
+    if pin:
+        _pin(mapping, memory.data_ptr(), size)
+    return memory[:nbytes]
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin: bool = False, threads: int = 0) -> Tensor:
+    """Zeros of this shape and dtype in memory of ``host_memory``; errors are its own."""
+    count = math.prod(shape)
+    return host_memory(count * dtype.itemsize, pin=pin, threads=threads).view(dtype).view(*shape)
+
+
+def _touch(address: int, size: int, threads: int) -> None:
+    parts = range(0, size, TOUCH_BYTES)
+    if len(parts) == 1 or threads == 1:
+        ctypes.memset(address, 0, size)
+        return
+    with ThreadPoolExecutor(threads) as team:
+        for _ in team.map(lambda at: ctypes.memset(address + at, 0, min(TOUCH_BYTES, size - at)), parts):
+            pass
+
+
+def _pin(mapping: _Mapping, address: int, size: int) -> None:
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, size, 0))
+    if code:
+        raise ValueError(
+            f"{size / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code}): the limit may be that of "
+            "locked memory (ulimit -l), or of the container"
+        )
+    weakref.finalize(mapping, runtime.cudaHostUnregister, address).atexit = False
+
+
+class Slot:
+    """One buffer of a ``Ring``: ``memory`` is uint8."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._until: torch.cuda.Event | None = None
+
+    def view(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Its first ``count`` numbers, ``[count]``."""
+        return self.memory[: count * dtype.itemsize].view(dtype)
+
+    def busy_until(self, stream: torch.cuda.Stream) -> None:
+        """It is in use until what was put on ``stream`` so far is done."""
+        if self._until is None:
+            self._until = torch.cuda.Event()
+        self._until.record(stream)
+
+    def wait(self) -> None:
+        """Wait until the device is done with it."""
+        if self._until is not None:
+            self._until.synchronize()
+
+
+class Ring:
+    """Buffers that are used in turn.
+
+    Args:
+        count: 2 to fill one while the other is copied; more where times differ.
+        nbytes: of each.
+        pin: for copies to and from a GPU.
+    """
+
+    def __init__(self, count: int, nbytes: int, *, pin: bool) -> None:
+        step = aligned(nbytes)
+        memory = host_memory(count * step, pin=pin)
+        self.slots = [Slot(memory[at * step : at * step + nbytes]) for at in range(count)]
+        self.nbytes = nbytes
+        self._next = 0
+
+    def take(self) -> Slot:
+        """The next buffer, once the device is done with it."""
+        slot = self.slots[self._next]
+        self._next = (self._next + 1) % len(self.slots)
+        slot.wait()
+        return slot

@@ -1,0 +1,145 @@
+"""The kernels of a mixture of experts on a GPU: at real sizes, in graphs that are replayed with other routings."""
+
+import dataclasses
+
+import pytest
+import torch
+from gpu_engine import TINY, gpu_model
+
+from transect.engine.gpu.setup import gpu_ops
+from transect.models.config_moe import MoEConfig
+from transect.models.decoder import Decoder
+from transect.models.moe import MoE
+from transect.models.presets import PRESETS
+from transect.ops.moe import combining, gating, grouped_linear, ordering
+from transect.ops.opset import resolve_ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+QWEN = dataclasses.replace(PRESETS["qwen3-30b-a3b"], n_layers=1, vocab_size=64)
+
+
+def drawn(*shape, seed=0, dtype=torch.bfloat16, scale=1.0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return scale * torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 64, 256, 1000, 4096])
+def test_routing_is_that_of_the_reference(tokens):
+    """128 experts, 8 a token: choices, weights, places; nothing of it is rounded."""
+    logits = drawn(tokens, 128, seed=tokens, dtype=torch.float32)
+    weights, experts = gating.triton_gating(logits, None, 8)
+    want_weights, want_experts = gating.reference(logits, None, 8)
+    assert torch.equal(experts, want_experts)
+    torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
+    for found, want in zip(ordering.triton_order(experts, 128), ordering.reference(experts, 128), strict=True):
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 63, 256, 2048])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_products_at_the_sizes_of_a_model(tokens, skewed):
+    """Against float64, within what torch's own products of these rows in bfloat16 miss."""
+    experts = torch.arange(8, device="cuda", dtype=torch.int32).repeat(tokens, 1)  # all go to the same eight
+    if not skewed:
+        experts = ordering.draw(tokens, 8, 128, tokens, "cuda")
+    order, places, starts = ordering.triton_order(experts, 128)
+    x, weight = drawn(tokens, 2048), drawn(128 * 768, 2048, seed=1, scale=0.02)
+    down = drawn(128 * 2048, 768, seed=2, scale=0.02)
+    inner = grouped_linear.triton_grouped_linear(x, weight, starts, order)
+    apart = x[torch.arange(tokens, device="cuda").repeat_interleave(8)][order.long()]
+    for e in experts.unique().tolist():
+        own = slice(int(starts[e]), int(starts[e + 1]))
+        want = apart[own].double() @ weight[e * 768 : (e + 1) * 768].double().T
+        assert (inner[own] - want).abs().max() <= 2 * (want.bfloat16() - want).abs().max() + 1e-3
+    y = grouped_linear.triton_grouped_linear(inner, down, starts)
+    for e in experts.unique().tolist()[:5]:
+        own = slice(int(starts[e]), int(starts[e + 1]))
+        want = inner[own].double() @ down[e * 2048 : (e + 1) * 2048].double().T
+        assert (y[own] - want).abs().max() <= 2 * (want.bfloat16() - want).abs().max() + 1e-3
+    weights = drawn(tokens, 8, seed=3, dtype=torch.float32).abs()
+    out = combining.triton_combine(y, places, weights)
+    torch.testing.assert_close(out, combining.reference(y, places, weights), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300])
+@torch.inference_mode()
+def test_a_layer_in_a_graph_follows_its_input(tokens):
+    """Nothing of the routing is read by the host: a replay with other inputs is what runs without a graph."""
+    moe = MoE(QWEN, QWEN.moe, gpu_ops(torch.device("cuda")), device="cuda", dtype=torch.bfloat16)
+    for index, weight in enumerate(moe.parameters()):
+        weight.copy_(drawn(*weight.shape, seed=index, scale=0.05))
+    x = drawn(tokens, QWEN.dim)
+    moe(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(x)
+    for seed in (5, 6):
+        x.copy_(drawn(tokens, QWEN.dim, seed=seed))
+        graph.replay()
+        got = out.clone()
+        assert torch.equal(got, moe(x)) and got.isfinite().all()
+
+
+@torch.inference_mode()
+def test_a_layer_is_the_layer_on_the_cpu():
+    """float32: router, products and sum of a layer with shared experts and a sigmoid router."""
+    config = dataclasses.replace(
+        TINY, architecture="dots1", moe=MoEConfig(8, 3, 48, score="sigmoid", score_bias=True, scale=2.0, shared_dim=32)
+    )
+    cpu = MoE(config, config.moe, resolve_ops("cpu"), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for weight in (*cpu.parameters(), *cpu.buffers()):
+        weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    gpu = MoE(config, config.moe, gpu_ops(torch.device("cuda")), device="cuda", dtype=torch.float32)
+    gpu.load_state_dict(cpu.state_dict())
+    for tokens in (1, 5, 40):
+        x = torch.randn(tokens, config.dim, generator=generator)
+        torch.testing.assert_close(gpu(x.cuda()).cpu(), cpu(x), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_those_of_the_reference():
+    """float32 through router, products and sum, as training runs them."""
+    config = dataclasses.replace(TINY, architecture="qwen3_moe", moe=MoEConfig(8, 2, 48))
+    found = []
+    for device, ops in (
+        ("cpu", resolve_ops("cpu", differentiable=True)),
+        ("cuda", resolve_ops("cuda", ("triton", "torch"), differentiable=True)),
+    ):
+        moe = MoE(config, config.moe, ops, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in moe.parameters():
+                weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+        moe.to(device)
+        x = torch.randn(37, config.dim, generator=generator).to(device).requires_grad_()
+        moe(x).square().sum().backward()
+        found.append([x.grad.cpu(), *(weight.grad.cpu() for weight in moe.parameters())])
+    for mine, want in zip(*found, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@torch.inference_mode()
+def test_a_whole_model_draws_the_tokens_of_the_cpu():
+    """Through the executor, with graphs and a step ahead."""
+    import random
+
+    from gpu_engine import BLOCK, VOCAB, runner_for, scheduler_config
+    from runner_fuzz import assert_same, random_arrivals, run_workload
+
+    from transect.engine.runner import Runner
+
+    config = dataclasses.replace(TINY, architecture="qwen3_moe", moe=MoEConfig(8, 2, 48))
+    cpu = Decoder(config, dtype=torch.float32, ops=resolve_ops("cpu", batch_invariant=True)).requires_grad_(False)
+    cpu.init_weights(0.3, torch.Generator().manual_seed(0))
+    gpu = gpu_model(config, torch.float32, state=cpu.state_dict())
+    rng = random.Random(1)
+    limits = scheduler_config(rng)
+    arrivals = random_arrivals(rng, VOCAB, 10)
+    caches = cpu.new_kv_cache(limits.num_blocks, BLOCK, torch.float32)
+    expected, _ = run_workload(Runner(cpu, *caches), limits, arrivals, lag=0)
+    found, _ = run_workload(runner_for(gpu, limits, graphs=True), limits, arrivals, lag=1)
+    assert_same(expected, found, arrivals)
