@@ -96,8 +96,12 @@ class EngineCore:
             self.decisions.cache_reset()
 
     def stats(self) -> SchedulerStats:
-        """Gauges and counters of the scheduler."""
-        return self.scheduler.stats()
+        """Gauges and counters of the scheduler, and of the executor where it keeps some."""
+        stats = self.scheduler.stats()
+        late = getattr(self.executor, "late_work", None)
+        if late is not None:
+            stats.late_captures, stats.late_compilations = late()
+        return stats
 
     def time_to_plan(self) -> float:
         """Seconds until the next step should be planned; 0 for now. What is added until then is part of that step.

@@ -82,6 +82,10 @@ class SchedulerStats(msgspec.Struct):
     """What was predicted for them."""
     finished: dict[str, int]
     """Choices by finish reason."""
+    late_captures: int = 0
+    """CUDA graphs that were captured after the start, while requests waited."""
+    late_compilations: int = 0
+    """Kernels that were compiled, or read from the compiler's cache, after the start."""
 
     @classmethod
     def sum(cls, stats: Sequence[SchedulerStats]) -> SchedulerStats:

@@ -27,7 +27,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.rank import serve_jobs
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__
-from .batch import Executor, Handle, ScheduledBatch
+from .batch import Executor, Handle, LateWork, ScheduledBatch
 from .build import BuiltEngine, build_engine
 from .config import EngineConfig
 from .core import EngineCore
@@ -46,6 +46,7 @@ class _Checked:
 
     def __init__(self, inner: Executor, mesh: Mesh) -> None:
         self.inner, self._mesh = inner, mesh
+        self.late_work = getattr(inner, "late_work", LateWork)
 
     def submit(self, batch: ScheduledBatch) -> Handle:
         self._compare((batch.step, plan_digest(batch)))
