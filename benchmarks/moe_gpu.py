@@ -2,13 +2,14 @@
 
     python benchmarks/moe_gpu.py [SECTION ...] [--model qwen3-30b-a3b] [--batches 1,16,64,256] [--out FILE]
 
-Sections: ops, decode, prefill; and layouts, on two GPUs. Random weights of a true shape. ``ops``: the products of one
-layer's experts as ``ops/moe`` computes them, beside ``torch.nn.functional.grouped_mm`` on rows that are sorted already,
-and beside the floor of the experts that the rows touch. ``decode``: prompts of 512 tokens, 64 steps; wall time of a step
-as the caller of ``LLM.step`` sees it, the floor of the experts that a step touched (counted by layers in steps after
-it), and the share of a step that each kind of kernel takes. ``prefill``: 64 prompts of 512 tokens. ``layouts``: decode
-with experts cut between two GPUs, shared by them, or in two stages of layers; tokens a second of all sequences, and half
-of the floor of one GPU. Rates as in ``engine_gpu.py``.
+Sections: ops, decode, prefill; and layouts, on two GPUs. Random weights of a true shape. ``ops``: the
+products of one layer's experts as ``ops/moe`` computes them, beside ``torch.nn.functional.grouped_mm`` on
+rows that are sorted already, and beside the floor of the experts that the rows touch. ``decode``: prompts of
+512 tokens, 64 steps; wall time of a step as the caller of ``LLM.step`` sees it, the floor of the experts that
+a step touched (counted by layers in steps after it), and the share of a step that each kind of kernel takes.
+``prefill``: 64 prompts of 512 tokens. ``layouts``: decode with experts cut between two GPUs, shared by them,
+or in two stages of layers; tokens a second of all sequences, and half of the floor of one GPU. Rates as in
+``engine_gpu.py``.
 """
 
 from __future__ import annotations
