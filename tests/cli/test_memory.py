@@ -30,6 +30,18 @@ def test_training_that_does_not_fit_names_a_change_that_does(capsys):
     assert json.loads(run(capsys, *arguments, "--task", "lora")[1])["fits"]
 
 
+def test_training_on_several_devices_is_per_rank(capsys):
+    few = ("--train", "--precision", "mixed", "--device-memory", "80GB")
+    code, out, _ = run(capsys, "llama-3.1-8b", *few, "--fsdp", "8", "--json")
+    sharded = json.loads(out)
+    assert code == 0 and sharded["fits"] and sharded["layout"] == "dp 8, zero 3"
+    assert not json.loads(run(capsys, "llama-3.1-8b", *few, "--json")[1])["fits"]
+    code, out, _ = run(capsys, "llama-3.1-8b", *few, "--dp", "2", "--zero", "1", "--tp", "2", "--pp", "2", "--cp", "2")
+    assert code == 0 and "dp 2, tp 2, pp 2, cp 2, zero 1" in out and "activations in flight" in out
+    code, out, _ = run(capsys, "llama-3.1-8b", *few, "--offload")
+    assert code == 0 and "optimizer state (host)" in out
+
+
 def test_serving(capsys):
     code, out, _ = run(
         capsys,
@@ -57,6 +69,9 @@ def test_serving(capsys):
         (("llama-3.1-8b", "--train", "--device-memory", "much"), "80GB"),
         (("llama-3.1-8b", "--train", "--device", "tpu"), "auto, cpu or cuda"),
         (("llama-3.1-8b", "--train", "--optimizer", "sgd", "--device-memory", "80GB"), "optimizer.name"),
+        (("llama-3.1-8b", "--train", "--dp", "2", "--fsdp", "2", "--device-memory", "80GB"), "one or the other"),
+        (("llama-3.1-8b", "--train", "--tp", "3", "--device-memory", "80GB"), "cannot be cut for 3 ranks"),
+        (("llama-3.1-8b", "--train", "--zero", "1", "--device-memory", "80GB"), "parallel.data to 2"),
         (("llama-9b", "--train"), "llama-9b"),
         (("qwen3-0.6b", "--serve", "--context", "99999"), "--context is 99999, but the model knows 40960 positions"),
     ],

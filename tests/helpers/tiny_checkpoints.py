@@ -22,6 +22,8 @@ SMALL = {
     "eos_token_id": 2,
 }
 
+FEW_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 
 def make_config(family, **changes):
     t = transformers
@@ -35,15 +37,39 @@ def make_config(family, **changes):
         "gpt2": lambda: t.GPT2Config(
             vocab_size=changes.get("vocab_size", 96),
             n_embd=64,
-            n_layer=2,
+            n_layer=changes.get("num_hidden_layers", 2),
             n_head=4,
             n_positions=128,
             bos_token_id=1,
             eos_token_id=2,
         ),
+        "mixtral": lambda: t.MixtralConfig(**SMALL | changes, num_local_experts=4),
+        "qwen2-moe": lambda: t.Qwen2MoeConfig(
+            **SMALL | changes, **FEW_EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1]
+        ),
+        "qwen3-moe": lambda: t.Qwen3MoeConfig(**SMALL | changes, **FEW_EXPERTS, head_dim=16, norm_topk_prob=True),
+        "olmoe": lambda: t.OlmoeConfig(**SMALL | changes, num_experts=6, num_experts_per_tok=2),
+        "dots1": lambda: t.Dots1Config(
+            **SMALL | changes,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            sliding_window=None,
+        ),
+        "gpt-oss": lambda: t.GptOssConfig(
+            **SMALL | changes, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=7
+        ),
     }[family]()
 
 
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "dots1", "gpt-oss")
+"""Families of mixtures of experts."""
 FAMILIES = ("llama", "smollm2", "llama-bias", "mistral", "qwen2", "qwen3", "gpt2")
 
 

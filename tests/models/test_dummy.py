@@ -10,7 +10,7 @@ from transect.models.presets import PRESETS
 from transect.models.resolve import resolve
 from transect.models.shapes import parameter_count, weight_shapes
 from transect.models.stored import read_all
-from transect.ops.shapes import MODELS
+from transect.ops.shapes import LLAMA_70B, MODELS
 
 SMALL = {
     "model_type": "qwen3",
@@ -55,13 +55,14 @@ def test_both_ways_to_compute_take_them(shape, native):
 
 
 def test_presets_have_the_published_sizes():
-    assert set(PRESETS) == {*(each.name for each in MODELS), "qwen3-30b-a3b"}
+    assert set(PRESETS) == {*(each.name for each in (*MODELS, LLAMA_70B)), "qwen3-30b-a3b"}
     billions = {name: parameter_count(config) / 1e9 for name, config in PRESETS.items()}
     expected = {
         "llama-3.1-8b": 8.030,
         "llama-3.2-1b": 1.236,
         "qwen3-0.6b": 0.596,
         "qwen3-8b": 8.191,
+        "llama-3.3-70b": 70.554,
         "qwen3-30b-a3b": 30.532,
     }
     assert billions == pytest.approx(expected, abs=0.001)

@@ -9,7 +9,9 @@ from effort import quick_first
 from transect.models.config import ModelConfig
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.memory.training import TrainingPlan, _Account
+from transect.models.memory.part import Part
+from transect.models.memory.training import Account
+from transect.models.memory.training_plan import TrainingPlan
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import get
@@ -78,7 +80,7 @@ def held_by_autograd(config, plan):
 
 
 def predicted(config, plan):
-    return _Account(config, replace(plan, micro_batch=TOKENS - 1, rank=RANK)).kept_bytes(config.n_layers)
+    return Account(replace(plan, micro_batch=TOKENS - 1, rank=RANK), Part.whole(config)).kept_bytes(config.n_layers)
 
 
 CASES = [
@@ -124,16 +126,17 @@ def test_adapters_on_some_matrices_keep_less():
 
 
 def test_constants_are_those_of_the_operators():
-    from transect.models.memory import merged, training
+    from transect.models.memory import merged, part, training, training_plan
     from transect.ops.loss import linear_cross_entropy, linear_cross_entropy_torch
+    from transect.parallel import replicas
     from transect.train import logprobs, merged_products
     from transect.train.optim import adamw, adamw8bit
 
-    assert training.WIDE == adamw.AdamW.WIDE and merged.ROUND == merged_products.ROUND
-
+    assert training_plan.WIDE == adamw.AdamW.WIDE and merged.ROUND == merged_products.ROUND
+    assert 4 * part.BUCKET_NUMBERS == replicas.BUCKET_BYTES
     assert training.LOSS_CHUNK == linear_cross_entropy.CHUNK
     assert training.LOSS_ELEMENTS == linear_cross_entropy_torch.CHUNK_ELEMENTS == logprobs.CHUNK_ELEMENTS
-    assert (training.SMALL_PARAMETER, training.BLOCK, training.CHUNK) == (
+    assert (training_plan.SMALL_PARAMETER, training_plan.BLOCK, training_plan.CHUNK) == (
         adamw8bit.SMALL,
         adamw8bit.BLOCK,
         adamw8bit.CHUNK,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from transect.models.config import ModelConfig
+from transect.models.config_moe import MoEConfig
 from transect.models.cost import weight_bytes
 from transect.models.decoder import Decoder
 from transect.models.memory.serving import ServingPlan
@@ -44,6 +45,50 @@ def test_all_parts_are_the_model(ranks, stages, tied):
         if ".k." in name or ".v." in name:
             wanted = max(1, ranks // model.n_kv_heads)  # key heads are repeated
         assert torch.all(held == wanted), name
+
+
+EXPERTS = {
+    "gpt_oss": replace(MODEL, architecture="gpt_oss", qk_norm=False, attention_sinks=True, tied_embeddings=False,
+                       moe=MoEConfig(8, 2, 24, router_bias=True, bias=True, clamp=7.0)),
+    "qwen2_moe": replace(MODEL, architecture="qwen2_moe", qk_norm=False,
+                         moe=MoEConfig(8, 2, 24, shared_dim=40, shared_gate=True, dense_layers=(1,))),
+    "olmoe": replace(MODEL, architecture="olmoe", qk_norm_whole=True, moe=MoEConfig(8, 2, 24)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_all_parts_of_experts_are_the_experts(family, shared):
+    """Each number once, in what the four ranks have of a model with experts; and each rank's model fits its part."""
+    model = EXPERTS[family]
+    shards = [Shard(model, rank, 4, 0, 1, rank if shared else 0, 4 if shared else 1) for rank in range(4)]
+    weights = {name: torch.arange(math.prod(shape)).view(shape) for name, shape in weight_shapes(model).items()}
+    seen = {name: [] for name in weights}
+    for shard in shards:
+        stored = ((n, Stored(w.shape, lambda r, c, w=w: w[r] if w.ndim == 1 else w[r, c])) for n, w in weights.items())
+        for name, part in shard_weights(stored, shard):
+            values = part.read()
+            assert tuple(values.shape) == part.shape == shard.shapes()[name]
+            if values.ndim == 2 and len(values) > 2:
+                assert torch.equal(part.read(slice(1, len(values) - 1)), values[1:-1])
+            seen[name].append(values.flatten())
+        own = Decoder(shard.local, "meta", kinds=sharded_kinds(None, shard, FakeMesh.tensor)).state_dict()
+        layers = {n.replace(".inner", ""): tuple(v.shape) for n, v in own.items() if n.startswith("layers.")}
+        assert layers == {n: shape for n, shape in shard.shapes().items() if n.startswith("layers.")}
+    for name, parts in seen.items():
+        whole = any(word in name for word in ("router", "norm", "o.bias"))
+        if not whole and ".k." not in name and ".v." not in name:
+            assert torch.equal(torch.cat(parts).sort().values, torch.arange(weights[name].numel())), name
+
+
+def test_what_cannot_be_cut_names_what_can():
+    model = EXPERTS["qwen2_moe"]
+    with pytest.raises(ValueError, match=r"24 units of an expert, 40 units of shared experts.* can be 1, 2, 4, 8$"):
+        Shard(model, 0, 3)
+    with pytest.raises(ValueError, match=r"3 ranks cannot share 8 experts evenly.*data_parallel_size be 2"):
+        Shard(model, 0, 1, 0, 1, 0, 3)
+    with pytest.raises(ValueError, match="qwen3 model has no experts"):
+        Shard(MODEL, 0, 2, 0, 1, 0, 2)
 
 
 @pytest.mark.parametrize("vocab", [3, 96, 101, 50257, 128256])

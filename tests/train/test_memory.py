@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from allocated import allocated_by, shape_of
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
@@ -74,18 +75,6 @@ def test_eight_bit_moments_do_not_depend_on_how_many_blocks_go_together(monkeypa
     assert all(torch.equal(states[name], others[name]) for name in states)
 
 
-def allocated_by(work):
-    """The most bytes that torch's CPU allocator handed out during ``work``, beyond what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    most = now = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
 @pytest.mark.parametrize(
     "mode",
     [
@@ -110,7 +99,7 @@ def test_the_predicted_peak_is_that_of_a_step_on_the_cpu(tmp_path, mode):
     torch.set_num_threads(1)
     mode = dict(mode)
     vocab = mode.pop("vocab", 2000)
-    folder = _shape(tmp_path, vocab_size=vocab)
+    folder = shape_of(tmp_path, vocab_size=vocab)
     if mode.get("objective") == "distill":
         (tmp_path / "teacher").mkdir()
         save_tiny_llm(tmp_path / "teacher", vocab_size=vocab, max_position_embeddings=1024)
@@ -152,7 +141,7 @@ def test_the_predicted_peak_is_the_allocators(tmp_path, mode):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     config = tiny_run(
-        tmp_path, device="cuda", model=_shape(tmp_path, **HALF_A_BILLION), load_format="dummy", steps=3,
+        tmp_path, device="cuda", model=shape_of(tmp_path, **HALF_A_BILLION), load_format="dummy", steps=3,
         **{"precision": "bfloat16", "checkpointing": "none", **mode},
         data={"train": [str(text)], "seq_len": 2048, "micro_batch": 8192},
     )  # fmt: skip
@@ -178,19 +167,6 @@ HALF_A_BILLION = {
 }  # fmt: skip
 
 
-def _shape(folder, **changes):
-    """A directory with the tokenizer of the tiny model and a config.json, without weights."""
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "head_dim": 32}  # fmt: skip
-    made = folder / "shape"
-    made.mkdir()
-    save_tiny_llm(made)
-    (made / "model.safetensors").unlink()
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | sizes | changes))
-    return str(made)
-
-
 def test_what_is_left_lets_layers_keep_everything(tmp_path):
     config = tiny_run(tmp_path, task="qlora", precision="bfloat16", data={"micro_batch": 8192, "seq_len": 4096})
     base = replace(memory.plan_of(config, LLAMA_8B, CPU), backend="gpu", merged=True)
@@ -200,3 +176,22 @@ def test_what_is_left_lets_layers_keep_everything(tmp_path):
     assert plan.checkpointing == "selective" and 4 <= plan.whole < LLAMA_8B.n_layers
     assert estimate.fits(24 * 10**9)
     assert not training(LLAMA_8B, replace(plan, whole=plan.whole + 1)).fits(24 * 10**9)
+
+
+def test_offloaded_states_leave_the_device(tmp_path, monkeypatch):
+    """Of a model of 8B in mixed precision: 96 GB of states, and all gradients but a few."""
+    how = {"precision": "mixed", "data": {"seq_len": 4096, "micro_batch": 8192}}
+    monkeypatch.setattr(memory, "free_memory", lambda: 200 * 2**30)
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match="this run needs"):
+        memory.fit(tiny_run(tmp_path, **how), LLAMA_8B, gpu, 60 * 10**9)
+    offloaded = tiny_run(tmp_path, parallel={"offload": "optimizer"}, **how)
+    fitted = memory.fit(offloaded, LLAMA_8B, gpu, 60 * 10**9)
+    assert sum(term.bytes for term in fitted.estimate.host) == 12 * 8_030_261_248
+    monkeypatch.setattr(memory, "free_memory", lambda: 64 * 2**30)
+    with pytest.raises(ValueError, match=r"the host's memory .* set parallel\.offload_path"):
+        memory.fit(offloaded, LLAMA_8B, gpu, 60 * 10**9)
+    on_disk = {"offload": "optimizer", "offload_path": "/mnt/nvme"}
+    assert (
+        memory.fit(tiny_run(tmp_path, parallel=on_disk, **how), LLAMA_8B, gpu, 60 * 10**9).estimate == fitted.estimate
+    )

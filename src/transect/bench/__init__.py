@@ -19,6 +19,7 @@ An engine in this process:
 
 * ``offline.py``    latency at batch sizes, and throughput of a fixed set of sequences
 * ``floors.py``     the least time that a device needs for that work; MBU and MFU
+* ``scaling.py``    the same on several GPUs: floors of a rank, and predictions
 * ``collectives.py`` what ranks exchange, how fast, and whether it is right
 * ``compare_formats.py``: one model in several number formats: perplexity, bits, speed, memory
 * ``energy.py``     joules, from NVML. ``rapl.py``: of a processor, and what they stand for

@@ -100,6 +100,7 @@ def show(
     from ..train.config import TrainConfig
     from ..train.data import Loader, Position, load_stream
     from ..train.model import source_of
+    from ..train.streaming import StreamingLoader
 
     settings = TrainConfig.from_toml(config)
     if settings.objective != "next_token":
@@ -113,16 +114,15 @@ def show(
     def tell(line: str) -> None:
         console.print(line, markup=False, highlight=False)
 
-    stream = load_stream(
-        settings.data.train,
-        source.config.vocab_size,
-        tokenizer,
-        run_template(source, tokenizer, settings.data, tell),
-        skip=settings.data.on_bad_row == "skip",
-        apart=settings.data.turns == "apart",
-        tell=tell,
-    )
-    loader = Loader(stream, settings.data, settings.seed)
+    data, vocab_size = settings.data, source.config.vocab_size
+    template = run_template(source, tokenizer, data, tell)
+    loader: Loader | StreamingLoader
+    if data.streaming:
+        loader = StreamingLoader(data, settings.seed, vocab_size, tokenizer, template, tell=tell)
+    else:
+        reading = {"skip": data.on_bad_row == "skip", "apart": data.turns == "apart"}
+        stream = load_stream(data.train, vocab_size, tokenizer, template, **reading, tell=tell)
+        loader = Loader(stream, data, settings.seed)
     loader.position = Position(0, batch)
     for text in _documents(next(loader), tokenizer):
         console.print(text)

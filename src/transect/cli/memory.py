@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .engine_options import CpuOffload, OffloadFolder
+
 if TYPE_CHECKING:
     from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
+    from ..parallel.training_memory import Spread, StageMemory
+
+TYPICAL_LINK = 55e9
+"""Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
 
 def command(
@@ -29,7 +35,9 @@ def command(
     checkpointing: Annotated[str, typer.Option(help="--train: none, selective, full, or auto: what fits.")] = "auto",
     micro_batch: Annotated[int, typer.Option(help="--train: tokens of one forward pass.")] = 4096,
     seq_len: Annotated[int, typer.Option(help="--train: longest document.")] = 1024,
-    accumulate: Annotated[int, typer.Option(help="--train: micro-batches to a step.")] = 1,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="--train: micro-batches to a step of all ranks; default: the fewest.")
+    ] = None,
     rank: Annotated[int, typer.Option(help="--train: of adapters.")] = 16,
     context: Annotated[int | None, typer.Option(help="--serve: longest sequence; default: the model's.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="--serve: sequences at the same time.")] = None,
@@ -37,9 +45,28 @@ def command(
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
     tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="--serve: devices that share each layer.")
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
-    pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="--serve: stages of layers.")] = 1,
+    cpu_offload_gb: CpuOffload = 0.0,
+    offload_folder: OffloadFolder = None,
+    link: Annotated[
+        float | None, typer.Option(help="--serve: GB/s of the host link, or of the disk; default: measured, else 55.")
+    ] = None,
+    pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="Stages of layers.")] = 1,
+    ep: Annotated[
+        int, typer.Option("--ep", min=1, help="--serve: devices that share the experts; a multiple of --tp.")
+    ] = 1,
+    dp: Annotated[
+        int, typer.Option("--dp", "--data-parallel-size", min=1, help="--train: ranks with other micro-batches.")
+    ] = 1,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="--train: what is cut over the --dp ranks.")] = None,
+    fsdp: Annotated[int | None, typer.Option(min=1, help="--train: --dp N --zero 3.")] = None,
+    cp: Annotated[
+        int, typer.Option("--cp", "--context-parallel-size", min=1, help="--train: ranks that share a sequence.")
+    ] = 1,
+    sp: Annotated[bool, typer.Option("--sp", help="--train: --tp ranks share the tokens of norms too.")] = False,
+    reduce: Annotated[str, typer.Option(help="--train: float32 or bfloat16, for sums of gradients.")] = "float32",
+    offload: Annotated[bool, typer.Option("--offload", help="--train: optimizer and masters on the host.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
@@ -48,6 +75,7 @@ def command(
     from ..models.memory.terms import parse_bytes
     from ..models.presets import PRESETS
     from ..models.resolve import resolve
+    from ..parallel.training_memory import Spread
 
     if train == serve:
         raise ValueError("say which memory: --train or --serve")
@@ -56,17 +84,43 @@ def command(
     kind = _device(device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
     if train:
-        settings = {
+        settings: dict[str, Any] = {
             "task": task, "objective": objective, "precision": precision, "checkpointing": checkpointing,
-            "accumulate": accumulate, "optimizer": {"name": optimizer}, "lora": {"rank": rank},
+            "optimizer": {"name": optimizer}, "lora": {"rank": rank},
             "data": {"micro_batch": micro_batch, "seq_len": seq_len},
         }  # fmt: skip
-        _train(source, settings, kind, budget, json)
+        if fsdp is not None:
+            if dp > 1 or zero not in (None, 3):
+                raise ValueError("--fsdp N is --dp N --zero 3: give one or the other")
+            dp, zero = fsdp, 3 if fsdp > 1 else 0
+        if reduce not in ("float32", "bfloat16"):
+            raise ValueError(f"--reduce must be float32 or bfloat16, not {reduce!r}")
+        spread = Spread(data=dp, zero=zero or 0, tensor=tp, sequence=sp, pipeline=pp, context=cp,
+                        reduce=4 if reduce == "float32" else 2, host_state=offload)  # fmt: skip
+        settings["accumulate"] = accumulate or dp * pp
+        _train(source, settings, spread, kind, budget, json)
     else:
         settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
                     "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens,
-                    "tensor_parallel_size": tp, "pipeline_parallel_size": pp}  # fmt: skip
-        _serve(source, settings, kind, budget, json)
+                    "cpu_offload_gb": cpu_offload_gb, "offload_folder": offload_folder,
+                    "tensor_parallel_size": tp, "pipeline_parallel_size": pp, **_sharing(tp, ep)}  # fmt: skip
+        _serve(source, settings, kind, budget, json, link)
+
+
+def _sharing(tp: int, ep: int) -> dict[str, Any]:
+    """The settings of so many devices that share experts.
+
+    Raises:
+        ValueError: they are not whole tensor groups; the message names the nearest number that is.
+    """
+    if ep == 1:
+        return {}
+    if ep % tp:
+        raise ValueError(
+            f"--ep is {ep}, and experts are shared between whole groups of --tp {tp} devices: give --ep "
+            f"{max(1, round(ep / tp)) * tp}"
+        )
+    return {"enable_expert_parallel": True, "data_parallel_size": ep // tp}
 
 
 def _device(name: str, memory: str | None) -> str:
@@ -92,30 +146,50 @@ def _free(kind: str) -> int:
     return free
 
 
-def _train(source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool) -> None:
+def _train(source: ModelSource, settings: dict[str, Any], spread: Spread, kind: str, budget: int, json: bool) -> None:
     from dataclasses import replace
 
     import torch
 
     from ..models.memory.fit import first_that_fits, smallest_change
     from ..models.memory.terms import gib
-    from ..models.memory.training import training
+    from ..parallel.training_memory import estimator, for_rank, training_ranks
     from ..train.config import TrainConfig
     from ..train.memory import plan_of
 
     config = TrainConfig.from_dict({"model": source.name, **settings})
     plan = plan_of(config, source.config, torch.device(kind))
+    account = estimator(spread)
+    account(source.config, plan)  # a layout that cannot be is told of here
     if config.checkpointing == "auto":
-        found = first_that_fits(source.config, plan, budget)
+        found = first_that_fits(source.config, plan, budget, account)
         plan = found[0] if found else replace(plan, checkpointing="full")
-    estimate = training(source.config, plan)
+    plan = for_rank(plan, spread)
+    stages = training_ranks(source.config, plan, spread)
+    worst = max(stages, key=lambda stage: stage.estimate.needed)
+    estimate = worst.estimate
     fits = estimate.fits(budget)
-    change = None if fits else smallest_change(source.config, plan, budget)
+    change = None if fits else smallest_change(source.config, plan, budget, account)
     if json:
-        facts = {"checkpointing": plan.checkpointing, "layers_without": plan.whole, "budget": budget, "fits": fits}
+        facts: dict[str, Any] = {
+            "checkpointing": plan.checkpointing,
+            "layers_without": plan.whole,
+            "budget": budget,
+            "fits": fits,
+        }
+        facts["ranks"] = [
+            {"stage": number, "share": str(stage.shard), **stage.estimate.to_dict()}
+            for number, stage in enumerate(stages)
+        ]
+        facts["layout"] = str(spread)
         _dump(estimate, {**facts, "change": dict(change.settings) if change else None})
         return
-    _table(f"training {source.name}, checkpointing {plan.checkpointing}", estimate)
+    place = f", {spread}, on each of {spread.ranks} ranks" if spread.ranks > 1 else ""
+    if len(stages) > 1:
+        place = f", {spread}: what the worst stage needs, number {stages.index(worst)}"
+    _table(f"training {source.name}, checkpointing {plan.checkpointing}{place}", estimate)
+    if len(stages) > 1:
+        _stages(stages)
     if fits:
         print(f"fits: {gib(estimate.needed)} of {gib(budget)}")
     else:
@@ -123,18 +197,40 @@ def _train(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
 
 
-def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool) -> None:
+def _stages(stages: list[StageMemory]) -> None:
+    """The terms of every stage beside each other."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..models.memory.terms import gib
+
+    table = Table(title="each rank of stage", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("term")
+    found = [{term.name: term.bytes for term in stage.estimate.terms} for stage in stages]
+    for number in range(len(stages)):
+        table.add_column(str(number), justify="right", no_wrap=True)
+    for name in dict.fromkeys(name for each in found for name in each if each[name]):
+        table.add_row(name, *(gib(each.get(name, 0)) if each.get(name) else "-" for each in found))
+    table.add_row("peak", *(gib(stage.estimate.peak) for stage in stages))
+    Console().print(table, highlight=False)
+
+
+def _serve(
+    source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool, link: float | None
+) -> None:
     from dataclasses import asdict
+    from functools import partial
 
     from ..engine.config import EngineConfig
     from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
+    from ..engine.offload import planned_stream
     from ..models.cost import weight_bytes
     from ..models.memory.serving import ServingPlan
     from ..models.memory.terms import gib
     from ..models.storage import storage_for
-    from ..parallel.layout import Layout
-    from ..parallel.memory import smallest_layout, stages
+    from ..parallel.memory import smallest_layout, smallest_sharing, stages
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
     context, positions = config.max_model_len, source.config.max_position
@@ -161,14 +257,22 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         most_cache=None if kind == "cuda" else min(budget // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES),
         backend="gpu" if kind == "cuda" else "cpu",
     )
-    each = stages(source.config, Layout(*config.parallel_sizes), plan, storage, budget)
+    streams = partial(planned_stream, config, source.config, storage)
+    each = stages(source.config, config.layout, plan, storage, budget, streams)
     worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
     found = worst.estimate
+    rate, whence = _link(kind, link)
     layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
+    shared = None
+    if layout is None and not found.fits and source.config.moe is not None:
+        shared = smallest_sharing(source.config, plan, storage, budget)
     if json:
         facts = {name: value for name, value in asdict(found).items() if name != "account"}
         facts["ranks"] = [{"weights": _weights(stage), "share": str(stage.shard)} for stage in each]
+        facts["stream"] = [_stream_facts(stage, rate) for stage in each]
         facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
+        if shared is not None:
+            facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
         _dump(found.account, {"budget": budget, "context": plan.context, **facts})
         return
     place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
@@ -176,13 +280,44 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     for number, stage in enumerate(each if config.ranks > 1 else []):
         what = f"stage {number}, {config.tensor_parallel_size} ranks" if len(each) > 1 else "each rank"
         print(f"{what}: {gib(_weights(stage))} of weights, the first of them {stage.shard}")
+    for stage in each:
+        if stage.stream is not None:
+            print(f"{stage.stream}: at least {stage.stream.seconds(rate):.2f} s a step over {whence}")
     if found.fits:
         print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
         return
     print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
     print(f"smallest change that does: {found.change}")
+    if shared is not None:
+        print(f"smallest layout that does: --tp {shared.tensor} --ep {shared.size} ({shared.size} devices)")
     if layout is not None:
         print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
+
+
+def _stream_facts(stage: StageEstimate, rate: float) -> dict[str, Any] | None:
+    plan = stage.stream
+    if plan is None:
+        return None
+    seconds = plan.seconds(rate)
+    return {"layers": len(plan.layers), "of": plan.total, "bytes": plan.bytes, "slots": plan.slots, "seconds": seconds}
+
+
+def _link(kind: str, given: float | None) -> tuple[float, str]:
+    """Bytes per second of what layers stream over, and where that number is from."""
+    import torch
+
+    from ..hardware.device import detect
+    from ..hardware.measured import kept
+
+    if given is not None:
+        if not given > 0:
+            raise ValueError(f"--link must be above 0 GB/s, got {given}")
+        return given * 1e9, f"a link of {given:g} GB/s"
+    known = kept(detect("cuda")) if kind == "cuda" and torch.cuda.is_available() else None
+    rate = None if known is None else known.ceilings.host_to_device_bytes_per_second
+    if rate is not None:
+        return rate, f"the host link, measured at {rate / 1e9:.1f} GB/s"
+    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link says another)"
 
 
 def _weights(stage: StageEstimate) -> int:
@@ -210,6 +345,8 @@ def _table(title: str, estimate: Estimate) -> None:
     for term in (*estimate.terms, estimate.margin):
         if term.bytes:
             terms.add_row(term.name, gib(term.bytes), term.why)
+    for term in estimate.host:
+        terms.add_row(f"{term.name} (host)", gib(term.bytes), term.why)
     console.print(terms, highlight=False)
     phases = Table(title="held at the same time", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     phases.add_column("moment")

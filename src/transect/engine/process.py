@@ -59,7 +59,7 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     try:
         config = EngineConfig(**settings | {"gpu": GPUOptions(**settings["gpu"])})
         with compiling(config) as compilers:
-            from .ranks import start_engine  # imports torch, which takes seconds
+            from .ranks import end, start_engine  # imports torch, which takes seconds
 
             built = start_engine(config, compilers, began)
     except (ValueError, OSError) as error:
@@ -85,8 +85,7 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
             loop.fail(f"a step failed: {type(error).__name__}: {error}")
         return 1
     finally:
-        if built.ranks is not None:
-            built.ranks.close()
+        end(built.core, built.ranks)
     return 0
 
 

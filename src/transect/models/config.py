@@ -230,34 +230,65 @@ class ModelConfig:
         local = self.local_rope is not None and self.layer_window(layer) is not None
         return self.local_rope if local else self.rope
 
-    def local(self, ranks: int) -> ModelConfig:
+    def local(self, ranks: int, expert_ranks: int = 1) -> ModelConfig:
         """The sizes that each of ``ranks`` has when matrices are cut between them: a share of the query heads, of the
-        key heads (one where there are fewer than ranks) and of the feed-forward layer. Everything else is as it was.
+        key heads (one where there are fewer than ranks) and of the feed-forward units, those of every expert too.
+        Everything else is as it was.
+
+        Args:
+            expert_ranks: more than 1: so many ranks share the experts, each of which stays whole.
 
         Raises:
             ValueError: it cannot be cut so; the message names the numbers of ranks that can be.
         """
-        if ranks == 1:
-            return self
-        if self.moe is not None:
-            raise ValueError("a model with experts is not cut between ranks yet: leave tensor_parallel_size out")
-        if not self._divides(ranks):
-            possible = [n for n in range(1, self.n_heads + 1) if self._divides(n)]
+        if expert_ranks > 1:
+            self._check_expert_ranks(expert_ranks)
+        shared = expert_ranks > 1
+        if not self._divides(ranks, shared):
+            possible = [n for n in range(1, self.n_heads + 1) if self._divides(n, shared)]
+            units = ", ".join(f"{size} {what}" for what, size in self._cut_units(shared).items())
             raise ValueError(
                 f"the model cannot be cut for {ranks} ranks: it has {self.n_heads} query heads, {self.n_kv_heads} key "
-                f"heads and {self.ffn_dim} feed-forward units; tensor_parallel_size can be "
-                f"{', '.join(map(str, possible))}"
+                f"heads and {units}; tensor_parallel_size can be {', '.join(map(str, possible))}"
             )
+        if ranks == expert_ranks == 1:
+            return self
+        moe = self.moe
+        if moe is not None:
+            each = moe.expert_dim if shared else moe.expert_dim // ranks
+            moe = replace(moe, ranks=expert_ranks, expert_dim=each, shared_dim=moe.shared_dim // ranks)
         return replace(
             self,
             n_heads=self.n_heads // ranks,
             n_kv_heads=max(1, self.n_kv_heads // ranks),
-            ffn_dim=self.ffn_dim // ranks,
+            ffn_dim=self.ffn_dim // ranks if "feed-forward units" in self._cut_units(shared) else self.ffn_dim,
+            moe=moe,
         )
 
-    def _divides(self, ranks: int) -> bool:
+    def _cut_units(self, experts_whole: bool) -> dict[str, int]:
+        """What is cut between ranks beside heads."""
+        moe = self.moe
+        if moe is None:
+            return {"feed-forward units": self.ffn_dim}
+        found = {"feed-forward units": self.ffn_dim} if moe.dense_layers else {}
+        found |= {} if experts_whole else {"units of an expert": moe.expert_dim}
+        return found | ({"units of shared experts": moe.shared_dim} if moe.shared_dim else {})
+
+    def _divides(self, ranks: int, experts_whole: bool) -> bool:
         heads = self.n_kv_heads % ranks == 0 or ranks % self.n_kv_heads == 0
-        return heads and self.n_heads % ranks == 0 and self.ffn_dim % ranks == 0
+        units = self._cut_units(experts_whole).values()
+        return heads and self.n_heads % ranks == 0 and all(size % ranks == 0 for size in units)
+
+    def _check_expert_ranks(self, ranks: int) -> None:
+        if self.moe is None:
+            raise ValueError(f"a {self.architecture} model has no experts: leave enable_expert_parallel out")
+        experts = self.moe.experts
+        if experts % ranks:
+            near = min((n for n in range(1, experts + 1) if experts % n == 0), key=lambda n: (abs(n - ranks), n))
+            raise ValueError(
+                f"{ranks} ranks cannot share {experts} experts evenly: let tensor_parallel_size times "
+                f"data_parallel_size be {near}, or leave enable_expert_parallel out"
+            )
 
     def layer_moe(self, layer: int) -> MoEConfig | None:
         """The experts of a layer, or None where it has one MLP."""

@@ -40,6 +40,13 @@ class MoEConfig:
     """``(up + 1) gate sigmoid(1.702 gate)`` with gate at most this, and up between it and its negative (gpt-oss)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP."""
+    ranks: int = 1
+    """So many ranks share the experts: a layer here has the matrices of its own ones, and the router of all."""
+
+    @property
+    def held(self) -> int:
+        """Experts whose matrices a layer here has."""
+        return self.experts // self.ranks
 
     def __post_init__(self) -> None:
         for name in ("experts", "per_token", "expert_dim", "groups", "groups_kept"):

@@ -101,9 +101,12 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
         stored = sum(size * storage.of(name) for size, name in zip(numbers, parts, strict=True)) / sum(numbers)
         how = {"bits": stored, "activation": storage.activation}
         if moe is not None and next(iter(parts)) in EXPERTS:
-            each = [n // moe.experts for n in sizes]
+            each = [n // moe.held for n in sizes]
             ordered = "mlp.experts_down" not in parts
-            found += expert_cost(tokens, moe.per_token, moe.experts, each, inputs, ordered=ordered, **how)
+            mine, distinct = tokens / moe.ranks, touched(tokens, moe.per_token, moe.experts) / moe.ranks
+            found += expert_cost(
+                mine, moe.per_token, moe.experts, each, inputs, ordered=ordered, distinct=distinct, **how
+            )
         else:
             found += product_cost(tokens, sizes, inputs, **how)
     if moe is not None:
@@ -112,7 +115,7 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
 
 
 def expert_cost(
-    tokens: int,
+    tokens: float,
     k: int,
     experts: int,
     outputs: Sequence[int],
@@ -131,7 +134,7 @@ def expert_cost(
         outputs, inputs: of one expert, as in ``product_cost``.
         distinct: how many experts are touched; by default as many as even routing touches on average.
     """
-    distinct = touched(tokens, k, experts) if distinct is None else distinct
+    distinct = touched(int(tokens), k, experts) if distinct is None else distinct
     one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)
     stored = sum(outputs) * (inputs * bits + bias) / 8
     again = tokens * (k - 1) * inputs * activation / 8 if ordered else 0.0
@@ -139,7 +142,7 @@ def expert_cost(
 
 
 def product_cost(
-    tokens: int, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
+    tokens: float, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
 ) -> Cost:
     """One product with matrices that share an input: each read once, input and output once.
 
@@ -267,10 +270,12 @@ class _Counter:
         storage, tokens, width = self.storage, self.tokens, self.config.dim
         for name, shape in router_shapes(self.config, layer).items():
             if len(shape) == 2:
-                bits = 32 if "shared" not in name else storage.activation  # the router computes in float32
-                bias = 32 * (moe.router_bias and "shared" not in name)
-                cost = product_cost(tokens, shape[:1], shape[1], bits=bits, activation=bits, bias=bias)
-                self.costs["linear"] = self.costs.get("linear", Cost(0, 0, 0)) + cost
+                if "shared" in name:
+                    self.linear(name, (shape[0], shape[1]), False)
+                    continue
+                flops = tokens * moe.experts * (2 * width + moe.router_bias)
+                read = tokens * width * storage.activation + moe.experts * (width + moe.router_bias) * storage.norm
+                self.add("expert_router", flops, read, 32 * tokens * moe.experts)
         pairs = tokens * moe.per_token
         scores = 32 * moe.experts * (tokens + moe.score_bias)
         self.add("expert_gating", (5 + moe.per_token) * tokens * moe.experts, scores, 64 * pairs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,28 @@ from .weights.projection import Half, Projection
 from .weights.weight import Kinds, Weight
 
 Watch = Callable[[Tensor, Tensor], object]
+
+
+class Spread(Protocol):
+    """Ranks that share the experts of a layer (``parallel/experts.py``)."""
+
+    @property
+    def first(self) -> int:
+        """The first of the experts that are here."""
+        ...
+
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """The tokens that the experts here are for: these, or those of other ranks too."""
+        ...
+
+    def scatter(self, y: Tensor, tokens: int) -> Tensor:
+        """What all ranks' experts say of the own ``tokens``, from what those here say of all that were gathered."""
+        ...
+
+    def sum(self, y_TD: Tensor) -> Tensor:
+        """The sum over ranks that have the same tokens."""
+        ...
+
 
 SLOPE = 1.702
 """The factor inside the sigmoid of the clamped SwiGLU."""
@@ -52,9 +75,7 @@ class Router(nn.Module):
         self.register_buffer("score_bias", wide)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        bias = None if self.bias is None else self.bias.to(wide)
-        logits_TE: Tensor = self.ops.linear(x_TD.to(wide), self.weight.to(wide), bias)
+        logits_TE: Tensor = self.ops.expert_router(x_TD, self.weight, self.bias)
         return logits_TE
 
 
@@ -79,6 +100,8 @@ class MoE(Half):
 
     ``watch``, where it is set, is told the router's logits ``[T, E]`` and the experts ``[T, k]`` of each call: the
     losses that balance experts are made of them (``train/balance.py``).
+
+    ``spread``, where it is set: other ranks have the rest of the experts (``MoEConfig.ranks``), or of each of them.
     """
 
     def __init__(
@@ -94,6 +117,7 @@ class MoE(Half):
         super().__init__()
         self.moe, self.ops = moe, ops
         self.watch: Watch | None = None
+        self.spread: Spread | None = None
         gate = partial(ops.expert_gating, k=moe.per_token, score=moe.score, renormalize=moe.renormalize)
         self._gate = partial(gate, scale=moe.scale, groups=moe.groups, groups_kept=moe.groups_kept)
 
@@ -101,7 +125,7 @@ class MoE(Half):
             kind = Dense if kinds is None else kinds(f"mlp.{name}")
             return kind(outputs, inputs, bias, ops=ops, device=device, dtype=dtype)
 
-        n, dim, width = moe.experts, config.dim, moe.expert_dim
+        n, dim, width = moe.held, config.dim, moe.expert_dim
         self.router = Router(moe, dim, ops, device=device, dtype=dtype)
         self.experts_gate = matrix("experts_gate", dim, n * width, moe.bias)
         self.experts_up = matrix("experts_up", dim, n * width, moe.bias)
@@ -117,16 +141,38 @@ class MoE(Half):
             self.shared_router = SharedRouter(dim, ops, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        spread = self.spread
+        out_TD = self._routed(x_TD) if spread is None else spread.scatter(self._routed(spread.gather(x_TD)), len(x_TD))
+        if self.shared_gate_up is not None:
+            out_TD = out_TD + self._shared(x_TD, self.shared_gate_up)
+        return out_TD if spread is None else spread.sum(out_TD)
+
+    def _routed(self, x_TD: Tensor) -> Tensor:
+        """What the experts that are here say of tokens."""
         logits_TE = self.router(x_TD)
         weights_Tk, experts_Tk = self._gate(logits_TE, self.router.score_bias)
         if self.watch is not None:
             self.watch(logits_TE, experts_Tk)
-        order_R, places_R, starts_E1 = self.ops.expert_order(experts_Tk, self.moe.experts)
+        held = self.moe.held
+        if held < self.moe.experts:
+            weights_Tk, experts_Tk = self._held(weights_Tk, experts_Tk)
+            order_R, places_R, starts = self.ops.expert_order(experts_Tk, held + 1)
+            starts_E1 = starts[:-1]  # rows of experts elsewhere come last, and belong to none
+        else:
+            order_R, places_R, starts_E1 = self.ops.expert_order(experts_Tk, held)
         gate_RF = self.experts_gate.grouped(x_TD, starts_E1, order_R)
         up_RF = self.experts_up.grouped(x_TD, starts_E1, order_R)
         y_RD = self.experts_down.grouped(self._activated(gate_RF, up_RF), starts_E1)
         out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
-        return out_TD if self.shared_gate_up is None else out_TD + self._shared(x_TD, self.shared_gate_up)
+        return out_TD
+
+    def _held(self, weights_Tk: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, 0 for experts that are not here, and the numbers of experts among those here; one more is for all
+        others."""
+        held = self.moe.held
+        own_Tk = experts_Tk - (0 if self.spread is None else self.spread.first)
+        here_Tk = (own_Tk >= 0) & (own_Tk < held)
+        return torch.where(here_Tk, weights_Tk, 0.0), torch.where(here_Tk, own_Tk, held)
 
     def _activated(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
         clamp = self.moe.clamp

@@ -13,7 +13,7 @@ from .config import ModelConfig
 def linear_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[tuple[int, int], bool]]:
     """The matrices of one layer: name inside the layer to ((outputs, inputs), whether it has a bias).
 
-    The matrices of all experts are one, one below the other: ``mlp.experts_up`` has ``experts * expert_dim`` rows.
+    The matrices of all experts are one, one below the other: ``mlp.experts_up`` has ``held * expert_dim`` rows.
     """
     dim, ffn = config.dim, config.ffn_dim
     shapes = {
@@ -28,11 +28,11 @@ def linear_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[tuple[
         if config.gated_mlp:
             shapes["mlp.gate"] = ((ffn, dim), config.mlp_bias)
         return shapes
-    rows = moe.experts * moe.expert_dim
+    rows = moe.held * moe.expert_dim
     shapes |= {
         "mlp.experts_gate": ((rows, dim), moe.bias),
         "mlp.experts_up": ((rows, dim), moe.bias),
-        "mlp.experts_down": ((moe.experts * dim, moe.expert_dim), moe.bias),
+        "mlp.experts_down": ((moe.held * dim, moe.expert_dim), moe.bias),
     }
     if moe.shared_dim:
         shapes |= {

@@ -227,11 +227,12 @@ def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slic
     try:
         tensor = where.file.get_slice(where.name)
         for expert in range(wanted.start // each, -(-wanted.stop // each)):
-            own = slice(max(0, wanted.start - expert * each), min(each, wanted.stop - expert * each))
-            one = tensor[expert]
-            one = one.t() if place.transposed else one
-            one = one[place.rows][own]
-            parts.append(one[:, columns] if one.ndim == 2 else one)
+            first = max(0, wanted.start - expert * each)
+            last = min(each, wanted.stop - expert * each)
+            # From the first to the last of these rows, and those of the other matrix between them.
+            near = slice(place.step * first, min(place.stored[-1], place.step * last))
+            one = tensor[expert, columns, near].t() if place.transposed else tensor[expert, near]
+            parts.append(one[place.first :: place.step] if place.step > 1 else one)
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise _damaged(where.path, error) from None
     return torch.cat(parts)

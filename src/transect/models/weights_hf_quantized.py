@@ -54,7 +54,8 @@ class QuantizedMatrix:
 
     def __getitem__(self, index: Any) -> Tensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
-        return self._checked(self.rows(first)[(slice(None), *rest)] if rest else self.rows(first))
+        kept = () if isinstance(first, int) else (slice(None),)
+        return self._checked(self.rows(first)[(*kept, *rest)] if rest else self.rows(first))
 
     def _checked(self, values: Tensor) -> Tensor:
         if not bool(values.isfinite().all()):

@@ -13,6 +13,7 @@ A model on them:
 
 * ``shards.py``: ``Shard``, which rows, columns and layers of every weight a rank has (no torch)
 * ``memory.py``: what each rank needs, and the smallest layout that fits (no torch)
+* ``experts.py``: ``ExpertRanks``, what a mixture of experts asks of the ranks that share it
 * ``tensor.py``: kinds of ``Weight`` that stand around a shard, and an embedding that is cut by the vocabulary
 * ``load.py``: a rank's part of a model, built, and filled with its slices of the files alone
 
@@ -22,6 +23,7 @@ Training on them:
 * ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
+* ``training_memory.py``: how a run may be spread, and what each rank then needs (no torch)
 
 Beyond the memory of a device: ``offload/``, pinned host memory and files past the page cache
 """

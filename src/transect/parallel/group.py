@@ -45,6 +45,14 @@ class Group:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def most(self, number: int) -> int:
+        """The largest of the numbers that the ranks have; no device waits for it."""
+        if self.group is None:
+            return number
+        found = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return int(found)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """``[...]`` of each rank -> ``[ranks, ...]``, in the order of the ranks."""
         if self.group is None:

@@ -18,6 +18,7 @@ What the children do is a job: a function, named ``module:function``, that takes
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -34,6 +35,8 @@ import torch
 import torch.distributed as dist
 
 from .world import World
+
+log = logging.getLogger(__name__)
 
 BEGIN_S = 300.0
 """For all ranks to import torch and meet."""
@@ -164,9 +167,26 @@ class Ranks:
                 child.kill()
                 child.wait()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            self._leave()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _leave(self) -> None:
+        """Give the groups back. NCCL waits for CUDA graphs that hold its kernels, so on GPUs the wait has an end."""
+        if self.world.device.type != "cuda":
+            dist.destroy_process_group()
+            return
+        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(END_S)
+        if leaving.is_alive():
+            log.warning("NCCL has not let go within %g s: this process can start no other ranks", END_S)
+
+    def _abort(self) -> None:
+        """End NCCL's kernels that wait for a rank which is gone, so that this process gets its GPU back."""
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):
+                group._get_backend(torch.device("cuda")).abort()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -178,6 +198,8 @@ class Ranks:
         if self._closing or self.failure is not None:
             return
         self.failure = _ended(rank, child.pid, code, self._folder)
+        if self.world.device.type == "cuda":
+            threading.Thread(target=self._abort, daemon=True).start()
         for listener in self._told:
             listener(self.failure)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Sizes of the axes. The ranks count along ``tensor`` first, then ``context``, ``pipeline`` and ``data``.
+    ``expert``: the ranks along ``tensor`` and ``data`` share the experts of a model, which are cut along ``tensor`` else.
 
     Raises:
         ValueError: a size is no whole number of at least 1.
@@ -30,6 +32,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: bool = False
     context: int = 1
 
     def __post_init__(self) -> None:
@@ -68,7 +71,8 @@ class Layout:
 
     def __str__(self) -> str:
         context = f", context {self.context}" if self.context > 1 else ""
-        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}{context}"
+        experts = ", experts shared" if self.expert else ""
+        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}{context}{experts}"
 
 
 def share(size: int, part: int, parts: int) -> slice:
@@ -77,6 +81,30 @@ def share(size: int, part: int, parts: int) -> slice:
     each, more = divmod(size, parts)
     start = part * each + min(part, more)
     return slice(start, start + each + (part < more))
+
+
+def owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Who of ``ranks`` updates each parameter, of so many numbers: the largest first, each to whoever has the fewest
+    numbers so far."""
+    held = [0] * ranks
+    owner = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owner[name] = min(range(ranks), key=lambda rank: held[rank])
+        held[owner[name]] += sizes[name]
+    return owner
+
+
+def check_shares(batches: int, ranks: int) -> None:
+    """See that ranks can share the micro-batches of a step.
+
+    Raises:
+        ValueError: there are not as many for each; the message names the next number that works.
+    """
+    if batches % ranks:
+        raise ValueError(
+            f"a step has {batches} micro-batches, which {ranks} ranks cannot share evenly: set accumulate to "
+            f"{-(-batches // ranks) * ranks}"
+        )
 
 
 def under_torchrun() -> bool:

@@ -17,16 +17,18 @@ from ..models.fused_stack import FusedStack, Fusions
 from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
 from ..models.resolve import ModelSource
-from ..models.stored import Stored, StoredWeights, Values, within
+from ..models.stored import Stored, StoredWeights, Values, joined_rows, within
+from ..models.streaming.plan import StreamPlan
 from ..models.weights.dense import Dense
 from ..models.weights.int4_serving import PANEL
 from ..models.weights.packed import Packed, PackedEmbedding
 from ..models.weights.weight import Kinds
 from ..ops.cpu.library import Library
 from ..ops.opset import OpSet, resolve_ops
+from .experts import spread_experts
 from .mesh import Mesh
-from .shards import Shard
-from .tensor import ShardedEmbedding, sharded_kinds
+from .shards import Part, Shard
+from .tensor import ShardedEmbedding, sharded_kinds, sharded_norms
 
 
 def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
@@ -36,7 +38,8 @@ def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
         ValueError: the model cannot be cut so.
     """
     place, layout = mesh.place, mesh.layout
-    return Shard(config, place.tensor, layout.tensor, place.pipeline, layout.pipeline)
+    sharing = (place.data * layout.tensor + place.tensor, layout.data * layout.tensor) if layout.expert else (0, 1)
+    return Shard(config, place.tensor, layout.tensor, place.pipeline, layout.pipeline, *sharing)
 
 
 def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
@@ -47,15 +50,36 @@ def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
             yield shard.own_name(name), part_of(stored, part)
 
 
-def part_of(stored: Stored, part: tuple[slice, slice]) -> Stored:
+def part_of(stored: Stored, part: Part) -> Stored:
     """Some rows and columns of a weight, as a weight."""
-    bounds = [within(size, cut) for size, cut in zip(stored.shape, part, strict=False)]
+    if part.stack > 1:
+        return _part_of_stack(stored, part)
+    bounds = [within(size, cut) for size, cut in zip(stored.shape, part[:2], strict=False)]
     shape = tuple(cut.stop - cut.start for cut in bounds)
 
     def read(rows: slice, columns: slice) -> Values:
         inner = [within(size, cut) for size, cut in zip(shape, (rows, columns), strict=False)]
         moved = [slice(o.start + i.start, o.start + i.stop) for o, i in zip(bounds, inner, strict=True)]
         return stored.read(*moved)
+
+    return Stored(shape, read)
+
+
+def _part_of_stack(stored: Stored, part: Part) -> Stored:
+    """Some rows of each matrix of a stack, and some columns of all, as a weight."""
+    each = stored.shape[0] // part.stack
+    own = within(each, part.rows)
+    height, shape = own.stop - own.start, part.shape(stored.shape)
+
+    def read(rows: slice, columns: slice) -> Values:
+        wanted = within(shape[0], rows)
+        found = []
+        for matrix in range(wanted.start // height, -(-wanted.stop // height)):
+            first = max(0, wanted.start - matrix * height)
+            last = min(height, wanted.stop - matrix * height)
+            start = matrix * each + own.start
+            found.append(stored.read(slice(start + first, start + last), columns))
+        return joined_rows(found)
 
     return Stored(shape, read)
 
@@ -71,6 +95,7 @@ def load_shard(
     seed: int = 0,
     deterministic: bool = False,
     quantization: str | None = None,
+    stream: StreamPlan | None = None,
 ) -> tuple[Decoder, str, bool]:
     """This rank's part of a model on the CPU; a sentence for the start-up line: what computes it, and why; and whether
     that is the C++ kernels.
@@ -84,13 +109,13 @@ def load_shard(
     library, why = kernels(
         shard.local,
         dtype=dtype,
-        native=native,
+        native=native if stream is None else False,
         threads=threads,
         block_size=block_size,
         quantization=quantization,
     )
     if library is None:
-        model = _torch_model(source, shard, mesh, dtype, deterministic)
+        model = _torch_model(source, shard, mesh, dtype, deterministic, stream)
     else:
         why = f"{why}, layers one by one"
         model = _packed_model(source, shard, mesh, library, half=dtype == "auto", int4=quantization == "int4")
@@ -101,6 +126,7 @@ def load_shard(
             check_groups(shard, PANEL * 4)
         else:
             weights = rounded_layers(weights)
+    spread_experts(model, shard, mesh)
     return fill(model, shard_weights(weights, shard)).requires_grad_(False), why, library is not None
 
 
@@ -123,6 +149,7 @@ def load_shard_on_device(
     seed: int = 0,
     fusions: Fusions | None = None,
     kinds: Kinds | None = None,
+    stream: StreamPlan | None = None,
 ) -> Decoder:
     """This rank's part of a model on its GPU; the arguments are those of ``models.load.load_on_device``.
 
@@ -136,10 +163,12 @@ def load_shard_on_device(
         check_groups(shard, PANEL * 4)
     model = Decoder(shard.local, "meta", dtype, ops=ops, kinds=sharded_kinds(kinds, shard, mesh.tensor))
     shard_embedding(model, shard, mesh, dtype)
-    model = allocated(model, device)
+    join = stream is None or fusions is None or fusions.qkv
+    model = allocated(model, device, stream, join=join)
     with progress(source) as advance:
         weights = shard_weights(stored_weights(source, seed, dtype, device), shard)
         fill(model, weights, advance=advance if mesh.world.rank == 0 else None)
+    spread_experts(model, shard, mesh)
     if refusal_to_fuse(source.config) is None:
         model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
     return model
@@ -148,6 +177,7 @@ def load_shard_on_device(
 def shard_embedding(model: Decoder, shard: Shard, mesh: Mesh, dtype: torch.dtype) -> None:
     """Put this rank's part of the embedding, and of the head, into a model that is on ``meta``."""
     keep_ends(model, shard, dtype)
+    sharded_norms(model, shard, mesh.tensor)
     if mesh.tensor.size == 1 or not has_embedding(shard):
         return
     tokens = shard.vocabulary
@@ -178,8 +208,17 @@ def check_groups(shard: Shard, group: int) -> None:
     Raises:
         ValueError: one does.
     """
-    local = shard.local
-    for name, size in (("o", local.q_dim), ("down", local.ffn_dim)):
+    local, moe = shard.local, shard.local.moe
+    columns = {"o": local.q_dim}
+    if moe is None or moe.dense_layers:
+        columns["down"] = local.ffn_dim
+    if moe is not None:
+        columns |= (
+            {"shared_down": moe.shared_dim}
+            if shard.expert_ranks > 1
+            else {"experts_down": moe.expert_dim, "shared_down": moe.shared_dim}
+        )
+    for name, size in columns.items():
         if shard.ranks > 1 and size % group:
             raise ValueError(
                 f"quantization rounds groups of {group} numbers of a row together, and {shard.ranks} ranks would have "
@@ -187,12 +226,14 @@ def check_groups(shard: Shard, group: int) -> None:
             )
 
 
-def _torch_model(source: ModelSource, shard: Shard, mesh: Mesh, dtype: str, deterministic: bool) -> Decoder:
+def _torch_model(
+    source: ModelSource, shard: Shard, mesh: Mesh, dtype: str, deterministic: bool, stream: StreamPlan | None
+) -> Decoder:
     number_type = kv_dtype(dtype)
     ops = resolve_ops("cpu", batch_invariant=deterministic or number_type is torch.float32)
     model = Decoder(shard.local, "meta", number_type, ops=ops, kinds=sharded_kinds(None, shard, mesh.tensor))
     shard_embedding(model, shard, mesh, number_type)
-    return model.to_empty(device="cpu")
+    return allocated(model, "cpu", stream, join=False)
 
 
 def _packed_model(
@@ -203,6 +244,7 @@ def _packed_model(
     kinds = sharded_kinds(lambda name: packed if name == "head" else in_layers, shard, mesh.tensor)
     model = Decoder(shard.local, "meta", torch.float32, kinds=kinds)
     keep_ends(model, shard, torch.float32)
+    sharded_norms(model, shard, mesh.tensor)
     if not has_embedding(shard):
         return model.to_empty(device="cpu")
     tokens = shard.vocabulary

@@ -156,7 +156,7 @@ class Parallel:
     def _replicated(self, name: str) -> bool:
         """Whether all ranks of the tensor group have the whole of a parameter."""
         part = self.shard.part(name, self._shapes[name])
-        return part is not None and all(cut == slice(None) for cut in part)
+        return part is not None and all(cut == slice(None) for cut in part[:2])
 
     def _partial(self, name: str) -> bool:
         """Whether a rank of the tensor group has only its own part of the gradient of what it has whole."""
@@ -246,7 +246,7 @@ class Parallel:
             for name, tensor in tensors.items():
                 part = self.shard.part(name.rpartition("/")[0], tuple(tensor.shape))
                 if part is not None:
-                    found[name] = tensor[part[: tensor.ndim]]
+                    found[name] = tensor[part[:2][: tensor.ndim]]
         return found if self.spread is None else self.spread.own_state(found)
 
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -263,7 +263,7 @@ class Parallel:
                 found[name] = torch.empty(shape, dtype=tensor.dtype)
             part = self._shard_of(group.ranks[int(place)]).part(name.partition("/")[0], shape)
             assert part is not None
-            found[name][part[: len(shape)]] = tensor
+            found[name][part[:2][: len(shape)]] = tensor
         return found
 
     def _shard_of(self, rank: int) -> Shard:

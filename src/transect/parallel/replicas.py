@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .group import Group
+from .layout import owners
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together: large enough for the links, small enough to start early."""
@@ -47,13 +48,16 @@ class Replicas:
     ) -> None:
         self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
         self.parameters = dict(parameters)
-        self.owner = _owners(self.parameters, group.size) if zero else dict.fromkeys(self.parameters, group.rank)
+        sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        self.owner = owners(sizes, group.size) if zero else dict.fromkeys(self.parameters, group.rank)
         self._sums: dict[str, Tensor] = {}
         self._buckets = _buckets(self.parameters, self.owner, zero == 2)
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
         self._missing: list[int] | None = None
         """While the last micro-batch runs: gradients that each bucket waits for."""
         self._sent: list[_Sent] = []
+        self._given: set[str] = set()
+        """What had a gradient on this rank."""
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))  # type: ignore[misc]
 
@@ -86,16 +90,18 @@ class Replicas:
         """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
         self._send(len(self._buckets))
         # Not on the GPU: the host would wait there for all that it has launched.
-        seen = torch.tensor([float(self._gradient(name) is not None) for name in self.parameters])
+        seen = torch.tensor([float(name in self._given) for name in self.parameters])
         anywhere = self.group.all_reduce(seen).tolist()
         given = {name for name, ranks in zip(self.parameters, anywhere, strict=True) if ranks}
         found: dict[str, Tensor] = {}
         for sent in self._sent:
-            sent.work.wait()
+            flat = self._received(sent)
+            if flat is None:
+                continue
             at = 0
             for name in sent.names:
                 parameter = self.parameters[name]
-                values = sent.flat[at : at + parameter.numel()].view_as(parameter)
+                values = flat[at : at + parameter.numel()].view_as(parameter)
                 at += parameter.numel()
                 if name in given and self.owner[name] == self.group.rank:
                     found[name] = values
@@ -105,6 +111,7 @@ class Replicas:
     def clear(self) -> None:
         """Forget all gradients."""
         self._sums, self._sent = {}, []
+        self._given.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -135,9 +142,6 @@ class Replicas:
 
     # Buckets on their way
 
-    def _gradient(self, name: str) -> Tensor | None:
-        return self._sums.get(name, self.parameters[name].grad)
-
     def _arrived(self, name: str) -> None:
         """A gradient of the last micro-batch is there."""
         if self._missing is None:
@@ -152,51 +156,46 @@ class Replicas:
     def _send(self, end: int) -> None:
         """Start the sums of all buckets before ``end``."""
         for bucket in self._buckets[len(self._sent) : end]:
-            parts = []
+            first = self.parameters[bucket[0]]
+            numbers = sum(self.parameters[name].numel() for name in bucket)
+            flat = torch.empty(numbers, dtype=self.reduce_dtype, device=first.device)
+            at = 0
             for name in bucket:
-                parameter, gradient = self.parameters[name], self.parameters[name].grad
-                if name in self._sums:
-                    gradient = self._sums[name] if gradient is None else self._sums[name].add_(gradient)
+                parameter = self.parameters[name]
+                part = flat[at : at + parameter.numel()]
+                at += parameter.numel()
+                gradient, sums = parameter.grad, self._sums.pop(name, None)  # from here on the bucket has them
+                if sums is not None:
+                    gradient = sums if gradient is None else sums.add_(gradient)
                 if gradient is None:
-                    gradient = torch.zeros_like(parameter)
-                parts.append(gradient.reshape(-1).to(self.reduce_dtype))
-            flat = torch.cat(parts)
+                    part.zero_()
+                else:
+                    part.copy_(gradient.reshape(-1))
+                    self._given.add(name)
+                parameter.grad = None
             if self.zero == 2:
                 target = self.group.ranks[self.owner[bucket[0]]]
                 work = dist.reduce(flat, target, group=self.group.group, async_op=True)
+                for sent in self._sent[-2:-1]:
+                    self._received(sent)
             else:
                 work = dist.all_reduce(flat, group=self.group.group, async_op=True)
             self._sent.append(_Sent(bucket, flat, work))
 
-
-def check_shares(batches: int, ranks: int) -> None:
-    """See that ranks can share the micro-batches of a step.
-
-    Raises:
-        ValueError: there are not as many for each; the message names the next number that works.
-    """
-    if batches % ranks:
-        raise ValueError(
-            f"a step has {batches} micro-batches, which {ranks} ranks cannot share evenly: set accumulate to "
-            f"{-(-batches // ranks) * ranks}"
-        )
+    def _received(self, sent: _Sent) -> Tensor | None:
+        """A bucket when its sum is there; what another rank updates is given back, and None."""
+        sent.work.wait()
+        if self.zero == 2 and self.owner[sent.names[0]] != self.group.rank:
+            sent.flat = None
+        return sent.flat
 
 
 class _Sent:
     """A bucket whose sum is on its way."""
 
     def __init__(self, names: Sequence[str], flat: Tensor, work: Any) -> None:
-        self.names, self.flat, self.work = names, flat, work
-
-
-def _owners(parameters: Mapping[str, nn.Parameter], ranks: int) -> dict[str, int]:
-    """Who updates each parameter: the largest first, each to whoever has the fewest numbers so far."""
-    held = [0] * ranks
-    owner = {}
-    for name in sorted(parameters, key=lambda name: -parameters[name].numel()):
-        owner[name] = min(range(ranks), key=lambda rank: held[rank])
-        held[owner[name]] += parameters[name].numel()
-    return owner
+        self.names, self.work = names, work
+        self.flat: Tensor | None = flat
 
 
 def _buckets(parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], by_owner: bool) -> list[list[str]]:

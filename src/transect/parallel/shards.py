@@ -5,12 +5,16 @@ outputs, o and down by their inputs, so that a layer needs two sums over the ran
 are fewer than ranks. The embedding and the head are cut by the vocabulary. Norms, learned positions and the biases of o
 and down are whole on every rank.
 
+Experts are cut in the same way, each of them, and shared experts too. Or they are shared out (expert parallel): a rank
+has some experts, whole. Routers are whole on every rank.
+
 Along the pipeline axis each stage has a run of layers; the first has the embedding too, the last the norm and the head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..models.config import ModelConfig
 from ..models.shapes import weight_shapes
@@ -20,8 +24,24 @@ ALL = slice(None)
 ROWS = 16
 """The parts of the vocabulary are whole groups of so many rows, as packed matrices want them, but for the last."""
 
-CUT_OUTPUTS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
-CUT_INPUTS = ("attention.o", "mlp.down")
+CUT_OUTPUTS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up", "mlp.shared_gate", "mlp.shared_up")
+CUT_INPUTS = ("attention.o", "mlp.down", "mlp.shared_down")
+CUT_HEADS = {"attention.sinks": False, "attention.q_norm": False, "attention.k_norm": True}
+"""What has a number for each head, or for each number of one: whether these are key heads."""
+
+
+class Part(NamedTuple):
+    """Rows and columns of a weight. ``stack``: it is so many equal matrices, one below the other, and ``rows`` are
+    those of each."""
+
+    rows: slice
+    columns: slice
+    stack: int = 1
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this part of a weight of shape ``whole``."""
+        rows = self.stack * len(range(whole[0] // self.stack)[self.rows])
+        return (rows, *(len(range(size)[self.columns]) for size in whole[1:]))
 
 
 def vocabulary_part(vocab_size: int, rank: int, ranks: int) -> slice:
@@ -50,6 +70,7 @@ class Shard:
         model: the whole model.
         rank, ranks: along the tensor axis.
         stage, stages: along the pipeline axis.
+        expert_rank, expert_ranks: among the ranks that share the experts; 1: each expert is cut along the tensor axis.
 
     Raises:
         ValueError: the model cannot be cut so.
@@ -60,9 +81,11 @@ class Shard:
     ranks: int = 1
     stage: int = 0
     stages: int = 1
+    expert_rank: int = 0
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
-        self.model.local(self.ranks)
+        self.model.local(self.ranks, self.expert_ranks)
         if self.stages > self.model.n_layers:
             raise ValueError(
                 f"pipeline_parallel_size is {self.stages}, and the model has {self.model.n_layers} layers: every stage "
@@ -88,26 +111,35 @@ class Shard:
     @property
     def local(self) -> ModelConfig:
         """The sizes of what this rank computes: heads, feed-forward units and layers; the vocabulary is the whole."""
-        whole = self.model.local(self.ranks)
+        whole = self.model.local(self.ranks, self.expert_ranks)
         if self.stages == 1:
             return whole
         layers = self.layers
         moe = whole.moe
         if moe is not None:
             moe = replace(moe, dense_layers=self._own(moe.dense_layers))
-        full = self._own(whole.full_attention_layers)
-        return replace(whole, n_layers=layers.stop - layers.start, full_attention_layers=full, moe=moe)
+        full, still = self._own(whole.full_attention_layers), self._own(whole.no_rope_layers)
+        return replace(
+            whole, n_layers=layers.stop - layers.start, full_attention_layers=full, no_rope_layers=still, moe=moe
+        )
 
     def _own(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """Those of some layers that this stage has, by its own count."""
         return tuple(i - self.layers.start for i in layers if self.layers.start <= i < self.layers.stop)
 
     @property
+    def experts(self) -> slice:
+        """The experts that this rank has a part of: all, or with expert parallel its own."""
+        assert self.model.moe is not None
+        each = self.model.moe.experts // self.expert_ranks
+        return slice(self.expert_rank * each, (self.expert_rank + 1) * each)
+
+    @property
     def vocabulary(self) -> slice:
         """The tokens whose rows of the embedding and of the head this rank has."""
         return vocabulary_part(self.model.vocab_size, self.rank, self.ranks)
 
-    def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, slice] | None:
+    def part(self, name: str, shape: tuple[int, ...]) -> Part | None:
         """The rows and columns of the weight ``name`` (of ``shape`` in the files) that this rank has; None: nothing."""
         module = name.rpartition(".")[0]
         if module.startswith("layers."):
@@ -115,17 +147,39 @@ class Shard:
             if not self.layers.start <= int(layer) < self.layers.stop:
                 return None
             if inner in CUT_OUTPUTS:
-                return self._even(shape[0], inner in ("attention.k", "attention.v")), ALL
+                return Part(self._even(shape[0], inner in ("attention.k", "attention.v")), ALL)
             if inner in CUT_INPUTS and len(shape) == 2:
-                return ALL, self._even(shape[1])
-            return ALL, ALL
+                return Part(ALL, self._even(shape[1]))
+            if inner.startswith("mlp.experts_"):
+                return self._expert_part(inner, shape)
+            return self._head_part(name.split(".", 2)[2], shape)
         if module in ("embed", "position_embed"):
             tied = module == "embed" and self.last and self.model.tied_embeddings
             if not (self.first or tied):
                 return None
         elif module == "head" and not self.last:
             return None
-        return (self.vocabulary if module in ("embed", "head") else ALL), ALL
+        return Part(self.vocabulary if module in ("embed", "head") else ALL, ALL)
+
+    def _expert_part(self, inner: str, shape: tuple[int, ...]) -> Part | None:
+        """Of the matrices or the biases of all experts of a layer."""
+        assert self.model.moe is not None
+        experts = self.model.moe.experts
+        if self.expert_ranks > 1:
+            each = shape[0] // self.expert_ranks
+            return Part(slice(self.expert_rank * each, (self.expert_rank + 1) * each), ALL)
+        if inner != "mlp.experts_down":
+            return Part(self._even(shape[0] // experts), ALL, experts)
+        if len(shape) == 2:
+            return Part(ALL, self._even(shape[1]))
+        return None if self.rank else Part(ALL, ALL)  # one rank adds the bias
+
+    def _head_part(self, name: str, shape: tuple[int, ...]) -> Part:
+        """Of what a layer has beside its matrices."""
+        module = name.removesuffix(".weight")
+        if module in CUT_HEADS and (module == "attention.sinks" or self.model.qk_norm_whole):
+            return Part(self._even(shape[0], CUT_HEADS[module]), ALL)
+        return Part(ALL, ALL)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """What this rank has of every weight: the shape of its part, by the name in the whole model."""
@@ -133,7 +187,7 @@ class Shard:
         for name, shape in weight_shapes(self.model).items():
             part = self.part(name, shape)
             if part is not None:
-                found[name] = tuple(len(range(size)[cut]) for size, cut in zip(shape, part, strict=False))
+                found[name] = part.shape(shape)
         return found
 
     def own_name(self, name: str) -> str:
@@ -165,6 +219,8 @@ class Shard:
                 f"key heads {_span(keys)} of {model.n_kv_heads}",
                 f"tokens {_span(self.vocabulary)} of {model.vocab_size}",
             ]
+        if self.expert_ranks > 1 and model.moe is not None:
+            parts.append(f"experts {_span(self.experts)} of {model.moe.experts}")
         if self.stages > 1:
             parts += [f"layers {_span(self.layers)} of {model.n_layers}"]
             parts += ["embedding"] if self.first else []

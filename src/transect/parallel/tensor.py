@@ -17,10 +17,13 @@ Shapes: T tokens, I inputs, O outputs, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.decoder import Decoder
 from ..models.staging import Staging
 from ..models.storage import WeightFormat
 from ..models.weights.dense import Dense
@@ -166,6 +169,8 @@ def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group, *, sequence: 
             return made
         if name in ("attention.o", "mlp.down"):
             return _wrapped(made, lambda inner, bias: SummedShard(inner, group, bias, sequence))
+        if name == "mlp.experts_down" and shard.rank and shard.expert_ranks == 1:
+            return _without_bias(made)  # their sums have that of rank 0
         if name == "head":
             rows = shard.vocabulary.stop - shard.vocabulary.start
             return _wrapped(made, lambda inner, bias: GatheredShard(inner, group, shard.model.vocab_size), rows)
@@ -176,6 +181,31 @@ def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group, *, sequence: 
 
 def _dense(name: str) -> WeightKind:
     return Dense
+
+
+def sharded_norms(model: Decoder, shard: Shard, group: Group) -> None:
+    """Have norms over all heads of q, or of k, count those of the other ranks."""
+    if group.size == 1 or not shard.model.qk_norm_whole:
+        return
+    for layer in model.layers:
+        for norm in (layer.attention.q_norm, layer.attention.k_norm):  # type: ignore[union-attr]
+            norm.op = partial(_norm_of_all, group)  # type: ignore[union-attr]
+
+
+def _norm_of_all(group: Group, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of rows that lie in parts of one width on the ranks of a group, ``[T, part]``. Where key heads are
+    repeated, each is there equally often, so the mean is that of all."""
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    squares = group.all_reduce(wide.square().sum(-1, keepdim=True))
+    scaled = wide * torch.rsqrt(squares / (group.size * x.shape[-1]) + eps)
+    return (scaled * weight.to(wide.dtype)).to(x.dtype)
+
+
+def _without_bias(kind: WeightKind) -> WeightKind:
+    def make(out_features: int, in_features: int, bias: bool = False, **how: Any) -> Weight:
+        return kind(out_features, in_features, False, **how)
+
+    return make
 
 
 def _wrapped(

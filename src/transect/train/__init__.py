@@ -4,7 +4,8 @@
 * ``files.py``: files of training data and their rows. ``layouts.py``: layouts of rows, told apart by their keys.
   ``documents.py``: rows and text to token ids; ``chat.py``: with which chat template. ``checks.py``: what of a file
   can be trained on.
-* ``tokens.py``: token streams and token files; ``tokenize.py`` writes them. ``data.py``: files to streams, and the
+* ``tokens.py``: token streams and token files; ``tokenize.py`` writes them, from the ``chunks.py`` of other files;
+  ``streaming.py`` reads those as the run goes. ``data.py``: files to streams, and the
   position in them. ``batches.py``: documents packed side by side; ``mixing.py``: how
   often each file's come.
 * ``model.py``: the model of a run. ``lora.py``: adapters; ``qlora.py``: a 4-bit base under them. ``activations.py``:
@@ -21,11 +22,8 @@
   ``schedule.py``: the learning rate.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
-<<<<<<< HEAD
 * ``best.py``: the best checkpoint, and early stopping. ``samples.py``: answers while training.
-=======
 * ``export.py``: adapters and merged models for other programs.
->>>>>>> main
 * ``crew.py``: the ranks that train together, as the loop sees them; ``follow.py``: how they are started, and what all
   but the first do.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.

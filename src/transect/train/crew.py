@@ -8,6 +8,7 @@ summed, is the business of ``parallel/parallelize.py``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from ..models.stored import StoredWeights
+from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, Plan, parallelize
-from ..parallel.replicas import Replicas, check_shares
+from ..parallel.replicas import Replicas
 from ..parallel.sharded import Sharded
 from ..parallel.world import World
 from .batches import Batch
 from .config import TrainConfig
 from .model import Trainable
-from .optim import Optimizer
+from .optim import Offload, Optimizer
 
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,6 +89,22 @@ class Crew:
         if self.parallel is None:
             return trainable.parameters, shapes
         return self.parallel.share(trainable.parameters, recompute), shapes
+
+    def offload(self) -> Offload | None:
+        """How this rank offloads its optimizer; None: it does not."""
+        parallel = self.config.parallel
+        if parallel.offload == "none":
+            return None
+        rank, ranks = (0, 1) if self.world is None else (self.world.rank, self.world.on_host)
+        alone = self.parallel is None or self.parallel.spread is None
+        cores = self.config.threads or len(os.sched_getaffinity(0)) // ranks
+        return Offload(
+            folder=str(Path(parallel.offload_path) / f"rank-{rank}") if parallel.offload_path else "",
+            delay=parallel.delayed_update,
+            watch=self.parallel is None,
+            wide=not alone or self.config.accumulate > 1,
+            threads=max(1, cores),
+        )
 
     def gradients(
         self, batches: Sequence[Batch], loss_of: Callable[[int, Batch], Tensor], optimizer: Optimizer, losses: Tensor
@@ -201,6 +219,8 @@ def check(config: TrainConfig) -> None:
         ValueError: it cannot; the message names the nearest way that works.
     """
     parallel = config.parallel
+    if parallel.offload != "none":
+        _check_offload(config)
     if parallel.layout.size == 1:
         return
     check_shares(config.accumulate, parallel.data)
@@ -233,6 +253,16 @@ def _check_cut(config: TrainConfig, what: str, key: str) -> None:
         )
     if config.samples.prompts:
         raise ValueError(f"samples are drawn from a whole model, and {what} cuts it: {instead}")
+
+
+def _check_offload(config: TrainConfig) -> None:
+    none = 'or parallel.offload to "none"'
+    if config.optimizer.name != "adamw":
+        raise ValueError(f'parallel.offload is for AdamW: set optimizer.name to "adamw", {none}')
+    if config.task in ("lora", "qlora"):
+        raise ValueError('parallel.offload is for runs that train all weights: set it to "none", adapters are small')
+    if config.precision == "bfloat16":
+        raise ValueError(f'parallel.offload keeps float32 states: set precision to "mixed", {none}')
 
 
 def _backward(loss: Tensor, share: float, found: Tensor) -> None:

@@ -114,6 +114,8 @@ class Position:
 
     epoch: int = 0
     index: int = 0
+    section: int = 0
+    """The part of an epoch that ``index`` counts in, for data that is streamed."""
 
 
 class Loader:

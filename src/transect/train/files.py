@@ -42,11 +42,13 @@ class DataFile:
     Attributes:
         kind: ``tokens``, ``text``, ``lines``, ``json``, ``table``, ``parquet`` or ``datasets``.
         zipped: its content is compressed with gzip.
+        groups: the row groups of a parquet file that are read; None: all.
     """
 
     path: Path
     kind: str
     zipped: bool = False
+    groups: range | None = None
 
     def text(self) -> str:
         """The whole of a text file.
@@ -132,7 +134,9 @@ class DataFile:
 
         try:
             with parquet.ParquetFile(self.path) as file:
-                yield from _numbered(self.path, file.iter_batches(256))
+                groups = self.groups or range(file.num_row_groups)
+                before = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+                yield from _numbered(self.path, file.iter_batches(256, row_groups=list(groups)), before)
         except pyarrow.ArrowException as error:
             raise ValueError(f"{self.path} is not a parquet file that can be read: {error}") from None
 
@@ -213,8 +217,19 @@ def json_object(line: str) -> dict[str, Any] | ValueError:
     return row if isinstance(row, dict) else ValueError("a line must be a JSON object")
 
 
-def _numbered(path: Path, batches: Iterator[Any]) -> Iterator[Row]:
-    number = 0
+def row_group_bytes(path: Path) -> list[int]:
+    """Bytes of each row group of a parquet file, before compression. ValueError if it is none."""
+    pyarrow = _pyarrow(path)
+    import pyarrow.parquet as parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            return [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a parquet file that can be read: {error}") from None
+
+
+def _numbered(path: Path, batches: Iterator[Any], number: int = 0) -> Iterator[Row]:
     for batch in batches:
         for row in batch.to_pylist():
             number += 1

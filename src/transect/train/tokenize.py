@@ -1,6 +1,6 @@
 """``transect data tokenize``: turns text and chats into a token file, on all cores, and resumes where it stopped.
 
-The input is cut into chunks: a whole text file, or some megabytes of lines of a JSONL file. Workers tokenize a chunk
+The input is cut into chunks (``chunks.py``). Workers tokenize a chunk
 each and put the result into ``NAME.tokens/parts/``; a part is renamed into place when it is whole. When all are there
 they are joined in order. A run that was interrupted finds the parts that it had finished; ``parts/plan`` tells whether
 they are of the same input, cut the same way, by the same tokenizer.
@@ -13,9 +13,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,30 +26,12 @@ from ..models.resolve import resolve
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .chat import run_template
+from .chunks import CHUNK_BYTES, Chunk, cut
 from .config import DataConfig
 from .data import collect
 from .documents import Reader
-from .files import DataFile, Row, find, json_object
+from .files import find
 from .tokens import SUFFIX, token_dtype, write_meta
-
-CHUNK_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Bytes ``start`` to before ``end`` of a file: whole lines of JSONL, or a whole file of another kind."""
-
-    path: str
-    start: int
-    end: int
-    first_line: int
-    """Number of the first line, for messages."""
-    kind: str
-    zipped: bool = False
-
-    @property
-    def whole_lines(self) -> bool:
-        return self.kind == "lines" and not self.zipped
 
 
 def tokenize(
@@ -90,8 +72,8 @@ def tokenize(
     parts = output / "parts"
     chats = _prepare(output, parts, chunks, tokenizer.fingerprint, chats or DataConfig())
     missing = [i for i in range(len(chunks)) if not (parts / f"{i:06}.npz").exists()]
-    total = sum(chunk.end - chunk.start for chunk in chunks)
-    done = total - sum(chunks[i].end - chunks[i].start for i in missing)
+    total = sum(chunk.size for chunk in chunks)
+    done = total - sum(chunks[i].size for i in missing)
     progress(done, total)
     context = get_context("spawn")
     count = max(1, min(workers or len(os.sched_getaffinity(0)), len(missing) or 1))
@@ -103,53 +85,12 @@ def tokenize(
             for future in as_completed(futures):
                 future.result()
                 chunk = chunks[futures[future]]
-                done += chunk.end - chunk.start
+                done += chunk.size
                 progress(done, total)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint)
-
-
-def cut(file: DataFile, chunk_bytes: int) -> Iterator[Chunk]:
-    """The chunks of a file. ValueError if it cannot be read."""
-    path = file.path
-    if file.kind == "tokens":
-        raise ValueError(f"{path} is tokenized already")
-    try:
-        inside = path.rglob("*") if path.is_dir() else [path]
-        size = sum(found.stat().st_size for found in inside if found.is_file())
-        if file.kind != "lines" or file.zipped:
-            if size:
-                yield Chunk(str(path), 0, size, 1, file.kind, file.zipped)
-            return
-        with path.open("rb") as opened:
-            start, line = 0, 1
-            while start < size:
-                block = opened.read(chunk_bytes) + opened.readline()
-                if not block:
-                    break
-                yield Chunk(str(path), start, start + len(block), line, file.kind)
-                start += len(block)
-                line += block.count(b"\n")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _lines(chunk: Chunk) -> Iterator[Row]:
-    """The rows of a chunk of JSONL."""
-    with open(chunk.path, "rb") as file:
-        file.seek(chunk.start)
-        data = file.read(chunk.end - chunk.start)
-    try:
-        lines = data.decode("utf-8-sig" if chunk.start == 0 else "utf-8").split("\n")  # not at U+2028
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{chunk.path} is not UTF-8 text ({error.reason} at byte {chunk.start + error.start}): convert it"
-        ) from None
-    for number, line in enumerate(lines, chunk.first_line):
-        if line.strip():
-            yield f"{chunk.path}, line {number}", json_object(line)
 
 
 def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str, chats: DataConfig) -> DataConfig:
@@ -184,10 +125,8 @@ def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | No
 def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     tokenizer, template, vocab_size = _reader(model, chats)
-    source = DataFile(Path(chunk.path), chunk.kind, chunk.zipped)
     reader = Reader(tokenizer, template, apart=chats.turns == "apart")
-    documents = reader.rows(chunk.path, _lines(chunk)) if chunk.whole_lines else reader.file(source)
-    stream = collect(documents, vocab_size, source.path, allow_empty=True)
+    stream = collect(chunk.documents(reader), vocab_size, Path(chunk.path), allow_empty=True)
     part = Path(f"{target}.{os.getpid()}.part")
     arrays = {"tokens": stream.tokens, "ends": stream.ends}
     if stream.trained is not None:

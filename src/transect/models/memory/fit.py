@@ -7,14 +7,18 @@ all weights, then adapters on a base of 4 bits. First each alone; if none is eno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..config import ModelConfig
 from .kept import Kept
 from .terms import Estimate, gib
-from .training import TrainingPlan, training
+from .training import training
+from .training_plan import TrainingPlan
 
+Estimator = Callable[[ModelConfig, TrainingPlan], Estimate]
+"""Gives the account of a plan: of one device, or of the rank that needs most where there are several
+(``parallel/training_memory.py``)."""
 PLANS: tuple[Kept, ...] = ("none", "selective", "full")
 """From the fastest to the one that needs least."""
 
@@ -32,38 +36,47 @@ class Change:
         return f"{what} (needs {gib(self.estimate.needed)})"
 
 
-def first_that_fits(config: ModelConfig, plan: TrainingPlan, budget: int) -> tuple[TrainingPlan, Estimate] | None:
+def first_that_fits(
+    config: ModelConfig, plan: TrainingPlan, budget: int, account: Estimator = training
+) -> tuple[TrainingPlan, Estimate] | None:
     """``plan`` under the first checkpointing that fits in ``budget`` bytes; None if none does. With merged layers, as
     many layers as then still fit keep everything."""
     for kept in PLANS:
         candidate = replace(plan, checkpointing=kept)
-        estimate = training(config, candidate)
+        estimate = account(config, candidate)
         if not estimate.fits(budget):
             continue
         most = config.n_layers - 1 if plan.merged and kept != "none" else 0
         for whole in range(most, 0, -1):
             better = replace(candidate, whole=whole)
-            if (more := training(config, better)).fits(budget):
+            if (more := account(config, better)).fits(budget):
                 return better, more
         return candidate, estimate
     return None
 
 
-def smallest_change(config: ModelConfig, plan: TrainingPlan, budget: int) -> Change | None:
+def smallest_change(
+    config: ModelConfig, plan: TrainingPlan, budget: int, account: Estimator = training
+) -> Change | None:
     """The first change, in the order above, that makes ``plan`` fit in ``budget`` bytes; None if nothing does."""
     for candidate in _candidates(plan):
-        estimate = training(config, candidate)
+        try:
+            estimate = account(config, candidate)
+        except ValueError:  # it cannot be spread as the plan is
+            continue
         if estimate.fits(budget):
             return Change(candidate, tuple(_differences(plan, candidate)), estimate)
     return None
 
 
-def refusal(config: ModelConfig, plan: TrainingPlan, budget: int, estimate: Estimate) -> str:
+def refusal(
+    config: ModelConfig, plan: TrainingPlan, budget: int, estimate: Estimate, account: Estimator = training
+) -> str:
     """Why a run cannot start, and what to change: one sentence."""
     worst = estimate.worst
     most = sorted(worst.held.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{name} {gib(size)}" for name, size in most)
-    change = smallest_change(config, plan, budget)
+    change = smallest_change(config, plan, budget, account)
     advice = f"set {change}" if change else "take a smaller model, a shorter data.seq_len, or a device with more memory"
     needs = f"this run needs {gib(estimate.needed)} and {gib(budget)} are free"
     return f"{needs} (most at the {worst.name}: {parts}): {advice}"

@@ -38,11 +38,13 @@ class Estimate:
         terms: each purpose once, with the most it ever holds.
         phases: in the order in which they come; the peak is the largest of them, not the sum of the terms.
         margin: bytes beyond the peak that a device must have: pages of the allocator that are partly used.
+        host: what the rank holds in the memory of the host in place of its device's.
     """
 
     terms: tuple[Term, ...]
     phases: tuple[Phase, ...]
     margin: Term
+    host: tuple[Term, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -70,6 +72,7 @@ class Estimate:
             "margin": self.margin.bytes,
             "needed": self.needed,
             "terms": [{"name": t.name, "bytes": t.bytes, "why": t.why} for t in self.terms],
+            "host": [{"name": t.name, "bytes": t.bytes, "why": t.why} for t in self.host],
             "phases": [{"name": p.name, "bytes": p.bytes, "held": dict(p.held)} for p in self.phases],
         }
 

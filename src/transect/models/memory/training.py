@@ -13,19 +13,17 @@ Shapes: T tokens of a micro-batch, D model dim, F ffn dim, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from ..config import ModelConfig
-from ..shapes import largest_matrix, linear_shapes, weight_shapes
+from ..shapes import largest_matrix
 from ..storage import int4_format, nf4_format
-from .kept import Backend, Kept, LayerKept, Reads, layer_kept, outside_layers
+from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
+from .part import Gradients, Part, below, count
 from .terms import Estimate, Phase, Term, gib
+from .training_plan import TrainingPlan, state_bytes, step_bytes, trained_shapes
 
-Task = Literal["pretrain", "finetune", "lora", "qlora"]
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 LOSS_CHUNK = 1024
 """Tokens whose logits the fused loss holds on a GPU; twice as many for narrow models (``ops/linear_cross_entropy``)."""
 LOSS_ELEMENTS = 2**23
@@ -37,194 +35,106 @@ CUBLAS_WORKSPACE = 32 * 2**20
 MARGIN = {"gpu": 0.05, "cpu": 0.10}
 """Share of the peak that must be free beside it."""
 FIXED_MARGIN = 256 * 2**20
-WIDE = 2**22
-"""Elements of a 16-bit parameter that AdamW holds in float32 at a time, where it is not one kernel."""
-SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
-"""The 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
-    """A way to train. Names and meanings are those of the training configuration.
-
-    Attributes:
-        micro_batch: tokens of one forward pass.
-        accumulate: micro-batches to a step: with more than one, gradients are there during the next forward pass.
-        rollouts: tokens that the paged cache of ``grpo`` holds while it draws answers.
-        reference: what is trained is kept a second time, as it was when the run began.
-        teacher: numbers of the frozen model that is distilled.
-        backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
-        merged: on a GPU, each layer is one node (``merged.py``).
-        whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
-        targets: last parts of the names of what has an adapter: matrices of the layers, ``embed``, ``head``.
-        base_format, group: of the frozen base of ``qlora``.
-        saved: weights that are trained whole beside adapters, by canonical name without ``.weight``.
-    """
-
-    task: Task = "finetune"
-    objective: Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"] = "next_token"
-    precision: Literal["float32", "bfloat16", "mixed"] = "float32"
-    optimizer: Literal["adamw", "adamw8bit", "lamb", "muon"] = "adamw"
-    checkpointing: Kept = "none"
-    seq_len: int = 1024
-    micro_batch: int = 4096
-    accumulate: int = 1
-    rank: int = 16
-    targets: tuple[str, ...] = TARGETS
-    group: int = 64
-    rollouts: int = 0
-    reference: bool = False
-    teacher: int = 0
-    backend: Backend = "gpu"
-    merged: bool = False
-    whole: int = 0
-    saved: tuple[str, ...] = ()
-    base_format: Literal["int4", "nf4"] = "int4"
-
-    @property
-    def trains_head(self) -> bool:
-        """Whether the matrix that gives the logits has a gradient."""
-        return not self.adapted or "head" in self.targets or bool({"embed", "head"} & set(self.saved))
-
-    @property
-    def element(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return 4 if self.precision == "float32" else 2
-
-    @property
-    def master(self) -> bool:
-        """Whether the optimizer has float32 copies of what is trained: with mixed precision, and of adapters."""
-        return self.precision == "mixed" or (self.adapted and self.element < 4)
-
-    @property
-    def adapted(self) -> bool:
-        """Whether adapters are trained and the model is frozen."""
-        return self.task in ("lora", "qlora")
-
-    def reads(self, config: ModelConfig) -> Reads:
-        """Whose gradient needs its input."""
-        return Reads.adapters(config, self.targets, self.rank) if self.adapted else Reads.everything(config)
+def training(config: ModelConfig, plan: TrainingPlan, part: Part | None = None) -> Estimate:
+    """The account of ``plan`` for a model; of one rank, where it has a ``part`` of the model (``parallel/memory``)."""
+    return Account(plan, part or Part.whole(config)).estimate()
 
 
-def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[int, ...]]:
-    """What is trained, by name."""
-    if not plan.adapted:
-        return weight_shapes(config)
-    found: dict[str, tuple[int, ...]] = {}
-    for layer in range(config.n_layers):
-        for name, ((outputs, inputs), _) in linear_shapes(config, layer).items():
-            if name.split(".")[1] in plan.targets:
-                found[f"layers.{layer}.{name}.a"] = (plan.rank, inputs)
-                found[f"layers.{layer}.{name}.b"] = (outputs, plan.rank)
-    for name in {"embed", "head"} & set(plan.targets):
-        found |= {f"{name}.a": (plan.rank, config.dim), f"{name}.b": (config.vocab_size, plan.rank)}
-    shapes = weight_shapes(config)
-    return found | {f"{name}.weight": shapes[f"{name}.weight"] for name in plan.saved}
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Weights that are whole for a while, by term: between the layers' passes, and during them."""
+
+    outside: dict[str, int]
+    layers: dict[str, int]
 
 
-def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
-    """What the optimizer keeps for one parameter, its master copy not counted."""
-    size = math.prod(shape)
-    each = 4 if plan.master else plan.element
-    if plan.optimizer == "adamw8bit":
-        return 8 * size if size < SMALL_PARAMETER else -(-size // BLOCK) * (2 * BLOCK + 8)
-    if plan.optimizer == "muon" and _by_muon(name, shape):
-        return each * size
-    return 2 * each * size
+class Account:
+    """Collects terms, then phases, of one rank."""
 
-
-def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
-    """What the optimizer needs beside the state while it changes one parameter."""
-    size = math.prod(shape)
-    master = plan.master
-    each = 4 if master else plan.element
-    if plan.optimizer == "adamw" and plan.backend == "gpu":
-        return 0  # one kernel over all of them
-    wide_gradient = 4 * size if master else 0
-    if plan.optimizer == "adamw8bit" and size >= SMALL_PARAMETER:
-        # both moments, weight and gradient in float32, and two more to encode
-        return 24 * min(size, CHUNK * BLOCK) + wide_gradient
-    if plan.optimizer == "lamb" and len(shape) >= 2:  # the step, and in 16 bits weight, gradient and moments
-        return (4 if each == 4 else 20) * size + wide_gradient
-    if plan.optimizer == "muon" and _by_muon(name, shape):
-        product = 2 if plan.backend == "gpu" else 4
-        return each * size + 4 * product * size + 4 * product * min(shape) ** 2 + wide_gradient
-    if each < 4:  # weight, gradient, both moments and the root of v in float32, a part at a time
-        return 20 * min(size, WIDE)
-    return each * size + wide_gradient  # the root of v
-
-
-def training(config: ModelConfig, plan: TrainingPlan) -> Estimate:
-    """The account of ``plan`` for a model."""
-    return _Account(config, plan).estimate()
-
-
-class _Account:
-    """Collects terms, then phases."""
-
-    def __init__(self, config: ModelConfig, plan: TrainingPlan) -> None:
-        self.config, self.plan = config, plan
+    def __init__(self, plan: TrainingPlan, part: Part) -> None:
+        self.plan, self.part = plan, part
+        config = self.config = part.config
         self.e = plan.element
-        self.trained = trained_shapes(config, plan)
+        self.tokens = -(-plan.micro_batch // part.context)
+        """Those of a micro-batch that this rank computes."""
+        self.narrow = config if not part.sequence else replace(config, dim=-(-config.dim // part.tensor))
+        """The norms of a rank that has fewer tokens of them take as much as norms with fewer columns."""
+        self.trained = trained_shapes(config, plan) if plan.adapted else dict(part.shapes)
+        self.gradients = Gradients(part, self.trained, self.e, plan.accumulate // part.data > 1)
+        self.owned = {n: s for n, s in self.trained.items() if part.owned is None or n in part.owned}
+        if part.zero == 3:
+            self.owned = {name: (part.pieces(math.prod(shape)),) for name, shape in self.trained.items()}
         self.reads = plan.reads(config)
-        self.sums = 4 * _count(self.trained) if plan.accumulate > 1 and self.e < 4 else 0
-        """Gradients of 16 bits are added up in float32."""
         self.terms: list[Term] = []
         checkpointed = config.n_layers - plan.whole
         self.plans: list[Kept] = [*[plan.checkpointing] * checkpointed, *["none"] * plan.whole]  # type: ignore[list-item]
         self.layers: list[LayerKept | MergedKept]
         if plan.merged:
             rank = plan.rank if plan.adapted else 0
-            self.layers = [merged_kept(config, plan.targets, rank, self.e)] * config.n_layers
+            self.layers = [merged_kept(self.narrow, plan.targets, rank, self.e)] * config.n_layers
             self.beside, self.largest = matrix_numbers(config, plan.targets, rank)
         else:
-            rest = layer_kept(config, self.reads, self.e, plan.backend)
-            start = layer_kept(config, self.reads, self.e, plan.backend, first=True)
+            rest = layer_kept(self.narrow, self.reads, self.e, plan.backend)
+            start = layer_kept(self.narrow, self.reads, self.e, plan.backend, first=True)
             self.layers = [start, *[rest] * (config.n_layers - 1)]
-        self.outside = outside_layers(config, self.reads, self.e, plan.backend)
-        self.table = self.e * config.vocab_size * config.dim
+        self.outside = outside_layers(self.narrow, self.reads, self.e, plan.backend)
+        self.table = self.e * math.prod(part.shapes.get("embed.weight", (0,)))
+        self.host: tuple[Term, ...] = ()
 
     def term(self, name: str, size: float, why: str) -> int:
         self.terms.append(Term(name, int(size), why))
         return int(size)
 
     def estimate(self) -> Estimate:
-        plan = self.plan
+        plan, part, gradients = self.plan, self.part, self.gradients
         static = self.static()
-        whole_gradient = self.gradient_bytes("")
-        self.term(
-            "gradients",
-            whole_gradient,
-            f"{_count(self.trained)} trained numbers of {self.e} bytes; all of them exist when the optimizer steps",
-        )
-        if self.sums:
-            self.term("gradient sums", self.sums, "float32, over the micro-batches of a step")
-        earlier = {"gradients": self.sums or whole_gradient} if plan.accumulate > 1 else {}
+        shown = self.e * gradients.numbers if part.data == 1 else gradients.stepping
+        if gradients.leave:
+            shown = gradients.at_the_end
+        self.term("gradients", shown, gradients.why)
+        if gradients.sums:
+            self.term("gradient sums", gradients.sums, "float32, over the micro-batches of a step")
+        if part.data > 1 and gradients.at_the_end > gradients.stepping:
+            self.term("buckets", gradients.at_the_end - gradients.stepping, "gradients on their way between ranks")
+        earlier = {"gradients": gradients.waiting}
+        gathered = self.gathered()
         kept = self.kept_bytes(self.config.n_layers)
         self.term("activations", kept, self.why_kept())
         phases = [*self.loading(), Phase("before the first step", static)]
+        busy = dict(static)
+        if part.in_flight > 1:
+            why = f"of {part.in_flight - 1} micro-batches more, on their way through the stages"
+            busy["activations in flight"] = self.term("activations in flight", (part.in_flight - 1) * kept, why)
         if plan.rollouts:
             cache = 2 * self.config.n_layers * self.config.kv_dim * self.e * plan.rollouts
             self.term("rollout KV cache", cache, f"{plan.rollouts} tokens of keys and values while answers are drawn")
             phases.append(Phase("drawing answers", {**static, "rollout KV cache": cache}))
-        hidden = self.e * plan.micro_batch * self.config.dim
-        forward, backward, why = self.loss_bytes()
-        self.term("loss", max(forward, backward), why)
-        alive = {**static, **earlier, "activations": kept}
-        phases.append(Phase("end of the forward pass", {**alive, "loss": forward + hidden}))
-        phases.append(Phase("backward of the loss", {**alive, "loss": backward}))
-        worst = self.worst_layer(static)
+        hidden = self.e * self.tokens * self.config.dim
+        alive = {**busy, **earlier, "activations": kept, **gathered.outside}
+        if part.last:
+            forward, backward, why = self.loss_bytes()
+            self.term("loss", max(forward, backward), why)
+            phases.append(Phase("end of the forward pass", {**alive, "loss": forward + hidden}))
+            phases.append(Phase("backward of the loss", {**alive, "loss": backward}))
+        else:
+            phases.append(Phase("end of the forward pass", {**alive, "loss": hidden}))
+        worst = self.worst_layer({**busy, **gathered.layers})
         self.term("backward temporaries", worst.held["backward temporaries"], self.why_temporaries())
-        phases += [worst, self.end_of_backward(static)]
-        largest = max(self.trained, key=lambda name: step_bytes(name, self.trained[name], plan))
-        step = step_bytes(largest, self.trained[largest], plan)
+        phases += [worst, self.end_of_backward({**static, **gathered.outside})]
+        largest = max(self.owned, key=lambda name: step_bytes(name, self.owned[name], plan))
+        step = 0 if part.host_state else step_bytes(largest, self.owned[largest], plan)
         self.term(
             "optimizer temporaries",
             step,
             f"{plan.optimizer} at its largest parameter, {largest}" if step else "one kernel changes all in place",
         )
-        held = {**static, "gradients": self.sums or whole_gradient, "optimizer temporaries": step}
+        held = {**static, "gradients": gradients.stepping, "optimizer temporaries": step}
         phases.append(Phase("optimizer step", held))
+        if part.owned is not None:
+            sent = self.term("weights on their way", self.e * gradients.bucket, "from the ranks that updated them")
+            phases.append(Phase("weights are shared", {**static, "weights on their way": sent}))
         if plan.backend == "cpu":
             copy = static["weights"] + static["optimizer state"] + static["master weights"]
             self.term("checkpoint", copy, "a copy of weights and state, until it is on the disk")
@@ -234,38 +144,47 @@ class _Account:
         margin = Term(
             "margin", int(share * peak) + FIXED_MARGIN, f"{share:.0%} and {gib(FIXED_MARGIN)}: pages partly used"
         )
-        return Estimate(tuple(self.terms), tuple(phases), margin)
+        return Estimate(tuple(self.terms), tuple(phases), margin, self.host)
 
     # ---- there all the time ------------------------------------------------------------------------------------------
 
     def static(self) -> dict[str, int]:
-        config, plan, e = self.config, self.plan, self.e
-        shapes = weight_shapes(config)
+        config, plan, part, e = self.config, self.plan, self.part, self.e
+        shapes = part.shapes
         linear = {n: s for n, s in shapes.items() if len(s) == 2 and n.startswith("layers.")}
         frozen = "frozen, " if plan.adapted else ""
         held = {}
         if plan.task == "qlora":
-            numbers, rest = _count(linear), _count(shapes) - _count(linear)
+            numbers, rest = count(linear), count(shapes) - count(linear)
             base = nf4_format() if plan.base_format == "nf4" else int4_format(plan.group, 8 * e)
             packed = int(base.bytes(numbers)) + e * rest
             how = "in NF4" if plan.base_format == "nf4" else f"in 4 bits with scale and zero for each {plan.group}"
             why = f"frozen, {numbers} numbers {how}, {rest} of {e} bytes"
+        elif part.zero == 3:
+            packed, why = e * part.sharded, f"{part.sharded} of {count(shapes)} numbers, of {e} bytes"
         else:
-            packed, why = e * _count(shapes), f"{frozen}{_count(shapes)} numbers of {e} bytes"
+            packed, why = e * count(shapes), f"{frozen}{count(shapes)} numbers of {e} bytes"
         beside = {name: shape for name, shape in self.trained.items() if not name.endswith(".weight")}
-        adapters = e * _count(beside) if plan.adapted else 0
+        adapters = e * count(beside) if plan.adapted else 0
         if adapters and plan.merged and plan.task != "qlora":
             adapters += e * self.beside * config.n_layers  # they have a second place, beside the weights
         if adapters:
             why += f"; adapters {gib(adapters)}"
         held["weights"] = self.term("weights", packed + adapters, why)
-        master = 4 * _count(self.trained) if plan.master else 0
-        held["master weights"] = self.term("master weights", master, "float32 copies of what is trained")
-        state = sum(state_bytes(name, shape, plan) for name, shape in self.trained.items())
-        held["optimizer state"] = self.term("optimizer state", state, f"{plan.optimizer}: {_STATE[plan.optimizer]}")
+        master = 4 * count(self.owned) if plan.master else 0
+        state = sum(state_bytes(name, shape, plan) for name, shape in self.owned.items())
+        cut = f", of a part of them: {part.data} ranks share it" if part.zero else ""
+        about = (
+            ("master weights", master, f"float32 copies of what is trained{cut}"),
+            ("optimizer state", state, f"{plan.optimizer}: {_STATE[plan.optimizer]}{cut}"),
+        )
+        for name, size, reason in about:
+            if part.host_state:
+                self.host += (Term(name, size, f"{reason}; in the memory of the host"),)
+            held[name] = self.term(name, 0 if part.host_state else size, reason)
         if plan.reference:
             why = "what is trained, as it was when the run began"
-            held["reference"] = self.term("reference", e * _count(self.trained), why)
+            held["reference"] = self.term("reference", e * count(self.trained), why)
         if plan.teacher:
             held["teacher"] = self.term("teacher", e * plan.teacher, f"frozen, {plan.teacher} numbers of {e} bytes")
         batch = 24 * plan.micro_batch * plan.accumulate
@@ -280,21 +199,37 @@ class _Account:
         return held
 
     def loading(self) -> list[Phase]:
-        """The base of ``qlora`` is loaded whole and quantized matrix by matrix."""
+        """The base of ``qlora`` is loaded whole and quantized matrix by matrix; what is sharded is built whole and cut
+        unit by unit."""
+        if self.part.zero == 3:
+            unit = max(self.part.outside, *self.part.layers)
+            cutting = self.term("cutting", self.e * (unit + self.part.sharded), "pieces, and the largest unit twice")
+            return [Phase("cutting", {"weights": self.e * count(self.part.shapes), "cutting": cutting})]
         if self.plan.task != "qlora":
             return []
-        whole = self.e * _count(weight_shapes(self.config))
+        whole = self.e * count(self.part.shapes)
         largest = largest_matrix(self.config)
         quantizing = self.term("quantizing", 13 * largest, "the largest matrix in float32, its codes twice more")
         return [Phase("loading and quantizing", {"weights": whole, "quantizing": quantizing})]
+
+    def gathered(self) -> Gathered:
+        """Under zero 3: what is outside the layers, whole from the forward to the end of the backward pass; and beside
+        it the layer that runs and the next one."""
+        part = self.part
+        if part.zero != 3:
+            return Gathered({}, {})
+        outside = self.e * part.outside
+        layers = self.e * sum(sorted(part.layers)[-2:])
+        why = f"embedding, last norm and head whole ({gib(outside)}), and two layers"
+        self.term("gathered", outside + layers, why)
+        return Gathered({"gathered": outside}, {"gathered": outside + layers})
 
     # ---- activations -------------------------------------------------------------------------------------------------
 
     def kept_bytes(self, layers: int) -> int:
         """Activations held when the backward pass has ``layers`` layers to go."""
-        plan = self.plan
         each = [layer.under(kept) for layer, kept in zip(self.layers[:layers], self.plans, strict=False)]
-        return int(plan.micro_batch * (self.outside + sum(each)))
+        return int(self.tokens * (self.outside + sum(each)))
 
     def why_kept(self) -> str:
         last, plan = self.layers[-1], self.plan
@@ -302,32 +237,27 @@ class _Account:
         if plan.whole:
             others = self.config.n_layers - plan.whole
             return (
-                f"{plan.micro_batch} tokens x ({others} layers x {each:.0f} bytes, checkpointing {plan.checkpointing}, "
+                f"{self.tokens} tokens x ({others} layers x {each:.0f} bytes, checkpointing {plan.checkpointing}, "
                 f"and {plan.whole} x {last.under('none'):.0f} without)"
             )
         return (
-            f"{plan.micro_batch} tokens x {self.config.n_layers} layers x {each:.0f} bytes, checkpointing "
+            f"{self.tokens} tokens x {self.config.n_layers} layers x {each:.0f} bytes, checkpointing "
             f"{plan.checkpointing}" + ("" if plan.checkpointing == "none" else f" ({last.under('none'):.0f} without)")
         )
-
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
-    def gradient_bytes(self, prefix: str) -> int:
-        return self.e * _count({n: s for n, s in self.trained.items() if n.startswith(prefix)})
 
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
     def loss_bytes(self) -> tuple[int, int, str]:
         """(forward, backward, why): what the loss holds at the end of the one and at the start of the other."""
         config, plan, e = self.config, self.plan, self.e
-        wide, vocab = 4, config.vocab_size
-        dx = e * plan.micro_batch * config.dim
+        wide, vocab = 4, self.part.vocabulary
+        dx = e * self.tokens * config.dim
         numbers = vocab * config.dim if plan.trains_head else 0
-        rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab))
+        rows = min(self.tokens, max(1, LOSS_ELEMENTS // vocab))
         half = e if e < wide else 0
-        before = wide + half if rows < plan.micro_batch else 0  # the part before is there until the next is made
+        before = wide + half if rows < self.tokens else 0  # the part before is there until the next is made
         if plan.objective == "distill":
-            rows = min(plan.micro_batch, max(1, LOSS_ELEMENTS // vocab // DISTILLATION_PARTS))
+            rows = min(self.tokens, max(1, LOSS_ELEMENTS // vocab // DISTILLATION_PARTS))
             made = dx + numbers * (wide + (e if half else 0))
             why = (
                 f"logits of {rows} tokens of both models at a time, and the gradients dx and dW that are made with them"
@@ -338,13 +268,13 @@ class _Account:
             backward = dx + numbers * (wide + e) + rows * vocab * (half + wide + before)
             return forward, backward, f"log-probabilities, logits of {rows} tokens at a time, gradients dx and dW"
         if plan.backend == "gpu":
-            chunk = min(plan.micro_batch, LOSS_CHUNK * (1 if config.dim >= 4096 else 2))
+            chunk = min(self.tokens, LOSS_CHUNK * (1 if config.dim >= 4096 else 2))
             made = dx + e * numbers
             why = f"logits of {chunk} tokens at a time, and the gradients dx and dW that are made with them"
             return made + e * chunk * vocab, made, why
         if e == 4:  # the C++ kernels: one buffer of logits becomes its own gradient
-            parts = max(1, -(-plan.micro_batch * vocab // LOSS_ELEMENTS))
-            rows = -(-plan.micro_batch // parts)
+            parts = max(1, -(-self.tokens * vocab // LOSS_ELEMENTS))
+            rows = -(-self.tokens // parts)
             made = dx + wide * numbers
             why = f"logits of {rows} tokens at a time, in place, dx and dW"
             return made + rows * (vocab + config.dim) * wide, 2 * made, why
@@ -356,18 +286,17 @@ class _Account:
 
     def worst_layer(self, static: dict[str, int]) -> Phase:
         """The worst moment of the backward passes of all layers: inside an MLP or inside an attention."""
-        config, plan = self.config, self.plan
-        tokens = plan.micro_batch
+        config, tokens = self.config, self.tokens
         # The head's gradient is there, and that of the final norm.
-        above = self.gradient_bytes("head.") + self.gradient_bytes("norm.")
-        if config.tied_embeddings and plan.trains_head:
-            above += self.table
+        above = self.numbers("head.") + self.numbers("norm.")
+        if config.tied_embeddings and self.plan.trains_head and self.part.last:
+            above += self.table // self.e
         phases = []
         for layer in range(config.n_layers - 1, -1, -1):
             kept = self.layers[layer]
             prefix = f"layers.{layer}."
-            down = self.gradient_bytes(f"{prefix}mlp.down")
-            half = self.gradient_bytes(f"{prefix}mlp")
+            down = self.numbers(f"{prefix}mlp.down")
+            half = self.numbers(f"{prefix}mlp")
             again = int(tokens * kept.again(self.plans[layer]))
             base = self.kept_bytes(layer + 1) + again
             if isinstance(kept, MergedKept):  # the node holds all it kept until it is done
@@ -376,20 +305,28 @@ class _Account:
                 done = int(tokens * kept.mlp)
                 in_mlp, in_attention = self.mlp_temporaries(kept), self.attention_temporaries()
             inside = (
-                (f"backward of layer {layer}, MLP", base, above + down, in_mlp),
-                (f"backward of layer {layer}, attention", base - done, above + half, in_attention),
+                (f"backward of layer {layer}, MLP", base, down, in_mlp),
+                (f"backward of layer {layer}, attention", base - done, half, in_attention),
             )
-            for name, activations, gradients, temporaries in inside:
-                whole = self.gradient_bytes("") if plan.accumulate > 1 and not self.sums else gradients + self.sums
-                held = {"activations": activations, "gradients": whole, "backward temporaries": temporaries}
+            for name, activations, own, temporaries in inside:
+                gradients = self.gradients.during(above, own)
+                held = {"activations": activations, "gradients": gradients, "backward temporaries": temporaries}
                 phases.append(Phase(name, {**static, **held}))
-            above += self.gradient_bytes(prefix)
+            if self.part.zero == 3:
+                summed = self.gradients.during(above, self.part.layers[layer])
+                held = {
+                    "activations": self.kept_bytes(layer),
+                    "gradients": summed + self.part.reduce * self.part.layers[layer],
+                    "backward temporaries": self.e * tokens * config.dim,
+                }
+                phases.append(Phase(f"gradients of layer {layer} are summed", {**static, **held}))
+            above += self.numbers(prefix)
         return max(phases, key=lambda phase: phase.bytes)
 
     def mlp_temporaries(self, kept: LayerKept) -> int:
         """Held on top of an MLP's activations at the worst moment of its gradient."""
         config, plan, e = self.config, self.plan, self.e
-        tokens, wide = plan.micro_batch, max(4, self.e)
+        tokens, wide = self.tokens, max(4, self.e)
         ffn = config.widest_mlp
         stream = e * config.dim * tokens
         if plan.backend == "cpu" and (e != 4 or not config.gated_mlp):
@@ -406,7 +343,7 @@ class _Account:
         if plan.backend == "cpu" and e == 4:  # dk and dv of every query head
             sums = 8 * config.q_dim
         each = e * (config.dim + 2 * config.q_dim + 2 * config.kv_dim) + sums
-        return int(each * plan.micro_batch + self.dense_weight())
+        return int(each * self.tokens + self.dense_weight())
 
     def dense_weight(self) -> int:
         """A 4-bit weight made dense, the largest."""
@@ -415,6 +352,10 @@ class _Account:
         size = largest_matrix(self.config)
         return size * (self.e if self.plan.backend == "gpu" else max(8, 2 * self.e))
 
+    def numbers(self, prefix: str) -> int:
+        """Trained numbers of the parameters whose name begins with ``prefix``."""
+        return count(below(self.trained, prefix))
+
     def why_temporaries(self) -> str:
         what = "gradients of one part of a layer on their way"
         return what + (", and one 4-bit weight made dense" if self.plan.task == "qlora" else "")
@@ -422,8 +363,8 @@ class _Account:
     def end_of_backward(self, static: dict[str, int]) -> Phase:
         """All gradients are there; with tied embeddings the table has two, which are added."""
         second = self.table if self.plan.trains_head and self._table_has_two else 0
-        stream = self.e * self.plan.micro_batch * self.config.dim
-        held = {"gradients": self.gradient_bytes("") + self.sums, "backward temporaries": second + stream}
+        stream = self.e * self.tokens * self.config.dim
+        held = {"gradients": self.gradients.at_the_end, "backward temporaries": second + stream}
         return Phase("end of the backward pass", {**static, **held})
 
     @property
@@ -437,11 +378,3 @@ _STATE = {
     "lamb": "two moments for each trained number",
     "muon": "one momentum for the matrices of the layers, two moments for the rest",
 }
-
-
-def _by_muon(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and "layers." in name and "router" not in name and "experts_" not in name
-
-
-def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())

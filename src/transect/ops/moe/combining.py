@@ -6,6 +6,8 @@ Backward, with g = dL/dout:
 
     dL/dy_p(t,j) = w_tj g_t                     dL/dw_tj = g_t . y_p(t,j)
 
+The kernel does not look at a row with the weight 0, which may belong to an expert that is not here.
+
 Shapes: y ``[T k, D]`` sorted by expert, places ``[T k]`` int32, weights ``[T, k]`` float32, result ``[T, D]`` in y's
 dtype. Sums in float32, in the order of a token's choices, rounded once.
 Source: Shazeer et al. 2017, arXiv:1701.06538.
@@ -47,7 +49,8 @@ def _combine(y, places, weights, out, D, K: tl.constexpr, BLOCK: tl.constexpr): 
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         place = tl.load(places + token * K + j).to(tl.int64)
-        total += tl.load(weights + token * K + j) * tl.load(y + place * D + column, inside, 0.0).to(tl.float32)
+        weight = tl.load(weights + token * K + j) + tl.zeros([BLOCK], tl.float32)
+        total += weight * tl.load(y + place * D + column, inside & (weight != 0.0), 0.0).to(tl.float32)
     tl.store(out + token * D + column, total.to(out.dtype.element_ty), inside)
 
 

@@ -3,7 +3,8 @@ r"""Grouped linear: a matrix product in which each row is multiplied by the matr
     y_r = W_e(r) x_s(r) + b_e(r)                e(r): the expert whose rows, from starts[e] on, hold r
 
 Rows are sorted by expert (``ordering.py``). With ``order``, x holds the tokens and row r reads token ``order[r] // k``,
-so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other.
+so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other. Rows
+from starts[E] on belong to no expert, and what comes out for them means nothing.
 
 Backward, with g = dL/dy:
 
@@ -72,7 +73,10 @@ def _by_expert(
         for e, (first, end) in enumerate(pairwise(starts.tolist()))
         if end > first or weight.requires_grad
     ]
-    return torch.cat(out) if out else rows.new_zeros(0, weights.shape[1])
+    nobodys = len(rows) - int(starts[-1])
+    if nobodys or not out:
+        out.append(rows.new_zeros(nobodys, weights.shape[1]))
+    return torch.cat(out)
 
 
 @torch.library.custom_op("transect::grouped_linear", mutates_args=())

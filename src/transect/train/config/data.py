@@ -29,6 +29,10 @@ class DataConfig:
         weights: for each entry of ``train`` its share of the tokens of an epoch; empty: each document once. Shares are
             of all tokens together, so a small file comes several times and of a large one a part, another one in every
             epoch.
+        streaming: read and tokenize ``train`` while the run goes on, for data that is larger than memory; a run is then
+            as long as ``steps`` says. A token file needs none of it: it is mapped.
+        buffer_mib: MiB of files whose documents are shuffled together when they are streamed. A single text, a
+            compressed file and a row group of parquet are read whole, however large.
         seq_len: longest document, in tokens. Text is cut into pieces of that length.
         too_long: what happens to longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens, ``stop`` is
             an error; what was done is told with a count.
@@ -42,12 +46,18 @@ class DataConfig:
     turns: Literal["together", "apart"] = "together"
     date: str = ""
     weights: tuple[float, ...] = ()
+    streaming: bool = False
+    buffer_mib: float = 32
     seq_len: int = 1024
     too_long: Literal["drop", "cut", "stop"] = "drop"
     micro_batch: int = 4096
 
     def __post_init__(self) -> None:
         positive(self, "seq_len", "micro_batch")
+        if self.buffer_mib <= 0:
+            raise ValueError(f"data.buffer_mib must be greater than 0, not {self.buffer_mib}")
+        if self.streaming and self.weights:
+            raise ValueError("data.weights needs all the data before the first step: leave out data.streaming")
         if self.weights and (len(self.weights) != len(self.train) or min(self.weights) <= 0):
             raise ValueError(
                 f"data.weights needs a number greater than 0 for each of the {len(self.train)} entries of data.train"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...parallel.layout import Layout
 from .parse import positive
@@ -22,13 +22,24 @@ class ParallelConfig:
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
         sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
             them, and their results are kept once.
+        offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
+            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload).
+        offload_path: a folder on a fast disk (NVMe) in place of host memory, where the states are in a file while the
+            run lasts (ZeRO-Infinity); empty: host memory.
+        delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
+            old. It is faster, and another method: losses differ a little.
     """
+
+    OTHER_NAMES: ClassVar[dict[str, str]] = {"nvme_path": "offload_path"}
 
     data: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     reduce: Literal["float32", "bfloat16"] = "float32"
     tensor: int = 1
     sequence: bool = False
+    offload: Literal["none", "optimizer"] = "none"
+    offload_path: str = ""
+    delayed_update: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "data", "tensor")
@@ -36,6 +47,13 @@ class ParallelConfig:
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence shares tokens between ranks of parallel.tensor: set that to 2 or more")
+        for name in ("offload_path", "delayed_update"):
+            if getattr(self, name) and self.offload == "none":
+                raise ValueError(
+                    f'parallel.{name} is for states outside the device: set parallel.offload to "optimizer"'
+                )
+        if self.delayed_update and self.offload_path:
+            raise ValueError("parallel.delayed_update is for states in host memory: leave parallel.offload_path out")
 
     @property
     def layout(self) -> Layout:

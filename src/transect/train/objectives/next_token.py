@@ -14,6 +14,7 @@ from ..config import TrainConfig
 from ..data import Loader, Position, load_stream
 from ..loss import batch_loss, evaluate, token_loss
 from ..model import Trainable
+from ..streaming import StreamingLoader
 from .base import Evaluation, Objective
 
 
@@ -29,18 +30,23 @@ class NextToken(Objective):
         tools = vocab_size, trainable.tokenizer, trainable.template
         ahead = trainable.device.type != "cpu"
         self._described: list[str] = []
+        tell = self._described.append
         reading: dict[str, Any] = {
             "skip": config.data.on_bad_row == "skip",
             "apart": config.data.turns == "apart",
-            "tell": self._described.append,
+            "tell": tell,
         }
-        stream = load_stream(config.data.train, *tools, **reading)
-        self.loader = Loader(stream, config.data, config.seed, ahead=ahead, tell=self._described.append)
+        self.loader: Loader | StreamingLoader
+        if config.data.streaming:
+            self.loader = StreamingLoader(config.data, config.seed, *tools, tell=tell)
+        else:
+            stream = load_stream(config.data.train, *tools, **reading)
+            self.loader = Loader(stream, config.data, config.seed, ahead=ahead, tell=tell)
         self.validation: Loader | None = None
         self._validation_bytes: int | None = None
         if config.data.validation:
             held_out = load_stream(config.data.validation, *tools, **reading)
-            self.validation = Loader(held_out, config.data, config.seed, weighted=False, tell=self._described.append)
+            self.validation = Loader(held_out, config.data, config.seed, weighted=False, tell=tell)
 
     @property  # type: ignore[override]
     def position(self) -> Position:

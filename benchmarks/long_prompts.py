@@ -1,0 +1,160 @@
+"""Long prompts on one GPU: attention of chunks through pages, and whole prompts through the engine.
+
+    python benchmarks/long_prompts.py [kernel] [engine] [--out FILE]
+
+kernel: a chunk of 4,096 queries at the end of 12k, 32k and 128k positions, for ways of sharing key heads and sizes of
+heads; beside the floor of its arithmetic and torch's flash attention over keys that lie together (the copy out of the
+pages is not counted). engine: 12 prompts of 12,000 tokens, one token drawn for each, beside vLLM's
+time, measured apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+import record
+from popular_shapes import SHAPES
+from serve_load import model_folder
+from transect.bench.floors import Rates, step_floor
+from transect.bench.offline import prefill_seconds
+from transect.engine.llm import LLM
+from transect.models.config_hf import from_hf
+from transect.models.cost import Row
+from transect.ops.attention.paged.batch import PagedBatch
+from transect.ops.opset import resolve_ops
+
+RATES = Rates(4.35e12, 750e12, "H200, measured")
+HEADS = {
+    "8b": (32, 8, 128),
+    "3b": (24, 8, 128),
+    "7b": (28, 4, 128),
+    "1b": (32, 8, 64),
+    "96": (32, 8, 96),
+    "256": (16, 8, 256),
+}
+CONTEXTS = (12288, 32768, 131072)
+CHUNK, BLOCK = 4096, 16
+PROMPTS, TOKENS = 12, 12000
+VLLM = {"qwen2.5-7b": 3.61, "llama-3.2-3b": 1.91}
+"""Seconds of vLLM 0.24 for the same prompts on another H200 of the kind: measured apart."""
+BUDGET_S = 0.06
+
+
+def timed(work: Any) -> float:
+    """Seconds of a call on the GPU, the median of as many as fit a few hundredths of a second."""
+    work()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < BUDGET_S and len(times) < 20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def chunk(heads: int, kv_heads: int, d: int, context: int) -> dict[str, Any]:
+    """One layer's attention of the last CHUNK of ``context`` positions."""
+    device = torch.device("cuda")
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    blocks = context // BLOCK
+    q = torch.randn(CHUNK, heads, d, **made)
+    k_cache, v_cache = (torch.randn(blocks, kv_heads, BLOCK, d, **made) for _ in range(2))
+    tables = torch.randperm(blocks, device=device).to(torch.int32)[None]
+    starts = torch.tensor([0, CHUNK], dtype=torch.int32, device=device)
+    batch = PagedBatch(tables, starts, torch.tensor([context], dtype=torch.int32, device=device), BLOCK)
+    ops = resolve_ops(device, ("triton", "torch"))
+    ours = timed(lambda: ops.paged_attention(q, k_cache, v_cache, batch, d**-0.5, None))
+    keys, values = (
+        cache[tables[0].long()].transpose(0, 1).reshape(1, kv_heads, context, d) for cache in (k_cache, v_cache)
+    )
+    keys, values = (each.repeat_interleave(heads // kv_heads, 1) for each in (keys, values))
+    queries = q.transpose(0, 1)[None].contiguous()
+    bias = causal_lower_right(CHUNK, context)
+    try:
+        torchs = timed(lambda: F.scaled_dot_product_attention(queries, keys, values, bias))
+    except RuntimeError as error:
+        print(f"torch: {error}")
+        torchs = None
+    flops = 4 * d * heads * (CHUNK * (context - CHUNK) + CHUNK * (CHUNK + 1) / 2)
+    floor = flops / RATES.flops_per_second
+    return {
+        "seconds": ours,
+        "floor_s": floor,
+        "of_floor": floor / ours,
+        "tflops": flops / ours / 1e12,
+        "torch_s": torchs,
+    }
+
+
+def engine(name: str, folder: Path) -> dict[str, Any]:
+    """Seconds for all prompts."""
+    config = SHAPES[name].config()
+    (folder / "shape").mkdir(exist_ok=True)
+    (folder / "shape" / "config.json").write_text(json.dumps(config))
+    llm = LLM(
+        str(model_folder(str(folder / "shape"), folder / name)),
+        load_format="dummy", max_model_len=16384, enable_prefix_caching=False, seed=0, cuda_graphs="lazy",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, 10000, (PROMPTS, TOKENS), generator=generator).tolist()
+    prefill_seconds(llm, prompts[:2])
+    times = [prefill_seconds(llm, prompts) for _ in range(2)]
+    least = step_floor(from_hf(config), [Row(TOKENS, TOKENS)] * PROMPTS, RATES).seconds
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"seconds": record.summary(times), "floor_s": least, "vllm_s": VLLM.get(name)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["kernel", "engine"])
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing further begins")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "long_prompts.json")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    result: dict[str, Any] = {
+        "command": "python benchmarks/long_prompts.py",
+        "environment": record.environment(("torch", "triton")),
+        "commit": record.commit(),
+        "gpu": torch.cuda.get_device_name(),
+        "kernel": {},
+        "engine": {},
+    }
+    work: list[tuple[str, str, Any]] = []
+    if "kernel" in options.parts:
+        for context in map(int, options.contexts.split(",")):
+            work += [("kernel", f"{name} at {context}", (*sizes, context)) for name, sizes in HEADS.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        if "engine" in options.parts:
+            work += [("engine", name, None) for name in VLLM]
+        for part, name, sizes in work:
+            if time.perf_counter() - began > options.limit:
+                break
+            try:
+                found = chunk(*sizes) if part == "kernel" else engine(name, Path(folder))
+            except Exception:
+                traceback.print_exc()
+                continue
+            result[part][name] = found
+            print(part, name, json.dumps(found), flush=True)
+            record.write(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

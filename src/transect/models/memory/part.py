@@ -1,0 +1,220 @@
+"""``Part``: what one rank of a run has of a model, and how it holds gradients. Alone, a rank has everything.
+
+Gradients of N numbers with e bytes each, summed over the ranks in numbers of r bytes (``parallel/replicas.py``,
+``parallel/sharded.py``); W is the numbers that travel together, a bucket of 25 MiB or one large parameter:
+
+=====================  =========================================  ==============================================
+                       while the backward pass runs               when the optimizer steps
+=====================  =========================================  ==============================================
+one rank               e for each that is there                   e N; several micro-batches in 16 bits: 4 N
+replicas, zero 0 or 1  r for each that was sent, e for the rest   r N
+                       of W; e W more when the last goes
+zero 2                 the same, of what was sent r for each      r for each own
+                       own and 2 W
+zero 3                 4 for each own, e for one layer and what   4 for each own
+                       is outside the layers; r for a layer
+                       while it is summed
+=====================  =========================================  ==============================================
+
+With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes. One rank whose states are
+the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..config import ModelConfig
+from ..shapes import weight_shapes
+
+BUCKET_NUMBERS = 25 * 2**20 // 4
+"""Gradients that travel together (``parallel/replicas.BUCKET_BYTES``)."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank computes and holds.
+
+    Attributes:
+        config: the sizes of what it computes: its heads, feed-forward units and layers.
+        shapes: its part of every weight, by the name in its own model.
+        last: whether it has the head and the loss.
+        vocabulary: rows of the head that it computes.
+        tensor: ranks that share each layer. sequence: they also share the tokens of norms and the residual stream.
+        context: ranks that share the tokens of a sequence.
+        in_flight: micro-batches whose activations wait for their backward pass at once, at most.
+        data, zero: ranks with the same part, and what is cut over them.
+        reduce: bytes of a number while gradients are summed over them.
+        owned: parameters whose state it holds, with zero 1 or 2; None: all.
+        host_state: master weights and the state of the optimizer are in the memory of the host.
+    """
+
+    config: ModelConfig
+    shapes: Shapes
+    last: bool = True
+    vocabulary: int = 0
+    tensor: int = 1
+    sequence: bool = False
+    context: int = 1
+    in_flight: int = 1
+    data: int = 1
+    zero: int = 0
+    reduce: int = 4
+    owned: frozenset[str] | None = None
+    host_state: bool = False
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> Part:
+        """What the rank of a run on one device has."""
+        return cls(config=config, shapes=weight_shapes(config), vocabulary=config.vocab_size)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Numbers in each layer."""
+        return [count(below(self.shapes, f"layers.{layer}.")) for layer in range(self.config.n_layers)]
+
+    @cached_property
+    def outside(self) -> int:
+        """Numbers outside the layers: embedding, last norm, head."""
+        return count(self.shapes) - sum(self.layers)
+
+    def pieces(self, numbers: int) -> int:
+        """This rank's share of something that is cut evenly."""
+        return -(-numbers // self.data)
+
+    @cached_property
+    def sharded(self) -> int:
+        """Numbers of all its pieces, with zero 3."""
+        return self.pieces(self.outside) + sum(map(self.pieces, self.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """How many bytes gradients take on a rank, by the table above.
+
+    Attributes:
+        part: the rank.
+        trained: shapes of its trained parameters.
+        element: bytes of a number of a parameter.
+        several: whether it has more than one micro-batch to a step.
+    """
+
+    part: Part
+    trained: Shapes
+    element: int
+    several: bool
+
+    @property
+    def numbers(self) -> int:
+        """All of them."""
+        return count(self.trained)
+
+    @property
+    def owned(self) -> int:
+        """Those that this rank steps with."""
+        if self.part.zero == 3:
+            return self.part.sharded
+        names = self.part.owned
+        return self.numbers if names is None else count({n: s for n, s in self.trained.items() if n in names})
+
+    @property
+    def bucket(self) -> int:
+        """W: what travels together at most, about."""
+        return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, self.largest))
+
+    @property
+    def largest(self) -> int:
+        """Numbers of the largest parameter."""
+        return max(map(math.prod, self.trained.values()))
+
+    @property
+    def leave(self) -> bool:
+        """Whether gradients go to the host as they are made."""
+        return self.part.data == 1 and self.part.host_state
+
+    @property
+    def sums(self) -> int:
+        """What waits from one micro-batch to the next beyond ``waiting``: sums of gradients in 16 bits."""
+        if self.leave:
+            return 0
+        return 4 * self.numbers if self.part.data == 1 and self.several and self.element < 4 else 0
+
+    @property
+    def waiting(self) -> int:
+        """What is there during the forward pass of the last micro-batch."""
+        if not self.several or self.leave:
+            return 0
+        if self.part.data == 1:
+            return self.sums or self.element * self.numbers
+        return 4 * (self.owned if self.part.zero == 3 else self.numbers)
+
+    def during(self, above: int, own: int) -> int:
+        """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
+        the layer itself."""
+        part, e = self.part, self.element
+        if self.leave:
+            return e * (min(above, self.largest) + own)
+        if part.data == 1:
+            return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
+        if part.zero == 3:
+            done = self.owned if self.several else part.pieces(max(0, above - part.outside))
+            under_way = part.reduce * max(part.layers) if above > part.outside else 0
+            return 4 * done + e * (part.outside + own) + under_way
+        unsent = min(above + own, BUCKET_NUMBERS)
+        if self.several:
+            return self.waiting + (e * unsent if e < 4 else 0)
+        sent = above + own - unsent
+        if part.zero == 2:
+            sent = min(sent, int(sent * self.owned / self.numbers) + 2 * BUCKET_NUMBERS)
+        return part.reduce * sent + e * unsent
+
+    @property
+    def at_the_end(self) -> int:
+        """What is there when the backward pass ends and the last bucket is filled."""
+        part, e = self.part, self.element
+        if part.data == 1:
+            return self.during(self.numbers, self.largest if self.leave else 0)
+        if part.zero == 3:
+            return 4 * self.owned + (e + part.reduce) * part.outside
+        filled = (e + 4 * (self.several and e < 4)) * self.bucket
+        sent = self.numbers if part.zero < 2 else min(self.numbers, self.owned + 2 * self.bucket)
+        return part.reduce * sent + filled
+
+    @property
+    def stepping(self) -> int:
+        """What the optimizer steps with."""
+        part = self.part
+        if self.leave:
+            return 0
+        if part.data == 1:
+            return self.sums or self.element * self.numbers
+        if part.zero == 3:
+            return 4 * self.owned
+        return part.reduce * (self.owned if part.zero == 2 else self.numbers)
+
+    @property
+    def why(self) -> str:
+        """What these are, in words."""
+        part = self.part
+        if self.leave:
+            return f"{self.numbers} trained numbers of {self.element} bytes, each copied to the host when it is made"
+        if part.data == 1:
+            return f"{self.numbers} trained numbers of {self.element} bytes; all of them exist when the optimizer steps"
+        if part.zero < 2:
+            return f"{self.numbers} trained numbers of {part.reduce} bytes, summed over {part.data} ranks"
+        each = 4 if part.zero == 3 else part.reduce
+        return f"{self.owned} of {self.numbers} trained numbers, of {each} bytes, summed over {part.data} ranks"
+
+
+def below(shapes: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Those whose name begins with ``prefix``."""
+    return {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+
+
+def count(shapes: Shapes) -> int:
+    """Numbers in all of them."""
+    return sum(math.prod(shape) for shape in shapes.values())

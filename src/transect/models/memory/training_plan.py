@@ -1,0 +1,133 @@
+"""``TrainingPlan``: a way to train, what it trains, and what its optimizer holds for each parameter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config import ModelConfig
+from ..shapes import linear_shapes, weight_shapes
+from .kept import Backend, Kept, Reads
+
+Task = Literal["pretrain", "finetune", "lora", "qlora"]
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+WIDE = 2**22
+"""Elements of a 16-bit parameter that AdamW holds in float32 at a time, where it is not one kernel."""
+SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
+"""The 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """A way to train. Names and meanings are those of the training configuration.
+
+    Attributes:
+        micro_batch: tokens of one forward pass.
+        accumulate: micro-batches to a step: with more than one, gradients are there during the next forward pass.
+        rollouts: tokens that the paged cache of ``grpo`` holds while it draws answers.
+        reference: what is trained is kept a second time, as it was when the run began.
+        teacher: numbers of the frozen model that is distilled.
+        backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
+        merged: on a GPU, each layer is one node (``merged.py``).
+        whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
+        targets: last parts of the names of what has an adapter: matrices of the layers, ``embed``, ``head``.
+        base_format, group: of the frozen base of ``qlora``.
+        saved: weights that are trained whole beside adapters, by canonical name without ``.weight``.
+    """
+
+    task: Task = "finetune"
+    objective: Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"] = "next_token"
+    precision: Literal["float32", "bfloat16", "mixed"] = "float32"
+    optimizer: Literal["adamw", "adamw8bit", "lamb", "muon"] = "adamw"
+    checkpointing: Kept = "none"
+    seq_len: int = 1024
+    micro_batch: int = 4096
+    accumulate: int = 1
+    rank: int = 16
+    targets: tuple[str, ...] = TARGETS
+    group: int = 64
+    rollouts: int = 0
+    reference: bool = False
+    teacher: int = 0
+    backend: Backend = "gpu"
+    merged: bool = False
+    whole: int = 0
+    saved: tuple[str, ...] = ()
+    base_format: Literal["int4", "nf4"] = "int4"
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the matrix that gives the logits has a gradient."""
+        return not self.adapted or "head" in self.targets or bool({"embed", "head"} & set(self.saved))
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def master(self) -> bool:
+        """Whether the optimizer has float32 copies of what is trained: with mixed precision, and of adapters."""
+        return self.precision == "mixed" or (self.adapted and self.element < 4)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained and the model is frozen."""
+        return self.task in ("lora", "qlora")
+
+    def reads(self, config: ModelConfig) -> Reads:
+        """Whose gradient needs its input."""
+        return Reads.adapters(config, self.targets, self.rank) if self.adapted else Reads.everything(config)
+
+
+def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[int, ...]]:
+    """What is trained, by name."""
+    if not plan.adapted:
+        return weight_shapes(config)
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in range(config.n_layers):
+        for name, ((outputs, inputs), _) in linear_shapes(config, layer).items():
+            if name.split(".")[1] in plan.targets:
+                found[f"layers.{layer}.{name}.a"] = (plan.rank, inputs)
+                found[f"layers.{layer}.{name}.b"] = (outputs, plan.rank)
+    for name in {"embed", "head"} & set(plan.targets):
+        found |= {f"{name}.a": (plan.rank, config.dim), f"{name}.b": (config.vocab_size, plan.rank)}
+    shapes = weight_shapes(config)
+    return found | {f"{name}.weight": shapes[f"{name}.weight"] for name in plan.saved}
+
+
+def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
+    """What the optimizer keeps for one parameter, its master copy not counted."""
+    size = math.prod(shape)
+    each = 4 if plan.master else plan.element
+    if plan.optimizer == "adamw8bit":
+        return 8 * size if size < SMALL_PARAMETER else -(-size // BLOCK) * (2 * BLOCK + 8)
+    if plan.optimizer == "muon" and _by_muon(name, shape):
+        return each * size
+    return 2 * each * size
+
+
+def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
+    """What the optimizer needs beside the state while it changes one parameter."""
+    size = math.prod(shape)
+    master = plan.master
+    each = 4 if master else plan.element
+    if plan.optimizer == "adamw" and plan.backend == "gpu":
+        return 0  # one kernel over all of them
+    wide_gradient = 4 * size if master else 0
+    if plan.optimizer == "adamw8bit" and size >= SMALL_PARAMETER:
+        # both moments, weight and gradient in float32, and two more to encode
+        return 24 * min(size, CHUNK * BLOCK) + wide_gradient
+    if plan.optimizer == "lamb" and len(shape) >= 2:  # the step, and in 16 bits weight, gradient and moments
+        return (4 if each == 4 else 20) * size + wide_gradient
+    if plan.optimizer == "muon" and _by_muon(name, shape):
+        product = 2 if plan.backend == "gpu" else 4
+        return each * size + 4 * product * size + 4 * product * min(shape) ** 2 + wide_gradient
+    if each < 4:  # weight, gradient, both moments and the root of v in float32, a part at a time
+        return 20 * min(size, WIDE)
+    return each * size + wide_gradient  # the root of v
+
+
+def _by_muon(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and "layers." in name and "router" not in name and "experts_" not in name

@@ -1,0 +1,171 @@
+"""What each rank needs to train a model that is spread over several. Plain arithmetic, no torch.
+
+The account is that of one device (``models/memory/training.py``) over the part of the model that the rank has. Ranks of
+one stage need the same but for a few numbers, so the first of each stage stands for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+from ..models.config import ModelConfig
+from ..models.memory.part import Part
+from ..models.memory.terms import Estimate
+from ..models.memory.training import training
+from ..models.memory.training_plan import TrainingPlan, trained_shapes
+from .layout import check_shares, owners
+from .shards import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How a run is spread. The sizes of the axes multiply to the number of ranks.
+
+    Attributes:
+        data: ranks that compute other micro-batches. zero: what is cut over them; see ``replicas.py``.
+        tensor: ranks that share each layer. sequence: they share the tokens of norms too.
+        pipeline: stages of layers.
+        context: ranks that share the tokens of a sequence.
+        reduce: bytes of a number while gradients are summed: 4 or 2.
+        host_state: master weights and the optimizer's state are in the memory of the host.
+
+    Raises:
+        ValueError: a size is not at least 1, or settings exclude each other.
+    """
+
+    data: int = 1
+    zero: int = 0
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    context: int = 1
+    reduce: int = 4
+    host_state: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel.{name} must be at least 1, not {getattr(self, name)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"parallel.zero is 0, 1, 2 or 3, not {self.zero}")
+        if self.zero and self.data == 1:
+            raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence parallelism is between tensor ranks: set parallel.tensor to 2 or more")
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def settings(self) -> str:
+        """The settings that differ from one device, as the file of a run names them."""
+        shown = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name != "reduce")
+        return ", ".join(f"{name} {value}" for name, value, default in shown if value != default) or "one device"
+
+    def __str__(self) -> str:
+        names = (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context))
+        found = [f"{name} {size}" for name, size in names if size > 1] or ["one device"]
+        found += [f"zero {self.zero}"] if self.zero else []
+        found += ["sp"] if self.sequence else []
+        return ", ".join([*found, *(["states on the host"] if self.host_state else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """One stage: what its first rank has, and needs."""
+
+    shard: Shard
+    part: Part
+    estimate: Estimate
+
+
+def training_ranks(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> list[StageMemory]:
+    """The account of a rank of each stage.
+
+    Args:
+        plan: of the run; ``micro_batch`` is what one data rank computes at a time, and all share ``accumulate`` of
+            them.
+
+    Raises:
+        ValueError: the model or the step cannot be cut so.
+    """
+    check(config, plan, spread)
+    plan = for_rank(plan, spread)
+    found = []
+    for stage in range(spread.pipeline):
+        part = part_of(config, plan, spread, stage)
+        shard = Shard(config, 0, spread.tensor, stage, spread.pipeline)
+        found.append(StageMemory(shard, part, training(part.config, plan, part)))
+    return found
+
+
+def estimator(spread: Spread) -> Callable[[ModelConfig, TrainingPlan], Estimate]:
+    """What ``models.memory.fit`` asks: the account of the rank that needs most."""
+
+    def of(config: ModelConfig, plan: TrainingPlan) -> Estimate:
+        return max((s.estimate for s in training_ranks(config, plan, spread)), key=lambda found: found.needed)
+
+    return of
+
+
+def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
+    """``plan`` as a rank carries it out: sharded layers run one by one, and keep all of a layer or its input alone."""
+    if spread.zero != 3:
+        return plan
+    kept = plan.checkpointing if plan.checkpointing == "none" else "full"
+    return replace(plan, merged=False, whole=0, checkpointing=kept)
+
+
+def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> Part:
+    """What the first rank of a stage has."""
+    shard = Shard(config, 0, spread.tensor, stage, spread.pipeline)
+    shapes = {shard.own_name(name): shape for name, shape in shard.shapes().items()}
+    owned = None
+    if spread.zero in (1, 2):
+        trained = trained_shapes(shard.local, plan) if plan.adapted else shapes
+        sizes = {name: math.prod(shape) for name, shape in trained.items()}
+        owner = owners(sizes, spread.data)
+        held = [sum(size for name, size in sizes.items() if owner[name] == rank) for rank in range(spread.data)]
+        most = held.index(max(held))
+        owned = frozenset(name for name in sizes if owner[name] == most)
+    return Part(
+        config=shard.local,
+        shapes=shapes,
+        last=shard.last,
+        vocabulary=len(range(config.vocab_size)[shard.vocabulary]),
+        tensor=spread.tensor,
+        sequence=spread.sequence,
+        context=spread.context,
+        in_flight=min(spread.pipeline - stage, plan.accumulate // spread.data),
+        data=spread.data,
+        zero=spread.zero,
+        reduce=spread.reduce,
+        owned=owned,
+        host_state=spread.host_state,
+    )
+
+
+def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
+    """See that a run can be spread so.
+
+    Raises:
+        ValueError: it cannot; the message names what can.
+    """
+    check_shares(plan.accumulate, spread.data)
+    Shard(config, 0, spread.tensor, 0, spread.pipeline)
+    if spread.zero == 3 and plan.adapted:
+        raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
+    if spread.zero == 3 and plan.optimizer != "adamw":
+        raise ValueError(
+            f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{plan.optimizer}" cannot: set '
+            'parallel.zero to 2, or optimizer.name to "adamw"'
+        )
+    if plan.micro_batch % (2 * spread.context) and spread.context > 1:
+        raise ValueError(
+            f"a micro-batch of {plan.micro_batch} tokens is not cut evenly over {spread.context} context ranks, two "
+            f"parts each: set data.micro_batch to a multiple of {2 * spread.context}"
+        )

@@ -1,0 +1,127 @@
+"""Tensor parallelism on two GPUs: logits within bfloat16's rounding of one GPU's, bitwise repeatable where that is
+asked for, in CUDA graphs; and the end of a rank. Run this file alone: a process is rank 0 of one set of ranks."""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from transect import LLM, SamplingParams
+from transect.bench import scaling
+from transect.parallel.launch import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+SIZES = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+PROMPTS = [[5, 6, 7], list(range(20, 90)), [9] * 33, [1, 2]]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    if dist.is_initialized():
+        pytest.skip("this process has ranks on the CPU: run this file alone")
+    ranks = Ranks.start(2, "cuda")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    for name, sizes in SIZES.items():
+        shape = LlamaConfig(
+            vocab_size=1024, num_hidden_layers=2, max_position_embeddings=2048, tie_word_embeddings=False, **sizes
+        )
+        shape.save_pretrained(folder / name)
+    return folder
+
+
+def run(model, ranks=None, prompts=PROMPTS, **settings):
+    """Logprobs of prompts and of drawn tokens, and the tokens."""
+    many = {} if ranks is None else {"ranks": ranks, "tensor_parallel_size": 2}
+    llm = LLM(
+        str(model), load_format="dummy", dtype="bfloat16", max_num_seqs=16, max_model_len=512,
+        num_kv_blocks=512, seed=3, **many, **settings,
+    )  # fmt: skip
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+        return [read(result) for result in llm.generate(prompts, params)]
+    finally:
+        llm.close()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def read(result):
+    choice = result.outputs[0]
+    of_prompt = [
+        entry[token].logprob
+        for entry, token in zip(result.prompt_logprobs[1:], result.prompt_token_ids[1:], strict=True)
+    ]
+    drawn = [entry[token].logprob for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    return of_prompt, drawn, list(choice.token_ids)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_logits_are_those_of_one_gpu(gpus, shapes, size):
+    alone, two = run(shapes / size), run(shapes / size, gpus)
+    for (prompt_a, drawn_a, tokens_a), (prompt_b, drawn_b, tokens_b) in zip(alone, two, strict=True):
+        assert prompt_b == pytest.approx(prompt_a, abs=0.06)
+        same = next((i for i, (a, b) in enumerate(zip(tokens_a, tokens_b, strict=True)) if a != b), len(tokens_a))
+        assert drawn_b[:same] == pytest.approx(drawn_a[:same], abs=0.06)
+        if same < len(tokens_a):  # a close call went another way
+            assert drawn_b[same] == pytest.approx(drawn_a[same], abs=0.1)
+    assert any(a[2] == b[2] for a, b in zip(alone, two, strict=True))
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_deterministic_mode_does_not_see_the_batch(gpus, shapes, graphs):
+    settings = {"deterministic": True, "cuda_graphs": graphs, "enable_prefix_caching": False}
+    together = run(shapes / "8B", gpus, PROMPTS, **settings)
+    assert [run(shapes / "8B", gpus, [prompt], **settings)[0] for prompt in PROMPTS[:2]] == together[:2]
+
+
+def test_sums_in_a_graph_take_time(gpus):
+    sizes = (8 << 10, 1 << 20)
+    gpus.call(scaling.JOB, sizes)
+    found = scaling.sum_times(gpus.world, sizes)
+    assert list(found) == list(sizes) and all(0 < seconds < 0.01 for seconds in found.values())
+
+
+KILLED = """
+    import os, signal, sys, threading, time
+    from transect import LLM, SamplingParams
+    from transect.parallel.launch import RankFailure, Ranks
+
+    ranks = Ranks.start(2, "cuda")
+    llm = LLM(sys.argv[1], load_format="dummy", dtype="bfloat16", max_num_seqs=16, max_model_len=2048,
+              num_kv_blocks=2048, seed=3, ranks=ranks, tensor_parallel_size=2)
+    threading.Timer(float(sys.argv[2]), os.kill, (ranks.pids[1], signal.SIGKILL)).start()
+    try:
+        while True:
+            llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+    except RankFailure as error:
+        print("ENDED", error, flush=True)
+    ranks.close()
+    print("CLOSED", flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("after", [0.05, 0.6])
+def test_the_end_of_a_rank_ends_the_engine(shapes, after):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(shapes / "8B"), str(after)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert "ENDED" in done.stdout and "rank 1" in done.stdout and "CLOSED" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,138 @@
+"""What a rank needs to train: parts add up to the whole, and the account is what the allocator hands out."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from allocated import allocated_by, shape_of
+from training_runs import tiny_run
+
+from transect.models.memory.training import training
+from transect.models.memory.training_plan import TrainingPlan
+from transect.models.presets import PRESETS
+from transect.models.shapes import parameter_count
+from transect.parallel.layout import owners
+from transect.parallel.training_memory import Spread, training_ranks
+from transect.train.follow import JOB, Run
+
+LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]
+PLAN = TrainingPlan(precision="mixed", micro_batch=8192, seq_len=4096, accumulate=8)
+
+
+def terms(stage):
+    return {term.name: term.bytes for term in stage.estimate.terms}
+
+
+def only(plan=PLAN, model=LLAMA_8B, **spread):
+    (found,) = training_ranks(model, plan, Spread(**spread))
+    return found
+
+
+def test_one_rank_is_the_account_of_one_device():
+    assert only().estimate == training(LLAMA_8B, PLAN)
+
+
+def test_what_is_cut_by_each_zero():
+    whole, numbers = terms(only()), parameter_count(LLAMA_8B)
+    one, two, three = (terms(only(data=8, zero=zero)) for zero in (1, 2, 3))
+    for name in ("optimizer state", "master weights"):
+        for found in (one, two, three):
+            assert found[name] == pytest.approx(whole[name] / 8, rel=0.01)
+    assert one["gradients"] == 4 * numbers and two["gradients"] == pytest.approx(one["gradients"] / 8, rel=0.01)
+    assert one["weights"] == two["weights"] == 2 * numbers
+    assert three["weights"] == pytest.approx(2 * numbers / 8, rel=0.01)
+    peaks = [only(replace(PLAN, accumulate=8), data=8, zero=zero).estimate.peak for zero in (0, 1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_what_tensor_pipeline_and_context_ranks_share():
+    whole, tensor = terms(only()), terms(only(tensor=4))
+    assert tensor["weights"] == pytest.approx(whole["weights"] / 4, rel=0.01)
+    both = terms(only(tensor=4, sequence=True))
+    assert both["activations"] < tensor["activations"] < whole["activations"]
+    assert both["activations"] == pytest.approx(whole["activations"] / 4, rel=0.01)
+    assert terms(only(context=4))["activations"] == pytest.approx(whole["activations"] / 4, rel=0.01)
+    stages = training_ranks(LLAMA_8B, PLAN, Spread(pipeline=4))
+    assert sum(terms(s)["weights"] for s in stages) == pytest.approx(whole["weights"], rel=1e-5)
+    # 1F1B: the first stage has a micro-batch on its way through each of the four, the last its own alone
+    assert [terms(s).get("activations in flight", 0) // terms(s)["activations"] for s in stages] == [3, 2, 1, 0]
+    assert "loss" not in terms(stages[0]) and "loss" in terms(stages[3])
+
+
+def test_states_on_the_host_leave_the_device():
+    here, there = only(), only(host_state=True)
+    moved = sum(terms(here)[name] for name in ("master weights", "optimizer state"))
+    assert sum(term.bytes for term in there.estimate.host) == moved
+    assert here.estimate.peak - there.estimate.peak >= moved
+
+
+def test_a_layout_that_cannot_be_is_refused_with_one_that_can():
+    for spread, message in (
+        ({"data": 3}, "set accumulate to 9"),
+        ({"tensor": 3}, "can be 1, 2, 4"),
+        ({"pipeline": 33}, "has 32 layers"),
+        ({"zero": 1}, r"parallel\.data to 2"),
+        ({"sequence": True}, r"parallel\.tensor to 2"),
+        ({"context": 3}, "multiple of 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            only(**spread)
+    with pytest.raises(ValueError, match=r"set parallel\.zero to 2"):
+        only(replace(PLAN, task="lora"), data=2, zero=3)
+
+
+def test_owners_have_about_as_much_each():
+    sizes = {f"{i}": 10 + i * i % 17 for i in range(40)}
+    owner = owners(sizes, 3)
+    held = [sum(size for name, size in sizes.items() if owner[name] == rank) for rank in range(3)]
+    assert max(held) - min(held) <= max(sizes.values()) and math.fsum(held) == sum(sizes.values())
+
+
+LONG = [
+    {"zero": 0},
+    {"zero": 1},
+    {"zero": 2},
+    {"zero": 3, "checkpointing": "full"},
+    {"zero": 0, "precision": "mixed"},
+    {"zero": 3, "precision": "mixed"},
+    {"zero": 1, "accumulate": 4, "precision": "bfloat16"},
+    {"zero": 3, "accumulate": 4},
+]
+MODES = [{"zero": 2, "precision": "mixed"}, {"zero": 3}, *(pytest.param(m, marks=pytest.mark.prove) for m in LONG)]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_predicted_peak_is_that_of_a_rank(pair, tmp_path, mode):
+    torch.set_num_threads(1)
+    changes = dict(mode)
+    parallel = {"data": 2, "zero": changes.pop("zero")}
+    config = tiny_run(
+        tmp_path, model=shape_of(tmp_path), load_format="dummy", steps=2, parallel=parallel, threads=1,
+        data={"seq_len": 256, "micro_batch": 1024}, **{"accumulate": 2, **changes},
+    )  # fmt: skip
+    run = Run(config.to_dict())
+    pair.call(JOB, run)
+    made = run.trainer(pair.world)
+    measured = watched(made)
+    made.run()
+    spread = made.crew.spread
+    units = getattr(spread, "units", [])
+    kept = sum(unit.piece.nbytes for unit in units) or sum(p.nbytes for p in spread.parameters.values())
+    peak = max(phase.bytes for phase in made.memory.estimate.phases if phase.name not in ("checkpoint", "cutting"))
+    assert peak == pytest.approx(kept + made.optimizer.state_bytes() + measured[0], rel=0.10)
+
+
+def watched(trainer):
+    """Gets what the second step of ``trainer`` allocates."""
+    step, records, found = trainer.step, [], []
+
+    def second():
+        if not records:
+            records.append(step())
+        else:
+            found.append(allocated_by(lambda: records.append(step())))
+        return records[-1]
+
+    trainer.step = second
+    return found
