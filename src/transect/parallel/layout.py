@@ -23,7 +23,8 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Sizes of the axes. The ranks count along ``tensor`` first, then ``context``, ``pipeline`` and ``data``.
-    ``expert``: the ranks along ``tensor`` and ``data`` share the experts of a model, which are cut along ``tensor`` else.
+    ``expert``: the ranks along ``tensor`` and ``data`` share the experts of a model, which are cut along ``tensor``
+    else.
 
     Raises:
         ValueError: a size is no whole number of at least 1.
