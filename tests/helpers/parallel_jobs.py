@@ -18,11 +18,14 @@ from transect.models.load import load_on_device
 from transect.models.resolve import resolve
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4_serving import Int4Products, ServingInt4, _gated_by_torch
+from transect.ops.comm import all_reduce
 from transect.ops.linear.packed import int4_matmul
+from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
 from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
+from transect.parallel.peer_sums import shared_sums
 from transect.parallel.world import Failure
 
 
@@ -90,3 +93,44 @@ class Alone:
     """A world of this process alone, for comparison."""
 
     rank, size, device, on_host = 0, 1, torch.device("cpu"), 1
+
+
+def own_sums(world, given):
+    """Sums of many sizes between GPUs in a CUDA graph, alone and in norms, while ranks and blocks dawdle; how many
+    numbers are wrong on each rank."""
+    group = Mesh(world, Layout(tensor=world.size)).tensor
+    if group.ranks not in world.sums:
+        world.sums[group.ranks] = shared_sums(world, group)
+    peers = world.sums[group.ranks].peers
+    shapes = [(1, 4096), (1, 64), (256, 4096), (33, 8192), (2, 64), (128, 4096)]
+    parts = []
+    for seed, shape in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        parts.append(torch.randn(world.size, *shape, generator=generator, dtype=torch.bfloat16).to(world.device))
+    mine = [part[world.rank].contiguous() for part in parts]
+    weights = [torch.ones(shape[1], dtype=torch.bfloat16, device=world.device) for shape in shapes]
+
+    def work():
+        found = []
+        for x, weight in zip(mine, weights, strict=True):
+            found += [peers.sum(x, delay=30_000), *peers.add_norm(x, x, weight, 1e-5, delay=30_000)]
+        return found
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    wrong = 0
+    with torch.cuda.stream(stream):
+        work()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outs = work()
+        for _ in range(20):
+            for out in outs:
+                out.zero_()
+            graph.replay()
+            for i, (part, x, weight) in enumerate(zip(parts, mine, weights, strict=True)):
+                total = all_reduce.reference(part)[0]
+                normed, stream_after = add_rms_norm.reference(total, x, weight, 1e-5)
+                found = outs[3 * i : 3 * i + 3]
+                wrong += int((found[0] != total).sum()) + int((found[2] != stream_after).sum())
+                wrong += int(((found[1].float() - normed.float()).abs() > 0.03).sum())
+    return world.exchange(wrong)

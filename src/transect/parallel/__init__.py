@@ -7,7 +7,7 @@ Ranks, for serving and training alike:
   child runs
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
 * ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
-  collectives
+  collectives; ``peer_sums.py``: sums by kernels of our own, where those are quicker than NCCL
 
 A model on them:
 

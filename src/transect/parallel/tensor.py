@@ -27,7 +27,7 @@ from ..models.decoder import Decoder
 from ..models.staging import Staging
 from ..models.storage import WeightFormat
 from ..models.weights.dense import Dense
-from ..models.weights.weight import Kinds, Product, Values, Weight, WeightKind
+from ..models.weights.weight import Kinds, Product, Unsummed, Values, Weight, WeightKind
 from ..ops.opset import OpSet
 from .differentiable import scattered, summed
 from .group import Group
@@ -82,6 +82,17 @@ class SummedShard(ShardKind):
     def _after(self, y: Tensor) -> Tensor:
         y = _total(y, self.group, self.sequence)
         return y if self.bias is None else y + self.bias
+
+    def unsummed(self) -> Unsummed | None:
+        sums = self.group.sums
+        if sums is None or sums.exact or self.bias is not None:
+            return None
+        found = sums
+
+        def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+            return found.add_norm(x, residual, weight, eps) if found.takes(x, norm=True) else None
+
+        return Unsummed(self.inner.product(), self.group.all_reduce, add_norm)
 
 
 class GatheredShard(ShardKind):
