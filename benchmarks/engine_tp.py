@@ -2,7 +2,7 @@
 
     python benchmarks/engine_tp.py [SECTION ...] [--model llama-3.1-8b] [--tp 2] [--batches 1,32] [--out DIRECTORY]
 
-Sections: links, predict, decode, throughput, trace. Random weights of true shapes; the work is that of ``engine_gpu.py``.
+Sections: links, predict, decode, throughput, trace. Random weights of true shapes; the work of ``engine_gpu.py``.
 Predictions (``transect.bench.scaling``) are made of the figures of one GPU that are kept there and of the links, and
 written down before the engine starts; 4 and 8 GPUs are predicted from two. Each section is kept as soon as it is
 measured, in ``DIRECTORY/tp_MODEL.json``. No new section begins after ``--seconds``.
