@@ -54,6 +54,16 @@ class Crew:
         self.spread: Replicas | Sharded | None = None
 
     @property
+    def rank(self) -> int:
+        """This rank's number among those that write checkpoints."""
+        return self.group.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.group.size
+
+    @property
     def leads(self) -> bool:
         """Whether this rank writes and shows things."""
         return self.group.rank == 0
@@ -163,12 +173,10 @@ class Crew:
         return trainable.snapshot() if self.leads else lambda directory: None
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """The optimizer's whole state, as of a run on one rank, on the CPU of the first rank, nothing on the others;
-        all ask together."""
-        tensors = optimizer.state_tensors()
-        if self.spread is not None:
-            return self.spread.whole_state(tensors)
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        """This rank's part of the optimizer's state, on the CPU, by the names that ``StoredTensors`` reads."""
+        if self.spread is None:
+            return optimizer.lent()
+        return {self.spread.stored_name(name): part for name, part in optimizer.lent(self.spread.writes).items()}
 
     def load_state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Put back this rank's part of a whole state, of a run on however many ranks.
