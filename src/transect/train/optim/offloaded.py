@@ -130,7 +130,9 @@ class OffloadedAdamW(Optimizer):
         parameter.grad = None
 
     def gather(self) -> None:
-        """Gradients are added up as they come."""
+        """See ``Optimizer``; where they are taken as they come, they are added up then."""
+        if not self.offload.watch:
+            super().gather()
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """See ``Optimizer``; they are on their way to the host, and may be forgotten."""
@@ -139,9 +141,11 @@ class OffloadedAdamW(Optimizer):
             self._drain.take(name, gradient)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each parameter that has one, in host memory."""
+        """The gradient of each parameter that has one: in host memory, or on the device before they are given."""
         self._drain.wait()
         given = self._drain.given
+        if not given:
+            return super().gradients()
         return {name: self._drain.into[name].view_as(p) for name, p in self.parameters.items() if name in given}
 
     @torch.no_grad()
@@ -152,8 +156,7 @@ class OffloadedAdamW(Optimizer):
     def zero_grad(self) -> None:
         """See ``Optimizer``."""
         self._drain.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        super().zero_grad()
 
     # A step
 
