@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...models.layouts import held_layouts
 from ...models.resolve import ModelSource
 from ...parallel.load import shard_of
 from ...parallel.mesh import Mesh
@@ -86,7 +87,8 @@ def build_gpu(
     if began is not None:
         times.done("torch")
     shard = None if mesh is None else shard_of(source.config, mesh)
-    setup = set_up(config, source.config if shard is None else shard.local, device, shard)
+    model = source.config if shard is None else shard.local
+    setup = set_up(config, model, device, shard, held_layouts(source))
     times.done("CUDA")
     loaded = load(setup, source, compilers, times, mesh)
     if mesh is not None:
@@ -109,6 +111,8 @@ def _description(setup: Setup) -> str:
     name = torch.cuda.get_device_name(setup.device)
     how = [f"{kernels} on {name} in {str(setup.dtype).removeprefix('torch.')}"]
     how += [] if setup.config.quantization is None else [f"the layers' weights in {setup.config.quantization}"]
+    held = sorted({layout.format for _, layout in setup.layouts})
+    how += [f"the layers' weights in {' and '.join(held)}, as in the checkpoint"] if held else []
     how += [f"CUDA graphs {setup.config.cuda_graphs}"]
     how += ["batch-invariant"] if setup.config.deterministic else []
     return ", ".join(how)

@@ -11,6 +11,7 @@ import torch
 
 from ...models.config import ModelConfig
 from ...models.cost import kv_bytes_per_token, weight_bytes
+from ...models.layouts import Layouts, storage_held
 from ...models.load import kv_dtype
 from ...models.storage import Storage, storage_for
 from ...ops.lang.jit import has_dependent_launch
@@ -53,6 +54,8 @@ class Setup:
     model: ModelConfig
     dtype: torch.dtype
     storage: Storage
+    layouts: Layouts
+    """How the checkpoint packs the matrices that stay so."""
     device: torch.device
     ops: OpSet
     limits: dict[str, Any]
@@ -78,9 +81,15 @@ class Setup:
         return filled if filled is not None and filled <= self.tricks["graph_tokens"] else None
 
 
-def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard: Shard | None = None) -> Setup:
+def set_up(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    shard: Shard | None = None,
+    layouts: Layouts = (),
+) -> Setup:
     """Decide what an engine of ``config`` on ``device`` does. ``shard``: the part of a model that this rank has;
-    ``model`` has its sizes.
+    ``model`` has its sizes. ``layouts``: how the checkpoint packs its matrices.
 
     Raises:
         ValueError: the weights do not fit, or a setting is at fault; the message says what to change.
@@ -91,7 +100,11 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard
     max_seqs, max_tokens = config.limits("cuda")
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config)
-    storage = storage_for(dtype.itemsize, config.quantization)
+    layouts = layouts if config.quantization is None and dtype != torch.float32 else ()
+    if layouts and config.deterministic:
+        log.warning("deterministic: packed matrices are dequantized, their products add up otherwise for other rows")
+        layouts = ()
+    storage = storage_held(storage_for(dtype.itemsize, config.quantization), layouts)
     shapes = None if shard is None else shard.shapes()
     _check_weights(config, weight_bytes(model, storage, shapes), free, total)
     longest = config.max_model_len or model.max_position
@@ -103,6 +116,7 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard
         model=model,
         dtype=dtype,
         storage=storage,
+        layouts=layouts,
         device=device,
         ops=ops,
         limits={"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest},
