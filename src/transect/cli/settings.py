@@ -39,12 +39,22 @@ GROUPS = {
                 "native",
             ),
             "max_queue",
-            *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "check_plans"),
+            *(
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "data_parallel_size",
+                "enable_expert_parallel",
+                "check_plans",
+            ),
         ),
         ENGINE,
     ),
     **dict.fromkeys(
-        ("gpu_memory_utilization", "cuda_graphs", "fused_operators", "dependent_launch", "device_sampling"), GPU
+        (
+            *("gpu_memory_utilization", "cpu_offload_gb", "offload_folder", "cuda_graphs", "fused_operators"),
+            *("dependent_launch", "device_sampling"),
+        ),
+        GPU,
     ),
     **dict.fromkeys(("config", "help"), REST),
 }

@@ -50,6 +50,9 @@ class EngineConfig:
             comes, ``off`` none.
         gpu: switches of what makes a GPU fast, to see what each is worth.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
+        cpu_offload_gb: GiB by which the weights on each device become smaller, because layers live in host memory and
+            stream to it in every step (``models/streaming/``); more than the layers have: all of them stream.
+        offload_folder: a folder on a fast disk, in which those layers live in place of host memory.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
         max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
         max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
@@ -83,6 +86,8 @@ class EngineConfig:
         tensor_parallel_size: devices between which every matrix is cut (``parallel/``); on a CPU, processes.
         pipeline_parallel_size: groups of devices, each of which has some of the layers.
         data_parallel_size: whole engines behind one server, each with devices of its own.
+        enable_expert_parallel: the ranks of the tensor and data axes share the experts of a mixture, each of which is
+            whole on one of them. With data_parallel_size they are then one engine, whose steps they take together.
         first_device: number of the GPU that the first rank has; the others have those after it.
         check_plans: to find errors: the ranks compare what they planned in every step.
         decisions: keep a log of what the scheduler decides, in memory (``decisions.py``).
@@ -110,6 +115,8 @@ class EngineConfig:
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
     gpu: GPUOptions = field(default_factory=GPUOptions)
     gpu_memory_utilization: float = 0.9
+    cpu_offload_gb: float = 0.0
+    offload_folder: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -132,6 +139,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     first_device: int = 0
     check_plans: bool = False
     decisions: bool = True
@@ -156,6 +164,7 @@ class EngineConfig:
             raise ValueError(f"gpu must be GPUOptions(...), not {self.gpu!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        self._check_offload()
         _positive("block_size", self.block_size)
         sizes = ("num_kv_blocks", "kv_cache_bytes", "kv_cache_tokens")
         limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens")
@@ -173,7 +182,7 @@ class EngineConfig:
             raise ValueError(f"itl_target must be a number of milliseconds, auto or off, got {self.itl_target!r}")
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
-        Layout(*self.parallel_sizes)
+        self._check_layout()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
         if not self.hung_after_s > 0:
@@ -187,7 +196,39 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         """Processes of one engine, each with a device of its own."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.layout.size
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks of one engine."""
+        data = self.data_parallel_size if self.enable_expert_parallel else 1
+        return Layout(self.tensor_parallel_size, self.pipeline_parallel_size, data, self.enable_expert_parallel)
+
+    @property
+    def replicas(self) -> int:
+        """Whole engines behind one server."""
+        return 1 if self.enable_expert_parallel else self.data_parallel_size
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether ranks of one engine have requests of their own, and share experts."""
+        return self.layout.data > 1
+
+    def _check_layout(self) -> None:
+        Layout(*self.parallel_sizes)
+        if not self.enable_expert_parallel:
+            return
+        if self.tensor_parallel_size * self.data_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
+                "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
+            )
+        if self.data_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "ranks with requests of their own (data_parallel_size) do not share experts in stages: leave "
+                f"pipeline_parallel_size out and let tensor_parallel_size be "
+                f"{self.tensor_parallel_size * self.pipeline_parallel_size}, or leave data_parallel_size out"
+            )
 
     def _check_text(self) -> None:
         override = self.override_generation_config
@@ -197,6 +238,17 @@ class EngineConfig:
             raise ValueError(f"generation_config must be auto, none or a folder, got {self.generation_config!r}")
         if self.eos_token_ids is not None:
             object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+
+    def _check_offload(self) -> None:
+        gib = self.cpu_offload_gb
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not gib >= 0:
+            raise ValueError(f"cpu_offload_gb must be a number of GiB, 0 or more, got {gib!r}")
+        if self.offload_folder is not None and not gib:
+            raise ValueError("offload_folder says where layers live that stream, and none do: give cpu_offload_gb too")
+        if gib and self.native:
+            raise ValueError(
+                "native=True asks for the C++ kernels, which have all layers in memory: leave out cpu_offload_gb"
+            )
 
     def _check_steps(self, seqs: int) -> None:
         """Every sequence that runs needs a token of each step."""

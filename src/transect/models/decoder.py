@@ -9,7 +9,8 @@ Shapes: T tokens, D model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,14 @@ from .mlp import MLP
 from .moe import MoE, Router, SharedRouter
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
+from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
 from .weights.weight import Kinds, Weight
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""
+Part = TypeVar("Part")
 
 
 class Layer(nn.Module):
@@ -84,7 +87,8 @@ class Decoder(nn.Module):
     what kind of ``Weight`` each matrix is; by default ``Dense``.
 
     ``stack`` runs all layers and may be replaced by a callable that does the same in one go; one that has ``hidden``
-    does what is before and after them too, as ``forward``.
+    does what is before and after them too, as ``forward``. A stack takes what it has for each layer through
+    ``in_turn``, so that layers may be elsewhere until then (``offloaded``, see ``streaming/``).
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Decoder(nn.Module):
         self.head_tied = False
         """Whether the head is the embedding's table, not a copy of it in a format of its own."""
         self.tie_weights()
+        self.offloaded: LayerStream | None = None
         self.stack: Stack = self.run_layers
 
     def forward(
@@ -129,12 +134,19 @@ class Decoder(nn.Module):
         whole = getattr(self.stack, "hidden", None)
         if whole is not None:
             return whole(tokens_T, positions_T, context, places_T)
-        x_TD = self.embed(tokens_T if places_T is None else placed(tokens_T, places_T))
+        x_TD = self.begin(tokens_T if places_T is None else placed(tokens_T, places_T), positions_T)
+        return self.finish(self.stack(x_TD, positions_T, context))
+
+    def begin(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """What comes before the layers: tokens and positions ``[T]`` int64 -> ``[T, D]``."""
+        x_TD = self.embed(tokens_T)
         if self.config.embed_scale != 1.0:  # rounded as the makers round it
             x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype, device=x_TD.device)
-        if self.position_embed is not None:
-            x_TD = x_TD + self.position_embed(positions_T)
-        hidden_TD = self.norm(self.stack(x_TD, positions_T, context))
+        return x_TD if self.position_embed is None else x_TD + self.position_embed(positions_T)
+
+    def finish(self, x_TD: Tensor) -> Tensor:
+        """What comes after the layers, before the head: ``[T, D] -> [T, D]``."""
+        hidden_TD = self.norm(x_TD)
         return hidden_TD if self.config.logit_scale == 1.0 else hidden_TD * self.config.logit_scale
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -146,10 +158,15 @@ class Decoder(nn.Module):
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """The default ``stack``: one layer after another."""
-        for layer, rotation in zip(self.layers, self.rotations(positions_T), strict=True):
+        for layer, rotation in zip(self.in_turn(list(self.layers)), self.rotations(positions_T), strict=True):
             x_TD = layer(x_TD, rotation, context)
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
+
+    def in_turn(self, layers: Sequence[Part]) -> Iterable[Part]:
+        """What a stack has for each layer, one after the other: the matrices of each are there from its turn until
+        that of the next."""
+        return layers if self.offloaded is None else self.offloaded.turns(layers)
 
     def rotations(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Cos and sin for each layer; None where a layer does not rotate."""
@@ -195,6 +212,15 @@ class Decoder(nn.Module):
     def nbytes(self) -> int:
         """Memory of all weights; a table that the head shares is counted once."""
         return sum(t.nbytes for t in (*self.parameters(), *self.buffers()))
+
+    @property
+    def device_nbytes(self) -> int:
+        """Memory of the weights on its device: as ``nbytes``, but of layers that stream, their slots."""
+        stream = self.offloaded
+        if stream is None:
+            return self.nbytes
+        stays = [t.nbytes for t in (*self.parameters(), *self.buffers()) if t not in stream]
+        return sum(stays) + stream.slot_bytes
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. What a

@@ -13,6 +13,7 @@ import torch
 
 from ...models.layouts import held_layouts
 from ...models.resolve import ModelSource
+from ...models.storage import Storage
 from ...parallel.load import shard_of
 from ...parallel.mesh import Mesh
 from ..config import EngineConfig
@@ -35,6 +36,8 @@ class GPUParts:
 
     runner: GPURunner
     size: KVSize
+    storage: Storage
+    """The formats of weights and cache."""
     description: str
     """The start-up line."""
     report: tuple[str, ...]
@@ -87,23 +90,24 @@ def build_gpu(
     if began is not None:
         times.done("torch")
     shard = None if mesh is None else shard_of(source.config, mesh)
+    on_host = 1 if mesh is None else mesh.world.on_host
     model = source.config if shard is None else shard.local
-    setup = set_up(config, model, device, shard, held_layouts(source))
+    setup = set_up(config, model, device, shard, ranks=on_host, layouts=held_layouts(source))
     times.done("CUDA")
     loaded = load(setup, source, compilers, times, mesh)
     if mesh is not None:
         mesh.world.exchange(None)  # rank 0 has had the kernels compiled, and the others find them in the cache
         times.done("other ranks")
-    measured = measure(setup, loaded.model)
+    measured = measure(setup, loaded.model, mesh)
     times.done("dry run")
     account, cache = size(setup, loaded, measured)
     if mesh is not None:
         cache = KVSize.least(mesh.world.exchange(cache))
-    runner, cache_bytes = capture(setup, loaded.model, cache, times)
+    runner, cache_bytes = capture(setup, loaded.model, cache, times, mesh)
     report = (*account.lines(cache_bytes), f"start-up: {times}")
     for line in report:
         log.info("%s", line)
-    return GPUParts(runner, cache, _description(setup), report, setup.fill_tokens)
+    return GPUParts(runner, cache, setup.storage, _description(setup), report, setup.fill_tokens)
 
 
 def _description(setup: Setup) -> str:
@@ -113,6 +117,7 @@ def _description(setup: Setup) -> str:
     how += [] if setup.config.quantization is None else [f"the layers' weights in {setup.config.quantization}"]
     held = sorted({layout.format for _, layout in setup.layouts})
     how += [f"the layers' weights in {' and '.join(held)}, as in the checkpoint"] if held else []
+    how += [] if setup.stream is None else [str(setup.stream)]
     how += [f"CUDA graphs {setup.config.cuda_graphs}"]
     how += ["batch-invariant"] if setup.config.deterministic else []
     return ", ".join(how)

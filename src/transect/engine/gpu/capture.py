@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from ...models.decoder import Decoder
+from ...parallel.mesh import Mesh
 from ...text.grammar.constraint import MaskFiller
 from ..kv_size import KVSize
+from .measure import runner_of
 from .runner import GPURunner
 from .setup import Setup
 from .startup_times import StartupTimes
 from .step_sizes import row_buckets
 
 WARM_WIDTHS = 2
-"""Widths of block tables whose graphs are captured at the start (contexts up to 1024 and 2048 tokens)."""
+"""Widths of block tables whose graphs are captured at the start where no server waits (contexts up to 4096 tokens)."""
 
 
-def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) -> tuple[GPURunner, int]:
+def capture(
+    setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes, mesh: Mesh | None = None
+) -> tuple[GPURunner, int]:
     """The runner, and the bytes of its KV cache, which has one block more than ``cache`` says, for padding."""
     config = setup.config
-    keys, values = caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.dtype)
+    caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.dtype)
     for each in caches:
         each[:, -1].zero_()
     limits = setup.limits | {"max_model_len": cache.max_model_len}
-    runner = GPURunner(
+    runner = runner_of(
         model,
-        keys,
-        values,
+        caches,
+        mesh,
         **limits,
         graphs=config.cuda_graphs != "off",
         sample_on_device=config.gpu.device_sampling,
@@ -34,6 +38,7 @@ def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) ->
     times.done("KV cache")
     if config.cuda_graphs == "on":
         rows = row_buckets(limits["max_num_seqs"], setup.tricks["fine_rows"])
-        runner.warm(rows, WARM_WIDTHS, setup.captured_fill)
+        runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
+    runner.started()
     return runner, sum(each.nbytes for each in caches)

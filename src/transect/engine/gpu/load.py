@@ -94,6 +94,7 @@ def load(
             dependent_launch=config.gpu.dependent_launch,
             layouts=setup.layouts,
         ),
+        stream=setup.stream,
     )
     times.done("weights")
     allocated = torch.cuda.memory_allocated(setup.device)

@@ -16,7 +16,8 @@ zero 3                 4 for each own, e for one layer and what   4 for each own
                        while it is summed
 =====================  =========================================  ==============================================
 
-With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes.
+With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes. One rank whose states are
+the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way.
 """
 
 from __future__ import annotations
@@ -123,18 +124,29 @@ class Gradients:
     @property
     def bucket(self) -> int:
         """W: what travels together at most, about."""
-        largest = max(map(math.prod, self.trained.values()))
-        return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, largest))
+        return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, self.largest))
+
+    @property
+    def largest(self) -> int:
+        """Numbers of the largest parameter."""
+        return max(map(math.prod, self.trained.values()))
+
+    @property
+    def leave(self) -> bool:
+        """Whether gradients go to the host as they are made."""
+        return self.part.data == 1 and self.part.host_state
 
     @property
     def sums(self) -> int:
         """What waits from one micro-batch to the next beyond ``waiting``: sums of gradients in 16 bits."""
+        if self.leave:
+            return 0
         return 4 * self.numbers if self.part.data == 1 and self.several and self.element < 4 else 0
 
     @property
     def waiting(self) -> int:
         """What is there during the forward pass of the last micro-batch."""
-        if not self.several:
+        if not self.several or self.leave:
             return 0
         if self.part.data == 1:
             return self.sums or self.element * self.numbers
@@ -144,6 +156,8 @@ class Gradients:
         """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
         the layer itself."""
         part, e = self.part, self.element
+        if self.leave:
+            return e * (min(above, self.largest) + own)
         if part.data == 1:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
         if part.zero == 3:
@@ -163,7 +177,7 @@ class Gradients:
         """What is there when the backward pass ends and the last bucket is filled."""
         part, e = self.part, self.element
         if part.data == 1:
-            return self.during(self.numbers, 0)
+            return self.during(self.numbers, self.largest if self.leave else 0)
         if part.zero == 3:
             return 4 * self.owned + (e + part.reduce) * part.outside
         filled = (e + 4 * (self.several and e < 4)) * self.bucket
@@ -174,6 +188,8 @@ class Gradients:
     def stepping(self) -> int:
         """What the optimizer steps with."""
         part = self.part
+        if self.leave:
+            return 0
         if part.data == 1:
             return self.sums or self.element * self.numbers
         if part.zero == 3:
@@ -184,6 +200,8 @@ class Gradients:
     def why(self) -> str:
         """What these are, in words."""
         part = self.part
+        if self.leave:
+            return f"{self.numbers} trained numbers of {self.element} bytes, each copied to the host when it is made"
         if part.data == 1:
             return f"{self.numbers} trained numbers of {self.element} bytes; all of them exist when the optimizer steps"
         if part.zero < 2:

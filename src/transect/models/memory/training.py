@@ -91,6 +91,8 @@ class Account:
         plan, part, gradients = self.plan, self.part, self.gradients
         static = self.static()
         shown = self.e * gradients.numbers if part.data == 1 else gradients.stepping
+        if gradients.leave:
+            shown = gradients.at_the_end
         self.term("gradients", shown, gradients.why)
         if gradients.sums:
             self.term("gradient sums", gradients.sums, "float32, over the micro-batches of a step")
