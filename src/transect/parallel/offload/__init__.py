@@ -1,7 +1,7 @@
 """What a run or an engine keeps outside the device's memory.
 
-Memory and files are those of ``hardware/host_memory.py`` and ``hardware/direct_file.py``; layers of a model that is
-served so are in ``models/streaming/``. For training:
+Memory and files are those of ``transect.hardware``; layers of a model that is served so are in
+``transect.models.streaming``. For training:
 
 * ``groups.py``: the numbers of many parameters, cut into groups that are moved together
 * ``states.py``: an optimizer's states, in host memory or on a disk
