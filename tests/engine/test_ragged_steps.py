@@ -11,8 +11,7 @@ from transect.engine.batch import StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.gpu.graphs import GraphCache
 from transect.engine.gpu.runner import GPURunner
-from transect.engine.gpu.step_plan import Variant
-from transect.engine.gpu.step_sizes import row_bucket, row_buckets, token_bucket
+from transect.engine.gpu.step_sizes import mixed_size, mixed_sizes, row_bucket, row_buckets, token_bucket
 from transect.engine.request import Request
 from transect.engine.runner import Runner
 from transect.engine.sampling_params import SamplingParams
@@ -117,36 +116,55 @@ def test_every_layout_comes_up(model):
     assert seen == {"none", "alone", "after decodes", "after chunks"}
 
 
-def test_graphs_of_filled_steps_are_there_before_the_first_of_them(model, monkeypatch):
-    """What is run on padding at the start, against what the planner makes of the steps of a queue that runs empty."""
+@pytest.mark.parametrize("fill_tokens", [None, 64])
+def test_graphs_of_irregular_steps_are_there_before_the_first_of_them(model, monkeypatch, fill_tokens):
+    """What is captured at the start, against what the planner makes of prompts that come one by one."""
     sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 256, "max_model_len": 60}
-    config = SchedulerConfig(num_blocks=600, block_size=4, longest_first=True, fill_tokens=64, seed=1, **sizes)
+    config = SchedulerConfig(num_blocks=600, block_size=4, longest_first=True, fill_tokens=fill_tokens, seed=1, **sizes)
     executor = runner(model, config, graph_tokens=128, prune_last_layer=True)
     captured = set()
 
-    def on_padding(layout, starts=None, **plan):
-        if plan.get("graph"):
-            captured.add((layout, Variant(), plan["prune"], plan.get("chunk_rows")))
+    def on_padding(layout, starts=None, *, decode, graph, prune=False, chunk_rows=None, **rest):
+        captured.add((layout, decode, prune, chunk_rows))
 
     monkeypatch.setattr(executor, "_run_padding", on_padding)
-    executor.warm([1], 1, 64)
+    executor.warm(row_buckets(40), mixed=True)
     scheduler = Scheduler(config, VirtualClock())
-    for index in range(40):
-        params = SamplingParams(max_tokens=1 + index, temperature=0.0, ignore_eos=True)
-        scheduler.add(Request(str(index), tuple((index + n) % VOCAB for n in range(20)), params, 0, None, ()))
+    rng = random.Random(0)
     wanted = set()
-    while (batch := scheduler.schedule()) is not None:
+    waiting = list(range(120))
+    while waiting or scheduler.has_unfinished:
+        for index in [waiting.pop() for _ in range(min(len(waiting), rng.choice([0, 0, 1, 1, 9])))]:
+            params = SamplingParams(max_tokens=rng.randint(1, 30), temperature=0.0, ignore_eos=True)
+            prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 29)))
+            scheduler.add(Request(str(index), prompt, params, 0, None, ()))
+        batch = scheduler.schedule()
+        if batch is None:
+            continue
         plan = executor._planner.plan(batch, executor._ring.memory())
-        if plan.graph and plan.layout.tokens == 64:
-            wanted.add((plan.layout, plan.variant, plan.prune, plan.chunk_rows))
+        if plan.graph or plan.decode:
+            wanted.add((plan.layout, plan.decode, plan.prune, plan.chunk_rows))
         scheduler.commit(batch, StepResult({draw.seq_id: 7 for row in batch.rows for draw in row.draws}))
-    assert len(wanted) >= 2 and wanted <= captured
+    assert len({layout.tokens for layout, *_ in wanted}) >= 4 and wanted <= captured
 
 
 def test_token_buckets():
-    assert [token_bucket(n) for n in (1, 64, 65, 128, 129, 200, 1025, 8192)] == [64, 64, 80, 128, 160, 224, 1280, 8192]
+    assert [token_bucket(n) for n in (1, 64, 65, 128, 129, 200, 1025, 8192)] == [64, 64, 80, 128, 160, 224, 1536, 8192]
     for tokens in range(65, 3000):
-        assert tokens <= token_bucket(tokens) <= 1.25 * tokens
+        assert tokens <= token_bucket(tokens) <= (1.25 if tokens <= 1024 else 1.5) * tokens
+
+
+def test_sizes_of_mixed_steps_are_few_and_hold_what_they_are_for():
+    sizes = mixed_sizes(866, 16, 8192, 256)
+    assert len(sizes) < 130 and len(mixed_sizes(8192, 16, 8192, 256)) < 170
+    rng = random.Random(0)
+    for _ in range(500):
+        decodes = rng.randint(0, 256)
+        tokens = rng.randint(decodes + 2, 866)
+        blocks = rng.randint(1, 8192)
+        size = mixed_size(tokens, 16 + decodes, blocks, 16, 8192, 16 + 256)
+        assert size in sizes
+        assert size.tokens >= tokens and size.rows >= 16 + decodes and size.width >= blocks and size.rows != size.tokens
 
 
 def test_fine_buckets_of_rows():
@@ -176,4 +194,6 @@ def test_rare_work_is_captured_when_it_comes_again():
 
     assert [run("a"), run("a"), run("a")] == ["eager", "result of a", "result of a"]
     assert calls == ["eager a", "replay a", "replay a"]
+    graphs.prepare("ready", lambda: calls.append("eager ready"))
+    assert run("ready") == "result of ready" and calls.pop() == "replay ready"
     assert [run("b"), run("b"), run("c"), run("c"), run("c")] == ["eager", "result of b", "eager", "eager", "eager"]

@@ -119,6 +119,18 @@ def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2 if rough else 2e-5)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_offloaded_states_are_cut_as_others_are(pair, tmp_path, zero):
+    """The steps of one rank without; and on from there without, on one rank."""
+    how = {"accumulate": 2, "data": {"seq_len": 32, "micro_batch": 64}, "schedule": {"kind": "constant"}}
+    whole, _ = curve(None, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "whole"), **how))
+    parallel = {"data": 2, "zero": zero, "offload": "optimizer", "offload_path": str(tmp_path / "disk") * (zero % 2)}
+    config = tiny_run(tmp_path, steps=3, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)
+    first, found = curve(pair, config)
+    last, _ = curve(None, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "cut"), **how), found)
+    assert [loss for loss, _ in first + last] == pytest.approx([loss for loss, _ in whole], abs=1e-5)
+
+
 def write_pairs(path):
     with path.open("w") as file:
         for i in range(40):

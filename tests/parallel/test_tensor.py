@@ -54,7 +54,7 @@ def tokens_of(results):
 def assert_same(model, ranks, axis="tensor_parallel_size", size=2, **changes):
     """The same requests on one device and on several; returns what the engines say of themselves."""
     settings = SETTINGS | changes
-    alone = LLM(model, **settings | {"check_plans": False})
+    alone = LLM(model, **settings | {"check_plans": False, "enable_expert_parallel": False})
     spread = LLM(model, ranks=ranks, **{axis: size}, **settings)
     try:
         for _ in range(2):  # the second time with prefix hits
@@ -164,6 +164,72 @@ def test_steps_that_are_sized_by_time(checkpoints, pair):
     llm.generate([*PROMPTS, *long], SamplingParams(max_tokens=30, ignore_eos=True))
     assert llm.stats().timed_steps > 20
     llm.close()
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_shared_experts_draw_the_same_tokens(checkpoints, pair, family, axis):
+    """Each rank has half of the experts; along the data axis also half of the requests."""
+    _, spread = assert_same(checkpoints(family), pair, axis, enable_expert_parallel=True)
+    if axis == "data_parallel_size":
+        assert all(group.generation_tokens > 50 for group in (spread._core.scheduler.stats(), *spread._core._stats))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": True},
+        {"async_scheduling": True, "num_kv_blocks": 20, "max_model_len": 64},
+        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+    ],
+    ids=["ahead", "preempted", "chunks"],
+)
+def test_ranks_with_requests_of_their_own_in_other_engines(checkpoints, pair, settings):
+    alone, _ = assert_same(
+        checkpoints("qwen3-moe"), pair, "data_parallel_size", enable_expert_parallel=True, **settings
+    )
+    assert ("num_kv_blocks" in settings) == (alone.stats().preemptions > 0)
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+def test_sharing_ranks_among_requests_that_end_early(checkpoints, pair, axis):
+    """Fewer requests than ranks, aborts, a prompt that cannot be, a name that is taken, a forgotten cache."""
+    made = []
+    for size in (1, 2):
+        how = {} if size == 1 else {axis: 2, "enable_expert_parallel": True}
+        llm = LLM(checkpoints("qwen2-moe"), ranks=pair if size > 1 else None, **how, **SETTINGS)
+        one = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=6, temperature=0))  # the other rank is idle
+        with pytest.raises(ValueError, match="context length"):
+            llm.submit([1] * 500, SamplingParams(max_tokens=2))
+        free = {"max_tokens": 30, "ignore_eos": True}
+        names = [llm.submit(prompt, SamplingParams(seed=i, **free)) for i, prompt in enumerate(PROMPTS)]
+        found = {name: [] for name in names}
+        for turn in range(100):
+            if turn == 3:
+                llm.abort(names[1])
+                llm.abort(names[4])
+                llm.reset_prefix_cache()
+            for output in llm.step():
+                found[output.request_id] += output.new_token_ids
+            if not llm.has_work:
+                break
+        assert not llm.has_work and llm.stats().running == llm.stats().waiting == 0
+        assert llm.stats().finished["abort"] == 2
+        made.append((tokens_of(one), [found[names[i]] for i in (0, 2, 3)]))
+        llm.close()
+    assert made[0] == made[1]
+
+
+def test_layouts_that_cannot_share_experts(checkpoints):
+    wrong = [
+        ("llama", {"tensor_parallel_size": 2}, "llama model has no experts"),
+        ("mixtral", {"data_parallel_size": 3}, r"3 ranks cannot share 4 experts evenly.*data_parallel_size be 2"),
+        ("mixtral", {}, "there is one such rank"),
+        ("mixtral", {"data_parallel_size": 2, "pipeline_parallel_size": 2}, "let tensor_parallel_size be 2"),
+    ]
+    for family, sizes, sentence in wrong:
+        with pytest.raises(ValueError, match=sentence):
+            LLM(checkpoints(family), enable_expert_parallel=True, **sizes, **SETTINGS)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "dots1", "gpt-oss"])

@@ -80,6 +80,10 @@ PipelineParallel = Annotated[
 DataParallel = Annotated[
     int, typer.Option("--data-parallel-size", "-dp", min=1, help="Whole engines behind one server.")
 ]
+ExpertParallel = Annotated[
+    bool,
+    typer.Option("--enable-expert-parallel", help="The ranks of -tp and -dp share the experts of a mixture."),
+]
 CheckPlans = Annotated[
     bool, typer.Option("--check-plans", help="To find errors: the ranks compare what they planned in every step.")
 ]

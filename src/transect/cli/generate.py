@@ -11,6 +11,7 @@ from .engine_options import (
     Adapter,
     Device,
     Dtype,
+    ExpertParallel,
     MaxModelLen,
     ModelArgument,
     Native,
@@ -44,6 +45,7 @@ def command(
     threads: Threads = None,
     tensor_parallel_size: TensorParallel = 1,
     pipeline_parallel_size: PipelineParallel = 1,
+    enable_expert_parallel: ExpertParallel = False,
     native: Native = None,
     config: ConfigFile = None,
 ) -> None:
@@ -69,6 +71,7 @@ def command(
         threads=threads,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
         native=native,
         max_num_seqs=1,
     )

@@ -43,6 +43,9 @@ def command(
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="Stages of layers.")] = 1,
+    ep: Annotated[
+        int, typer.Option("--ep", min=1, help="--serve: devices that share the experts; a multiple of --tp.")
+    ] = 1,
     dp: Annotated[
         int, typer.Option("--dp", "--data-parallel-size", min=1, help="--train: ranks with other micro-batches.")
     ] = 1,
@@ -89,8 +92,24 @@ def command(
     else:
         settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
                     "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens,
-                    "tensor_parallel_size": tp, "pipeline_parallel_size": pp}  # fmt: skip
+                    "tensor_parallel_size": tp, "pipeline_parallel_size": pp, **_sharing(tp, ep)}  # fmt: skip
         _serve(source, settings, kind, budget, json)
+
+
+def _sharing(tp: int, ep: int) -> dict[str, Any]:
+    """The settings of so many devices that share experts.
+
+    Raises:
+        ValueError: they are not whole tensor groups; the message names the nearest number that is.
+    """
+    if ep == 1:
+        return {}
+    if ep % tp:
+        raise ValueError(
+            f"--ep is {ep}, and experts are shared between whole groups of --tp {tp} devices: give --ep "
+            f"{max(1, round(ep / tp)) * tp}"
+        )
+    return {"enable_expert_parallel": True, "data_parallel_size": ep // tp}
 
 
 def _device(name: str, memory: str | None) -> str:
@@ -196,8 +215,7 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     from ..models.memory.serving import ServingPlan
     from ..models.memory.terms import gib
     from ..models.storage import storage_for
-    from ..parallel.layout import Layout
-    from ..parallel.memory import smallest_layout, stages
+    from ..parallel.memory import smallest_layout, smallest_sharing, stages
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
     context, positions = config.max_model_len, source.config.max_position
@@ -224,14 +242,19 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         most_cache=None if kind == "cuda" else min(budget // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES),
         backend="gpu" if kind == "cuda" else "cpu",
     )
-    each = stages(source.config, Layout(*config.parallel_sizes), plan, storage, budget)
+    each = stages(source.config, config.layout, plan, storage, budget)
     worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
     found = worst.estimate
     layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
+    shared = None
+    if layout is None and not found.fits and source.config.moe is not None:
+        shared = smallest_sharing(source.config, plan, storage, budget)
     if json:
         facts = {name: value for name, value in asdict(found).items() if name != "account"}
         facts["ranks"] = [{"weights": _weights(stage), "share": str(stage.shard)} for stage in each]
         facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
+        if shared is not None:
+            facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
         _dump(found.account, {"budget": budget, "context": plan.context, **facts})
         return
     place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
@@ -244,6 +267,8 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         return
     print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
     print(f"smallest change that does: {found.change}")
+    if shared is not None:
+        print(f"smallest layout that does: --tp {shared.tensor} --ep {shared.size} ({shared.size} devices)")
     if layout is not None:
         print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
 

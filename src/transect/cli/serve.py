@@ -23,6 +23,7 @@ from .engine_options import (
     Device,
     DeviceSampling,
     Dtype,
+    ExpertParallel,
     FillSteps,
     FusedOperators,
     GenerationConfig,
@@ -154,6 +155,7 @@ def command(
     tensor_parallel_size: TensorParallel = 1,
     pipeline_parallel_size: PipelineParallel = 1,
     data_parallel_size: DataParallel = 1,
+    enable_expert_parallel: ExpertParallel = False,
     check_plans: CheckPlans = False,
     config: ConfigFile = None,
 ) -> int:
@@ -227,6 +229,7 @@ def command(
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
+        enable_expert_parallel=enable_expert_parallel,
         check_plans=check_plans,
     )
     if follows:

@@ -102,7 +102,7 @@ class AsyncEngine:
             EngineDeadError: the process could not start for another reason.
         """
         config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
-        if config.data_parallel_size > 1:
+        if config.replicas > 1:
             raise ValueError("one AsyncEngine is one replica: start several with engine.replicas.start_engines")
         # The name is resolved here, once: a download shows its progress, and both processes read the same files.
         find = functools.partial(

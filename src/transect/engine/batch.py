@@ -13,7 +13,7 @@ entries of ``block_ids`` stay as they are (a list whose early entries must chang
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -177,6 +177,15 @@ class Handle(Protocol):
 
     def draw(self) -> None: ...
     def result(self) -> StepResult: ...
+
+
+class LateWork(NamedTuple):
+    """What an executor did after its start that belongs to the start, because requests wait for it."""
+
+    captures: int = 0
+    """CUDA graphs captured."""
+    compilations: int = 0
+    """Kernels compiled, or read from the compiler's cache."""
 
 
 class Executor(Protocol):

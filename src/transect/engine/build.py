@@ -52,6 +52,8 @@ class BuiltEngine:
     """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
     ranks: Ranks | None = None
     """Those that were started for it, to be closed with it."""
+    mesh: Mesh | None = None
+    """The ranks, and where this one is among them; None: there is one."""
     speaks: bool = True
     """Whether this process says what runs: of several ranks one does."""
 

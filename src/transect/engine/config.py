@@ -83,6 +83,8 @@ class EngineConfig:
         tensor_parallel_size: devices between which every matrix is cut (``parallel/``); on a CPU, processes.
         pipeline_parallel_size: groups of devices, each of which has some of the layers.
         data_parallel_size: whole engines behind one server, each with devices of its own.
+        enable_expert_parallel: the ranks of the tensor and data axes share the experts of a mixture, each of which is
+            whole on one of them. With data_parallel_size they are then one engine, whose steps they take together.
         first_device: number of the GPU that the first rank has; the others have those after it.
         check_plans: to find errors: the ranks compare what they planned in every step.
         decisions: keep a log of what the scheduler decides, in memory (``decisions.py``).
@@ -132,6 +134,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     first_device: int = 0
     check_plans: bool = False
     decisions: bool = True
@@ -173,7 +176,7 @@ class EngineConfig:
             raise ValueError(f"itl_target must be a number of milliseconds, auto or off, got {self.itl_target!r}")
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
-        Layout(*self.parallel_sizes)
+        self._check_layout()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
         if not self.hung_after_s > 0:
@@ -187,7 +190,39 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         """Processes of one engine, each with a device of its own."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.layout.size
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks of one engine."""
+        data = self.data_parallel_size if self.enable_expert_parallel else 1
+        return Layout(self.tensor_parallel_size, self.pipeline_parallel_size, data, self.enable_expert_parallel)
+
+    @property
+    def replicas(self) -> int:
+        """Whole engines behind one server."""
+        return 1 if self.enable_expert_parallel else self.data_parallel_size
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether ranks of one engine have requests of their own, and share experts."""
+        return self.layout.data > 1
+
+    def _check_layout(self) -> None:
+        Layout(*self.parallel_sizes)
+        if not self.enable_expert_parallel:
+            return
+        if self.tensor_parallel_size * self.data_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
+                "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
+            )
+        if self.data_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "ranks with requests of their own (data_parallel_size) do not share experts in stages: leave "
+                f"pipeline_parallel_size out and let tensor_parallel_size be "
+                f"{self.tensor_parallel_size * self.pipeline_parallel_size}, or leave data_parallel_size out"
+            )
 
     def _check_text(self) -> None:
         override = self.override_generation_config

@@ -13,6 +13,7 @@ waits for messages until ``time_to_plan`` says that the device will soon want th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .batch import Executor, Handle, ScheduledBatch
@@ -55,6 +56,8 @@ class EngineCore:
         self.executor = executor
         self.lag = lag
         self.decisions = decisions
+        self.idle: Callable[[], object] | None = None
+        """Takes part in a step without a batch, where other ranks may have one (``shared_experts.py``)."""
         self._in_flight: deque[Step] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
@@ -93,8 +96,12 @@ class EngineCore:
             self.decisions.cache_reset()
 
     def stats(self) -> SchedulerStats:
-        """Gauges and counters of the scheduler."""
-        return self.scheduler.stats()
+        """Gauges and counters of the scheduler, and of the executor where it keeps some."""
+        stats = self.scheduler.stats()
+        late = getattr(self.executor, "late_work", None)
+        if late is not None:
+            stats.late_captures, stats.late_compilations = late()
+        return stats
 
     def time_to_plan(self) -> float:
         """Seconds until the next step should be planned; 0 for now. What is added until then is part of that step.
@@ -122,6 +129,8 @@ class EngineCore:
             self._planning += 0.1 * (now() - began - self._planning)
             if len(self._in_flight) == 1:
                 self._in_flight[0].handle.draw()
+        elif self.idle is not None:
+            self.idle()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
             self._take_result()
             if self._in_flight:

@@ -66,10 +66,10 @@ class LLM:
 
     def __init__(self, model: str, *, ranks: Ranks | None = None, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **engine_settings(settings))
-        if self.config.data_parallel_size > 1:
+        if self.config.replicas > 1:
             raise ValueError(
-                "data_parallel_size is for a server, which has many callers: use `transect serve`, or start one LLM in "
-                "each of several processes"
+                "data_parallel_size is for a server, which has many callers, or for ranks that share experts: use "
+                "`transect serve`, start one LLM in each of several processes, or give enable_expert_parallel=True"
             )
         first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
         self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)

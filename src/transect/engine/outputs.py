@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from .batch import TokenLogprobs
@@ -79,6 +82,22 @@ class SchedulerStats(msgspec.Struct):
     """What was predicted for them."""
     finished: dict[str, int]
     """Choices by finish reason."""
+    late_captures: int = 0
+    """CUDA graphs that were captured after the start, while requests waited."""
+    late_compilations: int = 0
+    """Kernels that were compiled, or read from the compiler's cache, after the start."""
+
+    @classmethod
+    def sum(cls, stats: Sequence[SchedulerStats]) -> SchedulerStats:
+        """The gauges and counters of several schedulers together."""
+        total: dict[str, Any] = {}
+        for field in msgspec.structs.fields(cls):
+            values = [getattr(each, field.name) for each in stats]
+            if field.name == "finished":
+                total[field.name] = {name: sum(each.get(name, 0) for each in values) for name in values[0]}
+            else:
+                total[field.name] = sum(values)
+        return cls(**total)
 
     @property
     def kv_usage(self) -> float:

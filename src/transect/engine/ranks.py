@@ -2,7 +2,8 @@
 
 The scheduler reads no wall clock to decide, and draws are stateless (``ops/lang/philox.py``). So ranks that are told
 the same plan the same batches, compute together, and draw the same tokens: only requests, aborts and "step" travel
-between them. Rank 0 has the callers (``LeadingCore``). The others do as they are told (``follow``).
+between them. Rank 0 has the callers (``leading.py``). The others do as they are told (``follow``). Ranks that share
+experts may have requests of their own (``shared_experts.py``).
 
 Before the first request the ranks show each other what they must have in common: version, configuration, model, seed,
 size of the cache. With ``EngineConfig.check_plans`` they compare what they planned in every step too.
@@ -13,114 +14,56 @@ from __future__ import annotations
 import gc
 import hashlib
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 import torch
 
 from ..parallel.launch import Ranks
-from ..parallel.layout import Layout, under_torchrun
+from ..parallel.layout import Place, under_torchrun
 from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
 from ..parallel.rank import serve_jobs
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__
-from .batch import Executor, Handle, ScheduledBatch
+from .batch import Executor, Handle, LateWork, ScheduledBatch
 from .build import BuiltEngine, build_engine
 from .config import EngineConfig
-from .core import EngineCore, Step
+from .core import EngineCore
 from .gpu.build import device_for
 from .gpu.compilers import Compilers
 from .gpu.runner import GPURunner
-from .outputs import EngineOutput
-from .request import Request
-from .step_time import StepLoad
+from .leading import FollowingCore, LeadingCore
+from .shared_experts import GroupCore, SharingCore
 
 FOLLOW = "transect.engine.ranks:follow"
-Message = tuple[str, tuple[Any, ...]]
-"""A method of ``EngineCore`` and its arguments."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Orders:
-    """What rank 0 tells the others between two steps; after them comes a step."""
-
-    messages: tuple[Message, ...] = ()
-
-
-class LeadingCore(EngineCore):
-    """The engine of rank 0: does what it is asked, and has the other ranks do the same."""
-
-    def __init__(self, core: EngineCore, ranks: Ranks) -> None:
-        super().__init__(core.scheduler, core.executor, lag=core.lag, decisions=core.decisions)
-        self._ranks = ranks
-        self._messages: list[Message] = []
-
-    def add(self, request: Request) -> None:
-        super().add(request)
-        # A grammar stays in its process: the others compile it from the parameters.
-        self._messages.append(("add", (msgspec.structs.replace(request, constraint=None),)))
-
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        super().abort(request_id, choice)
-        self._messages.append(("abort", (request_id, choice)))
-
-    def reset_prefix_cache(self) -> None:
-        super().reset_prefix_cache()
-        self._messages.append(("reset_prefix_cache", ()))
-
-    def step(self) -> list[EngineOutput]:
-        self._ranks.check()
-        orders, self._messages = _Orders(tuple(self._messages)), []
-        try:
-            self._ranks.world.announce(orders)
-            outputs = super().step()
-            self._ranks.check()  # what a GPU computed with a rank that has ended is worth nothing
-            return outputs
-        except Exception as error:
-            reason = self._ranks.explain(error)
-            if reason is error:
-                raise
-            raise reason from error
-
-    def release(self) -> None:
-        """Let the other ranks go; they wait for another job."""
-        if self._ranks.failure is None:
-            self._ranks.world.announce(None)
-
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
-        seconds = super()._learn(done, ended, late)
-        self._messages.append(("learned", (self._work_of(done.batch), seconds)))
-        return seconds
-
-
-class FollowingCore(EngineCore):
-    """The engine of another rank. How long steps take, which may size the next ones, it has from rank 0."""
-
-    def __init__(self, core: EngineCore) -> None:
-        super().__init__(core.scheduler, core.executor, lag=core.lag)
-
-    def learned(self, load: StepLoad, seconds: float) -> None:
-        """How long a step took on rank 0."""
-        self.scheduler.times.learn(load, seconds)
-
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
-        return 0.0
 
 
 class _Checked:
-    """An executor that first sees that all ranks have planned the same."""
+    """An executor that first sees that all ranks of a group (at one place along the data axis) have planned the
+    same."""
 
-    def __init__(self, inner: Executor, world: World) -> None:
-        self.inner, self._world = inner, world
+    def __init__(self, inner: Executor, mesh: Mesh) -> None:
+        self.inner, self._mesh = inner, mesh
+        self.late_work = getattr(inner, "late_work", LateWork)
 
     def submit(self, batch: ScheduledBatch) -> Handle:
-        digests = self._world.exchange((batch.step, plan_digest(batch)))
-        other = [rank for rank, each in enumerate(digests) if each != digests[0]]
-        if other:
-            raise RuntimeError(f"ranks {other} have planned other steps than rank 0: {digests}")
+        self._compare((batch.step, plan_digest(batch)))
         return self.inner.submit(batch)
+
+    def idle(self) -> None:
+        """Take part in a step without a batch."""
+        self._compare(None)
+        self.inner.idle()  # type: ignore[attr-defined]
+
+    def _compare(self, mine: tuple[int, str] | None) -> None:
+        layout = self._mesh.layout
+        digests = self._mesh.world.exchange(mine)
+        firsts = [layout.rank(Place(layout.place(rank).data, 0, 0)) for rank in range(layout.size)]
+        other = [rank for rank, first in enumerate(firsts) if digests[rank] != digests[first]]
+        if other:
+            raise RuntimeError(f"ranks {other} have planned other steps than the first of their group: {digests}")
 
 
 def plan_digest(batch: ScheduledBatch) -> str:
@@ -165,6 +108,11 @@ def start_engine(
     elif ranks is None:
         shard_check(config)
         ranks = Ranks.start(config.ranks, kind, config.first_device)
+    if not leads and config.shares_data:
+        raise ValueError(
+            "under torchrun every script has the answers of all requests, and data_parallel_size shares them out: "
+            "leave it out, or use `transect serve`"
+        )
     if not leads and config.step_seconds is not None:
         raise ValueError("itl_target sizes steps by the time of one rank, and here every rank decides: leave it out")
     try:
@@ -178,7 +126,17 @@ def start_engine(
         if reason is error:
             raise
         raise reason from error
-    return replace(built, core=LeadingCore(built.core, ranks) if leads else built.core, ranks=ranks if own else None)
+    return replace(built, core=_leading(built, ranks, config) if leads else built.core, ranks=ranks if own else None)
+
+
+def _leading(built: BuiltEngine, ranks: Ranks, config: EngineConfig) -> EngineCore:
+    """The core of rank 0."""
+    if not config.shares_data:
+        return LeadingCore(built.core, ranks)
+    assert built.mesh is not None
+    seed = built.core.scheduler.config.seed
+    assert seed is not None
+    return SharingCore(built.core, ranks, built.mesh, built.kv_tokens, seed)
 
 
 def end(core: EngineCore, ranks: Ranks | None) -> None:
@@ -205,7 +163,8 @@ def shard_check(config: EngineConfig) -> None:
     from ..parallel.shards import Shard
 
     source = resolve(config.model, load_format=config.load_format, revision=config.revision)
-    Shard(source.config, 0, config.tensor_parallel_size, 0, config.pipeline_parallel_size)
+    sharing = config.layout.tensor * config.layout.data if config.enable_expert_parallel else 1
+    Shard(source.config, 0, config.tensor_parallel_size, 0, config.pipeline_parallel_size, 0, sharing)
 
 
 def follow_rank_0(config: EngineConfig) -> None:
@@ -214,7 +173,7 @@ def follow_rank_0(config: EngineConfig) -> None:
     Raises:
         ValueError: the configuration asks for what cannot be here.
     """
-    if config.data_parallel_size > 1:
+    if config.replicas > 1:
         raise ValueError("under torchrun there is one engine: leave data_parallel_size out")
     ranks = Ranks.join("cuda" if device_for(config)[0].type == "cuda" else "cpu")
     try:
@@ -236,9 +195,14 @@ def _follow(world: World, config: EngineConfig) -> None:
         built = _build(world, config)
     except SharedError:
         return  # rank 0 says it
-    core, grammars = FollowingCore(built.core), built.grammars(checked=False)
+    assert built.mesh is not None
+    place, grammars = built.mesh.place, built.grammars(checked=False)
+    reports = place.data > 0 and place.tensor == 0
+    core = GroupCore(built.core, world, place.data) if reports else FollowingCore(built.core)
     while (orders := world.listen()) is not None:
-        for name, arguments in orders.messages:
+        for name, arguments, group in orders.messages:
+            if group not in (None, place.data):
+                continue
             if name == "add" and (wanted := arguments[0].params.structured_outputs) is not None:
                 arguments = (msgspec.structs.replace(arguments[0], constraint=grammars.compile(wanted)),)
             getattr(core, name)(*arguments)
@@ -250,7 +214,7 @@ def _build(
 ) -> BuiltEngine:
     """What every rank does to have its part of the engine."""
     try:
-        mesh = Mesh(world, Layout(config.tensor_parallel_size, config.pipeline_parallel_size))
+        mesh = Mesh(world, config.layout)
         seed = world.exchange(secrets.randbits(64) if config.seed is None else config.seed)[0]
         built = build_engine(config, compilers, began, mesh, seed)
     except SharedError:
@@ -267,8 +231,11 @@ def _build(
         lines.append(f"sums over {mesh.tensor.size} ranks by {how}: {said}")
     core = built.core
     if config.check_plans:
-        core.executor = _Checked(core.executor, world)
-    return replace(built, core=core, report=(*built.report, *lines), speaks=world.rank == 0)
+        core.executor = _Checked(core.executor, mesh)
+    if config.shares_data:
+        core.idle = core.executor.idle  # type: ignore[attr-defined]
+        lines.append(f"experts shared between {mesh.layout.data * mesh.layout.tensor} ranks")
+    return replace(built, core=core, mesh=mesh, report=(*built.report, *lines), speaks=world.rank == 0)
 
 
 def _facts(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:

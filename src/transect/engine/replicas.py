@@ -14,8 +14,6 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from .async_engine import AsyncEngine, EngineDeadError, EngineHealth
 from .config import EngineConfig
 from .outputs import SchedulerStats
@@ -30,7 +28,7 @@ async def start_engines(config: EngineConfig | None = None, **settings: Any) -> 
     """One engine, or as many as ``data_parallel_size`` says. Arguments and errors are those of
     ``AsyncEngine.start``."""
     config = config if config is not None else EngineConfig(**engine_settings(settings))
-    return await (AsyncEngine.start(config) if config.data_parallel_size == 1 else Replicas.start(config))
+    return await (AsyncEngine.start(config) if config.replicas == 1 else Replicas.start(config))
 
 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
@@ -149,7 +147,7 @@ class Replicas:
         """The sums over the replicas that live."""
         if not (alive := self.alive()):
             raise EngineDeadError(self.engines[0].death or "all replicas have ended")
-        return sum_of(await asyncio.gather(*(self.engines[index].stats() for index in alive)))
+        return SchedulerStats.sum(await asyncio.gather(*(self.engines[index].stats() for index in alive)))
 
     async def reset_prefix_cache(self) -> None:
         """Forget the KV of finished prompts on all replicas."""
@@ -169,15 +167,3 @@ class Replicas:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.shutdown()
-
-
-def sum_of(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """The gauges and counters of several engines together."""
-    total: dict[str, Any] = {}
-    for field in msgspec.structs.fields(SchedulerStats):
-        values = [getattr(each, field.name) for each in stats]
-        if field.name == "finished":
-            total[field.name] = {name: sum(each.get(name, 0) for each in values) for name in values[0]}
-        else:
-            total[field.name] = sum(values)
-    return SchedulerStats(**total)

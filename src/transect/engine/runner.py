@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..models.context import PagedContext
 from ..models.decoder import Decoder
+from ..parallel.experts import idle, meeting
 from .batch import PLACEHOLDER, Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from .constraint import MaskFiller, fill_each
 from .penalties import Pick
@@ -91,8 +92,15 @@ class Runner:
         self._k_cache, self._v_cache = k_cache, v_cache
         self._block_size = v_cache.shape[3]
         self._sampler = Sampler(fill_masks)
+        self._sharing = meeting(model)
         self._drawn: dict[int, int] = {}
         """Tokens of the step before, by seq_id: with async scheduling the next batch was planned without them."""
+
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Take part in a step of ranks that share experts, without a batch."""
+        if self._sharing is not None and self._sharing.meet(0):
+            idle(self._model, self._model.norm.weight)
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
@@ -100,6 +108,8 @@ class Runner:
         alone."""
         self._copy_blocks(batch)
         tokens_T, positions_T, context, starts = self._inputs(batch)
+        if self._sharing is not None:
+            self._sharing.meet(len(tokens_T))
         return self._finish(batch, self._model(tokens_T, positions_T, context), starts)
 
     def _copy_blocks(self, batch: ScheduledBatch) -> None:

@@ -48,6 +48,12 @@ from .waiting_queue import WaitingQueue
 _by_rank = attrgetter("rank")
 
 
+def seed_of(engine: int, number: int) -> int:
+    """The seed of request ``number`` of an engine, where it has none of its own."""
+    key = blake2b(f"{engine} {number}".encode(), digest_size=8)
+    return int.from_bytes(key.digest(), "little")
+
+
 class Scheduler:
     """Bookkeeping of all requests of an engine. Not thread-safe: one loop owns it.
 
@@ -116,8 +122,7 @@ class Scheduler:
         state = RequestState(request, now if request.arrival_time is None else request.arrival_time, max_length)
         seed = request.params.seed
         if seed is None:
-            key = blake2b(f"{self._seed} {self._num_requests}".encode(), digest_size=8)
-            seed = int.from_bytes(key.digest(), "little")
+            seed = seed_of(self._seed, self._num_requests)
         priority = 0 if self._static else request.priority
         order = len(request.prompt_token_ids) - max_length if self.config.longest_first and not self._static else 0
         for index in range(request.params.n):

@@ -106,7 +106,9 @@ def fill(
     with Staging(model.device) as staging:
         for name, stored in weights:
             target = _target(model, name)
-            values = stored.read(*_part(name, stored.shape, target.shape, rank, ranks))
+            part = _part(name, stored.shape, target.shape, rank, ranks)
+            packed = stored.codes is not None and getattr(target, "takes_codes", False)
+            values: Any = stored.codes(*part) if packed and stored.codes is not None else stored.read(*part)
             if isinstance(target, Tensor):
                 staging.copy(dense_values(values), target)
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,14 +20,62 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """How a checkpoint packs a matrix, where a kind of weight can hold it so."""
+
+    format: Literal["fp8", "int8", "int4"]
+    blocks: bool = False
+    """Of fp8: a scale for each 128 outputs by 128 inputs, else for each output."""
+    group: int = 0
+    """Of int4: inputs that share a scale and a zero."""
+    ordered: bool = False
+    """Of int4: the inputs of a group are not neighbours (act-order)."""
+    rounds_inputs: bool = True
+    """Of 8 bits: who made it expects activations to be rounded too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes8:
+    """A matrix ``[O, I]`` of 8 bits: codes int8 (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]``."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Codes4:
+    """A matrix ``[O, I]`` of 4 bits: ``scale code + zero``. Codes uint8 ``[O, I]``, one in a byte; scale and zero
+    float32 ``[O, G]``, of I / G neighbours each; ``order`` int64 ``[I]``: the input that a column of the codes is for,
+    None: its own."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """As a file has them, two codes in a byte."""
+        return self.codes.numel() // 2 + self.scale.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A matrix ``[rows, columns]`` or a vector.
 
-    ``reader(rows, columns)`` takes two slices without a step; a vector has rows alone.
+    ``reader(rows, columns)`` takes two slices without a step; a vector has rows alone. A matrix that a checkpoint packs
+    has a ``layout`` and ``codes``, which reads it packed; ``read`` gives its values all the same.
     """
 
     shape: tuple[int, ...]
     reader: Callable[[slice, slice], Values]
+    layout: Layout | None = None
+    codes: Callable[[slice, slice], Codes8 | Codes4] | None = None
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Values:
         """The values, of the whole or of some neighbouring rows and columns: nothing else is read of the file. They may

@@ -42,12 +42,30 @@ def stages(
     whole = weight_bytes(config, storage)
     found = []
     for stage in range(layout.pipeline):
-        shard = Shard(config, 0, layout.tensor, stage, layout.pipeline)
+        sharing = layout.tensor * layout.data if layout.expert else 1
+        shard = Shard(config, 0, layout.tensor, stage, layout.pipeline, 0, sharing)
         share = weight_bytes(config, storage, shard.shapes()) / whole
         found.append(
             StageEstimate(shard, serving(shard.local, replace(plan, weights=int(plan.weights * share)), budget))
         )
     return found
+
+
+def smallest_sharing(
+    config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
+) -> Layout | None:
+    """The layout with the fewest ranks that share the experts, and of these with the fewest that cut the rest, in which
+    every rank fits."""
+    for ranks in range(2, most + 1):
+        for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            layout = Layout(tensor, 1, ranks // tensor, True)
+            try:
+                found = stages(config, layout, plan, storage, budget)
+            except ValueError:  # it cannot be cut so
+                continue
+            if all(stage.estimate.fits for stage in found):
+                return layout
+    return None
 
 
 def smallest_layout(

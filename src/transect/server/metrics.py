@@ -61,6 +61,8 @@ class EngineCollector:
             ("transect_timed_steps", "Steps whose time was measured", stats.timed_steps),
             ("transect_step_seconds", "Time of the timed steps", stats.step_seconds),
             ("transect_predicted_step_seconds", "Time predicted for the timed steps", stats.predicted_step_seconds),
+            ("transect_late_captures", "CUDA graphs captured after the start", stats.late_captures),
+            ("transect_late_compilations", "Kernels compiled or loaded after the start", stats.late_compilations),
         ):
             family = CounterMetricFamily(name, text)
             family.add_metric([], value)

@@ -8,6 +8,7 @@ step; what is written and shown is the first rank's business. How gradients are 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..parallel.world import World
 from .batches import Batch
 from .config import TrainConfig
 from .model import Trainable
-from .optim import Optimizer
+from .optim import Offload, Optimizer
 
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -78,6 +79,21 @@ class Crew:
         else:
             self.spread = Replicas(self.group, trainable.parameters, parallel.zero, REDUCE[parallel.reduce])
         return self.spread.owned, {name: p.shape for name, p in self.spread.parameters.items()}
+
+    def offload(self) -> Offload | None:
+        """How this rank offloads its optimizer; None: it does not."""
+        parallel = self.config.parallel
+        if parallel.offload == "none":
+            return None
+        rank = self.group.rank if self.world is None else self.world.rank
+        cores = self.config.threads or len(os.sched_getaffinity(0)) // self.group.size
+        return Offload(
+            folder=str(Path(parallel.offload_path) / f"rank-{rank}") if parallel.offload_path else "",
+            delay=parallel.delayed_update,
+            watch=self.spread is None,
+            wide=self.spread is not None or self.config.accumulate > 1,
+            threads=max(1, cores),
+        )
 
     def gradients(
         self, batches: Sequence[Batch], loss_of: Callable[[int, Batch], Tensor], optimizer: Optimizer, losses: Tensor
@@ -170,6 +186,8 @@ def check(config: TrainConfig) -> None:
         ValueError: it cannot; the message names the nearest way that works.
     """
     parallel = config.parallel
+    if parallel.offload != "none":
+        _check_offload(config)
     if parallel.data == 1:
         return
     check_shares(config.accumulate, parallel.data)
@@ -184,6 +202,16 @@ def check(config: TrainConfig) -> None:
             f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{config.optimizer.name}" cannot: '
             'set parallel.zero to 2, or optimizer.name to "adamw"'
         )
+
+
+def _check_offload(config: TrainConfig) -> None:
+    none = 'or parallel.offload to "none"'
+    if config.optimizer.name != "adamw":
+        raise ValueError(f'parallel.offload is for AdamW: set optimizer.name to "adamw", {none}')
+    if config.task in ("lora", "qlora"):
+        raise ValueError('parallel.offload is for runs that train all weights: set it to "none", adapters are small')
+    if config.precision == "bfloat16":
+        raise ValueError(f'parallel.offload keeps float32 states: set precision to "mixed", {none}')
 
 
 def _backward(loss: Tensor, share: float, found: Tensor) -> None:

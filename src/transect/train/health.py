@@ -54,7 +54,7 @@ class LossWatch:
 
 
 @torch.no_grad()
-def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]) -> str:
+def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], gradients: Mapping[str, Tensor]) -> str:
     """Where NaN or infinity first appears: a weight, else the output of a module, else a gradient.
 
     ``loss()`` runs the forward pass of the batch again; every module is watched meanwhile.
@@ -85,7 +85,7 @@ def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], parameters: Map
         return f"the output of {found[0]}"
     if not bool(value.isfinite()):
         return "the loss itself (the hidden states are finite, the logits overflow)"
-    for name, parameter in reversed(list(parameters.items())):  # the backward pass goes from the head down
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+    for name, gradient in reversed(list(gradients.items())):  # the backward pass goes from the head down
+        if not bool(gradient.isfinite().all()):
             return f"the gradient of {name}"
     return "no tensor that is left to see"

@@ -182,6 +182,7 @@ class Trainer:
             master_weights=config.precision == "mixed" or self.trainable.adapted,
             seed=config.seed,
             shapes=shapes,
+            offload=self.crew.offload(),
         )
         if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
             self.told.append(
@@ -312,6 +313,7 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, copied to the CPU."""
+        self.optimizer.settle()
         write = self.crew.snapshot(self.trainable)
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.state(self.optimizer).items()}
         tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
@@ -412,7 +414,7 @@ class Trainer:
                 if math.isfinite(float(self.optimizer.gradient_norm())) and index + 1 < len(batches):
                     continue
             loss_of = partial(self.objective.loss, batches[index])
-            return index, first_bad_tensor(self.model, loss_of, self.trainable.parameters)
+            return index, first_bad_tensor(self.model, loss_of, self.optimizer.gradients())
         raise AssertionError("a step has a micro-batch")
 
     def _due(self, every: int, last: bool) -> bool:

@@ -9,7 +9,7 @@ from runner_fuzz import assert_same, random_arrivals, run_workload
 
 from transect.engine.gpu.runner import GPURunner
 from transect.engine.gpu.step_inputs import Fields
-from transect.engine.gpu.step_sizes import row_bucket, width_bucket
+from transect.engine.gpu.step_sizes import row_bucket, width_bucket, widths
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.config_hf import from_hf
@@ -149,5 +149,6 @@ def test_what_is_kept_in_host_memory_is_what_would_be_written(model, lag):
 
 def test_buckets():
     assert [row_bucket(n) for n in (1, 2, 3, 5, 9, 64, 65, 256, 257)] == [1, 2, 4, 8, 16, 64, 128, 256, 512]
-    assert [width_bucket(n, 16, 8192) for n in (1, 64, 65, 128, 8000)] == [64, 64, 128, 128, 8192]
+    assert [width_bucket(n, 16, 8192) for n in (1, 64, 65, 256, 8000)] == [64, 64, 256, 256, 8192]
+    assert widths(16, 8192) == [64, 256, 1024, 4096, 8192] and widths(16, 3) == [3]
     assert width_bucket(3, 16, 40) == 40

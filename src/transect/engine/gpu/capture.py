@@ -11,7 +11,7 @@ from .startup_times import StartupTimes
 from .step_sizes import row_buckets
 
 WARM_WIDTHS = 2
-"""Widths of block tables whose graphs are captured at the start (contexts up to 1024 and 2048 tokens)."""
+"""Widths of block tables whose graphs are captured at the start where no server waits (contexts up to 4096 tokens)."""
 
 
 def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) -> tuple[GPURunner, int]:
@@ -34,6 +34,7 @@ def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) ->
     times.done("KV cache")
     if config.cuda_graphs == "on":
         rows = row_buckets(limits["max_num_seqs"], setup.tricks["fine_rows"])
-        runner.warm(rows, WARM_WIDTHS, setup.captured_fill)
+        runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
+    runner.started()
     return runner, sum(each.nbytes for each in caches)

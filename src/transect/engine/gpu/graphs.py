@@ -39,8 +39,14 @@ class GraphCache:
     """How many graphs are kept of work that is captured only when it comes a second time."""
     seconds: float = 0.0
     """Time spent on capturing so far."""
+    started: bool = False
+    """The start-up is over: what is captured from now on is captured while requests wait."""
+    late: int = 0
+    """Captures since then."""
     _pool: Any = None
     _graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
+    _rare: int = 0
+    """Graphs of rare work that were captured when it came again."""
     _met: dict[Hashable, bool] = field(default_factory=dict)
     """Rare work that has run: True where it has a graph."""
 
@@ -68,14 +74,21 @@ class GraphCache:
         self._capture(key, work)
         return result
 
+    def prepare(self, key: Hashable, work: Callable[[], Any]) -> None:
+        """Capture ``work`` without running it: all of its kernels must be on the device already."""
+        if key not in self._graphs:
+            self._capture(key, work)
+            self._met[key] = True
+
     def run_rare(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """``run`` for work of many kinds: it is captured only when it comes for the second time."""
         if key not in self._graphs:
-            if key not in self._met or sum(self._met.values()) >= self.most_rare:
+            if key not in self._met or self._rare >= self.most_rare:
                 self._met.setdefault(key, False)
                 return work()
             self._capture(key, work)
             self._met[key] = True
+            self._rare += 1
         graph, result = self._graphs[key]
         graph.replay()
         return result
@@ -92,4 +105,5 @@ class GraphCache:
             finally:
                 graph.capture_end()
         self._graphs[key] = graph, captured
+        self.late += self.started
         self.seconds += time.perf_counter() - started

@@ -33,7 +33,8 @@ from torch import Tensor
 from ...models.context import PagedContext, Wanted, WholePrompts
 from ...models.decoder import Decoder
 from ...ops.attention.paged.batch import PagedBatch
-from ..batch import Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from ...ops.lang.jit import count_compilations
+from ..batch import Handle, LateWork, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
 from ..constraint import MaskFiller, fill_each
 from ..penalties import Pick
 from ..runner import Done, Waiting, pooled_rows
@@ -45,7 +46,7 @@ from .mask_table import MaskTable
 from .step_inputs import Fields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant
 from .step_ring import StepRing, whole_lines
-from .step_sizes import FEWEST_ROWS, SMALLEST_WIDTH, filled_rows, row_bucket, token_bucket, width_bucket
+from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
 
 LOGPROB_ROWS = 32
 """Rows of logits held at a time for prompt logprobs."""
@@ -113,6 +114,11 @@ class _Pending:
         return result
 
 
+def _key(plan: StepPlan, variant: Variant, generation: int) -> Hashable:
+    """What steps that can replay one graph have in common."""
+    return plan.layout, variant, generation, plan.prune, plan.chunk_rows
+
+
 class GPURunner:
     """Runs batches on the device of the caches, each within ``submit`` as far as the host is concerned.
 
@@ -173,10 +179,12 @@ class GPURunner:
         pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
         # A step with prefill chunks is filled up in two places (see StepPlanner).
         rows = max(FEWEST_ROWS, self._max_draws)
-        self._full_step = token_bucket(max_num_batched_tokens) if graph_tokens >= max_num_batched_tokens else 0
-        """Tokens of the largest step, if it is captured."""
+        self._compilations: Callable[[], int] = int
+        self._compiled_before = 0
+        self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(min(graph_tokens, max_num_batched_tokens)))
+        most = max(most, token_bucket(self._graph_tokens))
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
         nbytes = self._inputs_at + whole_lines(largest.nbytes)
@@ -253,25 +261,58 @@ class GPURunner:
         return _Pending(ready, output, plan.seq_ids, known, self._max_draws, *more)
 
     @torch.inference_mode()
-    def warm(self, rows: Sequence[int], widths: int, filled: int | None = None) -> None:
-        """Warm-up: run decode steps of these numbers of rows once, on padding rows alone, for the ``widths`` narrowest
-        block tables, so that kernels are compiled and graphs captured. Where steps full of prompt tokens are captured,
-        run those too, and those of chunked prefill up to ``filled`` tokens."""
-        for number in range(widths):
-            width = width_bucket((SMALLEST_WIDTH // self._block_size) << number, self._block_size, self._max_blocks)
+    def warm(self, rows: Sequence[int], narrowest: int | None = None, *, mixed: bool = False) -> None:
+        """Warm-up: capture steps that only decode with these numbers of rows, for the ``narrowest`` block tables (None:
+        all), and with ``mixed`` those with prefill chunks, whatever comes. Each kind of kernel is run once, on padding
+        rows alone, so that it is compiled and loaded; then graphs are captured without being run."""
+        met: set[tuple[str, int]] = set()
+        for width in widths(self._block_size, self._max_blocks)[:narrowest]:
             for count in rows:
-                self._run_padding(StepLayout(count, count, count, width))
-                each = self._full_step // count
-                if count >= FEWEST_ROWS and count == row_bucket(count) and 0 < each <= width * self._block_size:
-                    layout = StepLayout(self._full_step, count, min(count, self._max_draws), width)
-                    for _ in range(2):
-                        self._run_padding(layout, decode=False, graph=True, prune=self._prune_last_layer)
-            if filled is not None:
-                for count in filled_rows(filled):
-                    for _ in range(2):
-                        self._run_chunks(filled, count, width, graph=True)
+                kinds = {("decodes", count), ("width", width)}
+                self._warm(StepLayout(count, count, count, width), run=not kinds <= met)
+                met |= kinds
+        for size in self.mixed_sizes() if mixed else ():
+            kinds = set(zip(MixedSize._fields, size, strict=True))
+            self._run_chunks(size, self._warm, run=not kinds <= met)
+            met |= kinds
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _warm(
+        self, layout: StepLayout, starts: Sequence[int] | None = None, *, run: bool, decode: bool = True, **changes: Any
+    ) -> None:
+        """Capture a kind of step; with ``run``, or where that fails, it is run on padding before."""
+        changes |= {"decode": decode, "graph": True}
+        plan = StepPlan(layout, True, [], (), Variant(), (), [])._replace(**changes)
+        if run or self.graphs is None:
+            self._run_padding(layout, starts, eager=True, **changes)
+        if self.graphs is None:
+            return
+        with self._on_stream():
+            key, work = _key(plan, plan.variant, 0), partial(self._step, plan, False)
+            try:
+                self.graphs.prepare(key, work)
+            except RuntimeError:  # a kernel that could not be loaded within a capture
+                if run:
+                    raise
+                self._run_padding(layout, starts, eager=True, **changes)
+                self.graphs.prepare(key, work)
+
+    def started(self) -> None:
+        """The start-up is over: from now on ``late_work`` counts."""
+        if self.graphs is not None:
+            self.graphs.started = True
+        self._compilations = count_compilations()
+        self._compiled_before = self._compilations()
+
+    def late_work(self) -> LateWork:
+        """What was captured and compiled since ``started``; nothing before."""
+        captures = 0 if self.graphs is None else self.graphs.late
+        return LateWork(captures, self._compilations() - self._compiled_before)
+
+    def mixed_sizes(self) -> list[MixedSize]:
+        """Those of steps with prefill chunks that graphs are for."""
+        return mixed_sizes(self._graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
 
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
@@ -289,19 +330,20 @@ class GPURunner:
     def compile_chunks(self, tokens: int, rows: int) -> None:
         """``compile`` for a step of ``tokens`` with prompts beside sequences that decode."""
         width = width_bucket(1, self._block_size, self._max_blocks)
-        self._run_chunks(tokens, rows, width, eager=True)
+        self._run_chunks(MixedSize(tokens, rows, width), self._run_padding, eager=True)
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _run_chunks(self, tokens: int, rows: int, width: int, **how: bool) -> None:
-        """A step of padding with a prompt in the first of the rows for them, and all others decoding."""
+    def _run_chunks(self, size: MixedSize, way: Callable[..., None], **how: bool) -> None:
+        """``way`` of a step of padding with a prompt in the first of the rows for them, and all others decoding."""
+        tokens, rows, width = size
         decodes = min(rows - FEWEST_ROWS, tokens - 2)
         chunk = min(tokens - decodes, width * self._block_size)
         ends = chunk + np.minimum(np.arange(rows + 1 - FEWEST_ROWS), decodes)
         starts = [0, *[chunk] * (FEWEST_ROWS - 1), *ends.tolist()]
-        layout = StepLayout(tokens, rows, min(rows, tokens, self._max_draws), width)
+        layout = StepLayout(tokens, rows, min(rows, self._max_draws), width)
         prune = self._prune_last_layer
-        self._run_padding(layout, starts, decode=False, prune=prune, chunk_rows=FEWEST_ROWS, **how)
+        way(layout, starts, decode=False, prune=prune, chunk_rows=FEWEST_ROWS, **how)
 
     @torch.inference_mode()
     def compile_whole(self, rows: int, prompts: int, tokens_each: int) -> None:
@@ -327,7 +369,7 @@ class GPURunner:
             memory.memory[: layout.nbytes] = 0
             fields = layout.numpy(memory.memory)
             fields.start[:] = np.arange(layout.rows + 1) * (layout.tokens // layout.rows) if starts is None else starts
-            fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws)
+            fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws) % layout.tokens
             fields.table[:], fields.state[:], fields.mask[:] = self._padding_block, -1, -1
             fields.source[:] = self._planner.token_source(layout)
             plan = StepPlan(layout, True, [], (), Variant(), (), [])
@@ -346,7 +388,7 @@ class GPURunner:
         variant = Variant(masked=True) if waits else plan.variant
         generation = self._adjust.generation if variant.adjust else 0
         self._ring.send(plan.layout.nbytes)
-        key = plan.layout, variant, generation
+        key = _key(plan, variant, generation)
         hidden, sampled = self._launch(key, partial(self._step, plan, waits), plan, eager)
         return None if waits else self._ring.ended(), hidden, sampled
 
@@ -357,7 +399,7 @@ class GPURunner:
                 return work()
             if plan.decode:
                 return self.graphs.run(key, work)
-            return self.graphs.run_rare((key, plan.prune, plan.chunk_rows), work)
+            return self.graphs.run_rare(key, work)
         except BaseException:  # no memory for a graph, say: the step itself has run then
             self._ring.failed()
             raise

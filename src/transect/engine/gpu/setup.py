@@ -72,10 +72,9 @@ class Setup:
         return kv_bytes_per_token(self.model, self.storage)
 
     @property
-    def captured_fill(self) -> int | None:
-        """Up to how many tokens filled steps have graphs from the start; None: they have none then."""
-        filled = self.fill_tokens
-        return filled if filled is not None and filled <= self.tricks["graph_tokens"] else None
+    def irregular(self) -> bool:
+        """Requests come one by one, or prompts are spread over decode steps: every graph is captured at the start."""
+        return self.config.itl_target is not None or self.fill_tokens is not None
 
 
 def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard: Shard | None = None) -> Setup:

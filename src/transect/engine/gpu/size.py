@@ -8,7 +8,7 @@ from .load import Loaded
 from .measure import Measured
 from .memory import MemoryAccount, refusal
 from .setup import Setup
-from .step_sizes import filled_rows, row_buckets
+from .step_sizes import mixed_sizes, row_buckets, widths
 
 
 def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccount, KVSize]:
@@ -31,9 +31,13 @@ def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccoun
 
 def _graph_bytes(setup: Setup, loaded: Loaded, measured: Measured) -> int:
     """Kept free for CUDA graphs, and for requests with penalties or biases."""
-    seqs, captured_fill = setup.limits["max_num_seqs"], setup.captured_fill
+    seqs, block = setup.limits["max_num_seqs"], setup.config.block_size
     captured = 0 if setup.config.cuda_graphs == "off" else len(row_buckets(seqs, setup.tricks["fine_rows"]))
-    captured += 0 if captured_fill is None else len(filled_rows(captured_fill))
+    if captured and setup.irregular:
+        most = -(-setup.limits["max_model_len"] // block)
+        captured *= len(widths(block, most))
+        tokens = min(setup.tricks["graph_tokens"], setup.limits["max_num_batched_tokens"])
+        captured += len(mixed_sizes(tokens, block, most, seqs))
     rebuilt = max(weight.workspace for _, weight in loaded.model.projections()) if captured else 0
     share = min(1.0, setup.tricks["graph_tokens"] / setup.limits["max_num_batched_tokens"])
     return kept_for_graphs(setup.model.vocab_size, seqs, captured) + rebuilt + int(measured.largest_step * share)

@@ -48,7 +48,7 @@ from ..batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
 from .adjust_state import AdjustState
 from .sequence_table import SequenceTable
 from .step_inputs import Fields, StepLayout, StepMemory
-from .step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, token_bucket, width_bucket
+from .step_sizes import FEWEST_ROWS, mixed_size, ragged_rows, row_bucket, width_bucket
 
 
 class Variant(NamedTuple):
@@ -96,6 +96,8 @@ class _RaggedShape(NamedTuple):
     whole_row: int
     whole_from: int
     """Row and token of the layout at which the whole prompts begin."""
+    width: int
+    """Columns of the block table."""
     padding: list[tuple[int, int]]
     """Rows that belong to nobody, and their tokens: with whole prompts every token has a row, so that what is computed
     of it is finite. (A tile of values that reaches past the end of a prompt is multiplied with zeros, and 0 * NaN is
@@ -169,6 +171,7 @@ class StepPlanner:
         self._adjust = adjust
         self._sequences = SequenceTable(max_num_seqs, max_blocks, block_size)
         self._block_size, self._max_blocks, self._padding_block = block_size, max_blocks, padding_block
+        self._max_num_seqs = max_num_seqs
         self._max_draws = max_draws
         self._inputs_at = inputs_at
         self._whole_prompts = whole_prompts
@@ -243,11 +246,11 @@ class StepPlanner:
         draws = [draw for row in rows for draw in row.draws]
         draw_slots = np.array([table.draw(draw, step) for draw in draws], np.int64)
         ends = np.array([row.end for row in rows], np.int32)
-        width = width_bucket(-(-int(ends.max()) // self._block_size), self._block_size, self._max_blocks)
         room = row_bucket(len(draws)) if draws else 0
         if shape.graph:
             room = min(max(shape.rows, room), self._max_draws)
-        layout = StepLayout(shape.tokens, shape.rows, room, width)
+        layout = StepLayout(shape.tokens, shape.rows, room, shape.width)
+        width = shape.width
         fields = layout.numpy(memory)
         places = np.array(shape.places)
         fields.length[:], fields.table[:] = 0, self._padding_block
@@ -297,6 +300,8 @@ class StepPlanner:
         """
         pad = self._pad_tokens
         rows: Sequence[ScheduledRow] = batch.rows
+        blocks = -(-max(row.end for row in rows) // self._block_size)
+        width = width_bucket(blocks, self._block_size, self._max_blocks)
         graph = batch.num_tokens <= self._graph_tokens
         if not graph and self._whole_prompts is not None:
             whole = [row for row in rows if row.start == 0 and row.num_tokens > 1]
@@ -322,17 +327,22 @@ class StepPlanner:
                 tokens += start + tail
                 count = place + filled + (FEWEST_ROWS if place + filled == tokens else 0)
                 places = [*range(len(others)), *range(place, place + len(whole))]
-                return _RaggedShape(tokens, count, places, len(others), place, start, padding), [*others, *whole]
-        tokens = token_bucket(batch.num_tokens) if graph else -(-batch.num_tokens // pad) * pad
+                return _RaggedShape(tokens, count, places, len(others), place, start, width, padding), [*others, *whole]
         chunks = [row for row in rows if row.num_tokens > 1]
         singles = [row for row in rows if row.num_tokens == 1]
         first = None
         places = list(range(len(rows)))
-        if chunks and singles:
+        if graph or (chunks and singles):
             first = max(FEWEST_ROWS, row_bucket(len(chunks)))
             places[len(chunks) :] = range(first, first + len(singles))
-        count = ragged_rows(tokens, places[-1] + 1)
-        return _RaggedShape(tokens, count, places, len(rows), 0, 0, [], graph, first), [*chunks, *singles]
+        if graph:
+            room = (first or 0) + len(singles), blocks, self._block_size, self._max_blocks
+            tokens, count, width = mixed_size(batch.num_tokens, *room, FEWEST_ROWS + self._max_num_seqs)
+        else:
+            tokens = -(-batch.num_tokens // pad) * pad
+            count = ragged_rows(tokens, places[-1] + 1)
+        shape = _RaggedShape(tokens, count, places, len(rows), 0, 0, width, [], graph, first)
+        return shape, [*chunks, *singles]
 
     def _draws(
         self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray

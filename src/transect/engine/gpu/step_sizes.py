@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 FEWEST_ROWS = 16
 """The least number of rows in a padded step with prefill chunks, and of rows kept for its prompts."""
 SMALLEST_WIDTH = 1024
 """Positions that the narrowest block table of a graph covers."""
+MIXED_WIDTHS = (4096, 16384)
+"""Positions that block tables of steps with prefill chunks cover, besides all."""
+FINE_TOKENS = 512
+"""Steps with prefill chunks of more tokens, or with longer sequences, have one of ``COARSE_ROWS``: they are long."""
+COARSE_ROWS = (64, 512)
 
 
 def row_bucket(rows: int, fine: bool = False) -> int:
@@ -26,27 +33,76 @@ def row_buckets(max_num_seqs: int, fine: bool = False) -> list[int]:
 
 
 def token_bucket(tokens: int) -> int:
-    """Tokens that a graph for a step with prefill chunks has: at least 64, then in steps of a quarter to an eighth."""
+    """Tokens that a graph for a step with prefill chunks has: at least 64, then in steps of a quarter to an eighth, and
+    from 1024 on of a half to a quarter."""
     if tokens <= 64:
         return 64
-    step = 1 << ((tokens - 1).bit_length() - 3)
+    step = 1 << ((tokens - 1).bit_length() - (3 if tokens <= 1024 else 2))
     return -(-tokens // step) * step
 
 
 def width_bucket(blocks: int, block_size: int, most: int) -> int:
-    """Columns of the block table for sequences of up to ``blocks`` blocks: a power of two, or all."""
+    """Columns of the block table for sequences of up to ``blocks`` blocks: those of 1024 positions, or 4, 16, ... times
+    as many, or all. (A wider table costs microseconds to copy; each width has graphs of its own.)"""
     width = max(1, SMALLEST_WIDTH // block_size)
     while width < blocks:
-        width *= 2
+        width *= 4
     return min(width, most)
 
 
-def filled_rows(tokens: int) -> list[int]:
-    """Every number of rows that a step padded to ``tokens`` has, with up to ``FEWEST_ROWS`` prompts in it."""
-    return sorted({ragged_rows(tokens, FEWEST_ROWS + decodes) for decodes in range(1, tokens)})
+def widths(block_size: int, most: int) -> list[int]:
+    """Every width that ``width_bucket`` gives, the narrowest first."""
+    found = [width_bucket(1, block_size, most)]
+    while found[-1] < most:
+        found.append(width_bucket(found[-1] + 1, block_size, most))
+    return found
+
+
+class MixedSize(NamedTuple):
+    """Tokens, rows and columns of the block table of the graph of a step with prefill chunks."""
+
+    tokens: int
+    rows: int
+    width: int
+
+
+def mixed_size(tokens: int, rows: int, blocks: int, block_size: int, most: int, max_rows: int) -> MixedSize:
+    """The graph for a step with prefill chunks.
+
+    Args:
+        tokens: what there is to compute.
+        rows: places for prompts, and sequences that decode.
+        blocks: of the longest sequence.
+        block_size, most: tokens of a block of the cache, blocks of the longest sequence that there may be.
+        max_rows: as ``rows``, for as many sequences as there may be.
+    """
+    tokens = token_bucket(tokens)
+    width = next((each for each in _mixed_widths(block_size, most) if each >= blocks), most)
+    coarse = tokens > FINE_TOKENS or width * block_size > MIXED_WIDTHS[0]
+    count = next((each for each in COARSE_ROWS if each >= rows), rows) if coarse else rows
+    count = min(row_bucket(max(2 * FEWEST_ROWS, count)), max(2 * FEWEST_ROWS, row_bucket(max_rows)))
+    return MixedSize(tokens, ragged_rows(tokens, count), width)
+
+
+def mixed_sizes(max_tokens: int, block_size: int, most: int, max_num_seqs: int) -> list[MixedSize]:
+    """Every size of ``mixed_size`` for up to ``max_tokens`` tokens with up to ``FEWEST_ROWS`` prompts, narrow block
+    tables first, largest steps first."""
+    found: dict[MixedSize, None] = {}
+    buckets = sorted({token_bucket(tokens) for tokens in range(2, max_tokens + 1)}, reverse=True)
+    for blocks in _mixed_widths(block_size, most):
+        for tokens in buckets:
+            for decodes in range(min(tokens, max_tokens - 1, max_num_seqs), -1, -1):
+                rows = FEWEST_ROWS + decodes
+                size = mixed_size(tokens, rows, blocks, block_size, most, FEWEST_ROWS + max_num_seqs)
+                found.setdefault(size)
+    return list(found)
+
+
+def _mixed_widths(block_size: int, most: int) -> list[int]:
+    return sorted({min(most, -(-positions // block_size)) for positions in MIXED_WIDTHS} | {most})
 
 
 def ragged_rows(tokens: int, rows: int) -> int:
-    """Rows of the graph of a step with prefill chunks. As many as tokens would look like a step that only decodes."""
+    """Rows of a step with prefill chunks. As many as tokens would look like a step that only decodes."""
     count = max(FEWEST_ROWS, row_bucket(rows))
     return count + FEWEST_ROWS * (count == tokens)

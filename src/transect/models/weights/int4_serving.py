@@ -32,7 +32,7 @@ from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, WeightFormat, int4_format
 from .dense import Dense
 from .int4 import codes_of
-from .scaled8 import EIGHT_BITS, kinds_of_8_bits
+from .scaled8 import EIGHT_BITS, Products8, kinds_of_8_bits
 from .weight import Dimension, Kinds, Product, TrainingPart, Values, Weight, WeightKind, part_of, shard_bias
 
 SCALES = torch.bfloat16
@@ -247,7 +247,7 @@ def kinds_for(quantization: str | None, device: torch.device | str, *, dependent
     if quantization is None:
         return None
     if quantization in EIGHT_BITS:
-        return kinds_of_8_bits(quantization)
+        return kinds_of_8_bits(quantization, Products8.on(device, dependent=dependent_launch))
     products = Int4Products.on(device, dependent=dependent_launch)
     int4: WeightKind = partial(ServingInt4, products=products)
     return lambda name: Dense if name == "head" else int4

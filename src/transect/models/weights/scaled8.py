@@ -1,34 +1,77 @@
-"""``Scaled8``: 8-bit codes, whole numbers or fp8, with a scale for each output; rounded when a model is loaded.
+"""``Scaled8``: 8-bit codes, whole numbers or fp8, with a scale for each output or, of fp8, for each block of 128
+outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds them.
 
-The product is that of ``ops/linear/packed/scaled8.py``: by a Triton kernel on a GPU, elsewhere by torch, which decodes
-the codes for each product.
+How a product is computed, on Hopper in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes and does
+not round the input; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor cores, where
+``rounds_inputs`` allows it. Elsewhere a Triton kernel decodes the codes (``scaled8.py``), and where there is none torch
+does, some outputs at a time.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.lang.jit import runs_triton
-from ...ops.linear.packed.scaled8 import reference, triton_scaled8
+from ...ops.activation import swiglu
+from ...ops.lang.jit import has_dependent_launch, runs_triton
+from ...ops.linear import gate_up
+from ...ops.linear.few_rows.cuda import Beside
+from ...ops.linear.packed import scaled8_rows, scaled8_tiles
+from ...ops.linear.packed.scaled8 import triton_scaled8
+from ...ops.linear.packed.scaled8_tiles import BLOCK
+from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
+from ...ops.registry import Unavailable
 from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat
+from ..stored import Codes8
 from .dense import Dense
 from .weight import Dimension, Kinds, Product, Values, Weight, WeightKind, part_of, shard_bias
 
+log = logging.getLogger(__name__)
 EIGHT_BITS = ("fp8", "int8")
+OUTPUTS = 2048
+"""Outputs whose codes torch decodes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Products8:
+    """How a model's products in 8 bits are computed: resolved once for a device. Without either kernel the codes are
+    decoded for each product."""
+
+    few: scaled8_rows.CudaRows8 | None = None
+    many: scaled8_tiles.Products8 | None = None
+    dependent: bool = False
+    """Launches begin while the kernel before still ends."""
+
+    @classmethod
+    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Products8:
+        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
+        device = torch.device(device)
+        if device.type != "cuda" or not has_dependent_launch(device) or torch.cuda.get_device_capability(device)[0] > 9:
+            return cls()
+        few = None
+        try:
+            few = scaled8_rows.CudaRows8(device)
+        except Unavailable as reason:
+            log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
+        return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent)
 
 
 class Scaled8(Weight):
-    """Buffers ``codes`` int8 ``[O, I]`` (of fp8 the bits) and ``scale`` ``[O]`` float32. ``dense`` has ``dtype``."""
+    """Buffers ``codes`` int8 ``[O, I]`` (of fp8 the bits) and ``scale`` float32, ``[O]`` or, with ``blocks``,
+    ``[O / 128, I / 128]`` rounded up. ``dense`` has ``dtype``."""
 
     codes: Tensor
     scale: Tensor
+    takes_codes = True
 
     def __init__(
         self,
@@ -37,51 +80,128 @@ class Scaled8(Weight):
         bias: bool = False,
         *,
         fp8: bool = True,
+        blocks: bool = False,
+        rounds_inputs: bool = True,
+        products: Products8 | None = None,
         ops: OpSet | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(out_features, in_features)
-        self.fp8, self.dtype = fp8, dtype or torch.get_default_dtype()
+        self.fp8, self.blocks, self.rounds_inputs = fp8, blocks, rounds_inputs
+        self.dtype = dtype or torch.get_default_dtype()
+        self._products = products or Products8()
+        scales = (-(-out_features // BLOCK), -(-in_features // BLOCK)) if blocks else (out_features,)
         self.register_buffer("codes", torch.empty(out_features, in_features, dtype=torch.int8, device=device))
-        self.register_buffer("scale", torch.empty(out_features, dtype=torch.float32, device=device))
+        self.register_buffer("scale", torch.empty(scales, dtype=torch.float32, device=device))
         self.add_bias(bias, device, dtype)
 
-    def load(self, values: Values, staging: Staging) -> None:
+    def load(self, values: Values | Codes8, staging: Staging) -> None:
+        if isinstance(values, Codes8):
+            staging.copy(values.codes, self.codes)
+            staging.copy(values.scale, self.scale)
+            return
+        if self.blocks:
+            raise ValueError("scales of blocks are read, not made: the file holds plain numbers")
         codes, scale = (to_fp8 if self.fp8 else to_int8)(staging.bring(dense_values(values)))
         self.codes.copy_(codes.view(torch.int8))
         self.scale.copy_(scale[:, 0])
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        call = triton_scaled8 if runs_triton(x_TI) and x_TI.is_cuda else reference
-        return call(x_TI, self.codes, self.scale, self.bias, self.fp8)
+        few, many = self._products.few, self._products.many
+        rows = len(x_TI)
+        if few is not None and rows <= scaled8_rows.MOST_ROWS and self._few_takes(x_TI):
+            return few(x_TI, self.codes, self.scale, self.bias, self.fp8, dependent_launch=self._products.dependent)
+        if many is not None and self.rounds_inputs and x_TI.dtype == torch.bfloat16 and not self._tiles_refuse(x_TI):
+            return many(x_TI, self.codes, self.scale, self.bias, self.fp8)
+        if runs_triton(x_TI) and x_TI.is_cuda and not self.blocks:
+            return triton_scaled8(x_TI, self.codes, self.scale, self.bias, self.fp8)
+        return self._by_torch(x_TI)
+
+    def _few_takes(self, x: Tensor) -> bool:
+        return scaled8_rows.refusal(x, self.codes, self.scale, self.bias) is None
+
+    def _tiles_refuse(self, x: Tensor) -> bool:
+        return scaled8_tiles.refusal(x, self.codes, self.scale) is not None
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        parts = []
+        for first in range(0, self.out_features, OUTPUTS):
+            rows = slice(first, first + OUTPUTS)
+            bias = None if self.bias is None else self.bias[rows].to(x.dtype)
+            scale = self.scale[first // BLOCK : -(-(first + OUTPUTS) // BLOCK)] if self.blocks else self.scale[rows]
+            parts.append(F.linear(x, scaled8_tiles.dense(self.codes[rows], scale, self.fp8).to(x.dtype), bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def product(self) -> Product:
         return lambda x: self.forward(x)
 
+    def gated_product(self) -> Product | None:
+        halves = self.out_features // 2
+        whole = BLOCK if self.blocks else 8
+        if self.bias is not None or self._products.few is None or self.out_features % 2 or halves % whole:
+            return None
+        few, dependent = self._products.few, self._products.dependent
+
+        def gated(x: Tensor) -> Tensor:
+            if len(x) <= scaled8_rows.MOST_ROWS and self._few_takes(x):
+                return few(x, self.codes, self.scale, fp8=self.fp8, gated=True, dependent_launch=dependent)
+            both = self.forward(x)
+            if x.is_cuda:
+                return gate_up.gate_halves(both, dependent_launch=dependent)
+            return swiglu.by_exp(*both.chunk(2, -1))
+
+        return gated
+
+    def stream_product(self, products: StreamProducts) -> Stream8 | None:
+        few = self._products.few
+        return None if few is None or not self._products.dependent else Stream8(few, self)
+
     def dense(self) -> Tensor:
-        codes = self.codes.view(torch.float8_e4m3fn) if self.fp8 else self.codes
-        return (codes.float() * self.scale[:, None]).to(self.dtype)
+        return scaled8_tiles.dense(self.codes, self.scale, self.fp8).to(self.dtype)
 
     @property
     def format(self) -> WeightFormat:
-        return WeightFormat("fp8" if self.fp8 else "int8", 8 * self.nbytes / (self.out_features * self.in_features))
+        name = ("fp8" if self.fp8 else "int8") + (", scales of blocks" if self.blocks else "")
+        return WeightFormat(name, 8 * self.nbytes / (self.out_features * self.in_features))
+
+    @property
+    def workspace(self) -> int:
+        """What torch decodes at a time, where it does."""
+        return 0 if self._products.many is not None else 8 * min(OUTPUTS, self.out_features) * self.in_features
 
     def shard(self, dim: Dimension, rank: int, n: int) -> Scaled8:
-        part = part_of(self.shape[dim == "in"], rank, n)
+        step = BLOCK if self.blocks else 1
+        part = part_of(self.shape[dim == "in"], rank, n, step, "blocks")
         codes = self.codes[part] if dim == "out" else self.codes[:, part]
-        scale = self.scale[part] if dim == "out" else self.scale
-        return self._over(codes.clone(), scale.clone(), shard_bias(self.bias, dim, part, rank))
+        scale = self.scale
+        if self.blocks:
+            blocks = slice(part.start // BLOCK, part.stop // BLOCK)
+            scale = scale[blocks] if dim == "out" else scale[:, blocks]
+        elif dim == "out":
+            scale = scale[part]
+        cut = torch.contiguous_format
+        return self._over(
+            codes.clone(memory_format=cut), scale.clone(memory_format=cut), shard_bias(self.bias, dim, part, rank)
+        )
 
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Scaled8 | None:
-        parts = [self, *(other for other in others if isinstance(other, Scaled8) and other.fp8 == self.fp8)]
+        alike = (self.fp8, self.blocks, self.rounds_inputs)
+        parts = [self]
+        for other in others:
+            if isinstance(other, Scaled8) and (other.fp8, other.blocks, other.rounds_inputs) == alike:
+                parts.append(other)
         biases = [part.bias for part in parts if part.bias is not None]
         if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
+            return None
+        if self.blocks and any(part.out_features % BLOCK for part in parts[:-1]):
             return None
         bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         joined = self._over(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]), bias)
         sizes = [part.out_features for part in parts]
-        for part, codes, scale in zip(parts, joined.codes.split(sizes), joined.scale.split(sizes), strict=True):
+        scales = [len(part.scale) for part in parts]
+        views = zip(joined.codes.split(sizes), joined.scale.split(scales), strict=True)
+        for part, (codes, scale) in zip(parts, views, strict=True):
             part.codes, part.scale = codes, scale
         if bias is not None:
             for own, view in zip(biases, bias.split(sizes), strict=True):
@@ -89,13 +209,58 @@ class Scaled8(Weight):
         return joined
 
     def _over(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Scaled8:
-        made = Scaled8(codes.shape[0], codes.shape[1], fp8=self.fp8, device="meta", dtype=self.dtype)
+        made = Scaled8(codes.shape[0], codes.shape[1], fp8=self.fp8, blocks=self.blocks,
+                       rounds_inputs=self.rounds_inputs, products=self._products, device="meta",
+                       dtype=self.dtype)  # fmt: skip
         made.codes, made.scale = codes, scale
         made.add_bias(bias)
         return made
 
 
-def kinds_of_8_bits(quantization: str) -> Kinds:
+class Stream8:
+    """The products of a matrix in 8 bits on the residual stream (``ops/linear/stream_products.py``)."""
+
+    def __init__(self, kernel: scaled8_rows.CudaRows8, weight: Scaled8) -> None:
+        self._kernel, self._weight = kernel, weight
+
+    @property
+    def biased(self) -> bool:
+        """Only ``linear`` adds a bias."""
+        return self._weight.bias is not None
+
+    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
+        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes."""
+        whole = 2 * BLOCK if self._weight.blocks else 16
+        return (
+            x.dtype == torch.bfloat16
+            and 0 < len(x) <= scaled8_rows.MOST_ROWS
+            and all(k % 64 == 0 and n % (whole if gate else 16) == 0 for n, k, gate in sizes)
+        )
+
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+        total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
+        assert scaled is not None and squares is not None
+        return Stream(total, scaled, squares, eps)
+
+    def linear(self, stream: Stream) -> Tensor:
+        return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self._run(x, Beside())[0]
+
+    def gated(self, stream: Stream) -> Tensor:
+        return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
+
+    def _run(
+        self, x: Tensor, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weight = self._weight
+        return self._kernel.beside(
+            x, weight.codes, weight.scale, norm, bias, weight.fp8, gated=gated, dependent_launch=True
+        )
+
+
+def kinds_of_8_bits(quantization: str, products: Products8 | None = None) -> Kinds:
     """The layers' matrices in ``fp8`` or ``int8``; the head stays dense."""
-    kind: WeightKind = partial(Scaled8, fp8=quantization == "fp8")
+    kind: WeightKind = partial(Scaled8, fp8=quantization == "fp8", products=products)
     return lambda name: Dense if name == "head" else kind

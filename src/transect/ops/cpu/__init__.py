@@ -10,10 +10,12 @@ Read in this order:
 * ``stack.h``      all decoder layers in one call
 * ``products.h``, ``document_attention.h``, ``training.h``   training: dense products, attention, the rest; and back
 * ``rounding.h``   float32 to bfloat16 by chance, for optimizers
+* ``adamw.h``      AdamW on states in host memory, and gradients taken in
 * ``native.cpp``   the C interface
 * ``build.py``     finds a compiler, builds, caches
 * ``library.py``   the same interface as Python functions on tensors
 * ``ceilings.py``  the rate of multiply-adds that registers allow
 * ``packing.py``   weights into the layout of ``linear.h``
+* ``adamw.py``     ``adamw.h`` as Python functions
 * ``training.py``  the kernels of training as Python functions, ``gradients.py`` as differentiable operators
 """

@@ -1,4 +1,5 @@
 // The C interface of the CPU kernels: raw pointers and plain structs, so that any compiler builds it and ctypes calls it.
+#include "adamw.h"
 #include "document_attention.h"
 #include "products.h"
 #include "rounding.h"
@@ -138,6 +139,21 @@ void transect_cross_entropy(Pool* pool, int64_t rows, int64_t n, float* logits, 
 void transect_round_by_chance(Pool* pool, int64_t n, const float* x, bf16* y, int64_t first, uint64_t seed, uint32_t step,
                               uint32_t tensor, int shift) {
   round_by_chance(*pool, n, x, y, first, seed, step, tensor, shift);
+}
+
+// AdamW on a stretch, see adamw.h; gradient and out are bfloat16 where the flags say so, else float32.
+void transect_adamw(Pool* pool, int64_t n, const void* g, int g_bf16, float* w, float* m, float* v, void* out, int out_bf16,
+                    const AdamWStep* step) {
+  if (g_bf16 && out_bf16) adamw(*pool, n, (const bf16*)g, w, m, v, (bf16*)out, *step);
+  else if (g_bf16) adamw(*pool, n, (const bf16*)g, w, m, v, (float*)out, *step);
+  else if (out_bf16) adamw(*pool, n, (const float*)g, w, m, v, (bf16*)out, *step);
+  else adamw(*pool, n, (const float*)g, w, m, v, (float*)out, *step);
+}
+double transect_take_in(Pool* pool, int64_t n, const void* from, int from_bf16, void* into, int into_bf16, int add) {
+  if (from_bf16 && into_bf16) return take_in(*pool, n, (const bf16*)from, (bf16*)into, add != 0);
+  if (from_bf16) return take_in(*pool, n, (const bf16*)from, (float*)into, add != 0);
+  if (into_bf16) return take_in(*pool, n, (const float*)from, (bf16*)into, add != 0);
+  return take_in(*pool, n, (const float*)from, (float*)into, add != 0);
 }
 
 void transect_attention_forward(Pool* pool, const DocumentAttention* a, float* out, float* lse) {

@@ -40,6 +40,16 @@ inline vf fma(vf a, vf b, vf c) {
   return a * b + c;
 }
 
+inline vf sqrt(vf x) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return (vf)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  if constexpr (LANES == 8) return (vf)_mm256_sqrt_ps((__m256)x);
+#endif
+  for (int i = 0; i < LANES; i++) x[i] = std::sqrt(x[i]);
+  return x;
+}
+
 inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 inline vf max(vf a, vf b) { return select(a > b, a, b); }
 

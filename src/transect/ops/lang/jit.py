@@ -72,6 +72,25 @@ def kernel_of_numbers(*names: str) -> Callable[[Callable[..., Any]], Any]:
     return made
 
 
+@cache
+def count_compilations() -> Callable[[], int]:
+    """Begin to count kernels that Triton compiles in this process, or reads from its cache on disk: either keeps the
+    caller of a kernel waiting. Returns what tells the count; it is one for the whole process."""
+    count = 0
+    if triton is None:
+        return lambda: 0
+    before = triton.knobs.compilation.listener
+
+    def heard(**what: Any) -> None:
+        nonlocal count
+        count += 1
+        if before is not None:
+            before(**what)
+
+    triton.knobs.compilation.listener = heard
+    return lambda: count
+
+
 def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     """``Implementation.load`` of a Triton launcher.
 

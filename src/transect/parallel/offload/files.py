@@ -50,16 +50,21 @@ class DirectFile:
     Args:
         nbytes: make it anew with this size, and take its place on the disk at once; None: open it as it is, to read.
         threads: how many parts are under way together.
+        temporary: its name goes at once, and the file with this process.
 
     Raises:
         ValueError: it cannot be opened, or the disk has no room.
     """
 
-    def __init__(self, path: str | Path, nbytes: int | None = None, *, threads: int = THREADS) -> None:
+    def __init__(
+        self, path: str | Path, nbytes: int | None = None, *, threads: int = THREADS, temporary: bool = False
+    ) -> None:
         self.path = Path(path)
         self.direct = True
         try:
             self._handle = self._open(nbytes is not None)
+            if temporary:
+                self.path.unlink()
             if nbytes is not None and nbytes:
                 os.posix_fallocate(self._handle, 0, nbytes)
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .parse import positive
 
@@ -18,13 +18,31 @@ class ParallelConfig:
         zero: what is cut over the ranks: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
             gathered layer by layer. Each needs less memory and sends more.
         reduce: what gradients are summed in: ``float32`` or ``bfloat16``.
+        offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
+            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload).
+        offload_path: a folder on a fast disk (NVMe) in place of host memory, where the states are in a file while the
+            run lasts (ZeRO-Infinity); empty: host memory.
+        delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
+            old. It is faster, and another method: losses differ a little.
     """
+
+    OTHER_NAMES: ClassVar[dict[str, str]] = {"nvme_path": "offload_path"}
 
     data: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     reduce: Literal["float32", "bfloat16"] = "float32"
+    offload: Literal["none", "optimizer"] = "none"
+    offload_path: str = ""
+    delayed_update: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "data")
         if self.zero and self.data == 1:
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
+        for name in ("offload_path", "delayed_update"):
+            if getattr(self, name) and self.offload == "none":
+                raise ValueError(
+                    f'parallel.{name} is for states outside the device: set parallel.offload to "optimizer"'
+                )
+        if self.delayed_update and self.offload_path:
+            raise ValueError("parallel.delayed_update is for states in host memory: leave parallel.offload_path out")

@@ -3,6 +3,7 @@
 * ``base.py``: what they share: groups, master weights, the global norm of the gradient, state in and out.
 * ``adamw.py``: AdamW. ``adamw8bit.py``: the same with moments in 8 bits. ``lamb.py``: LAMB, for large
   batches. ``muon.py``: Muon for matrices.
+* ``offloaded.py``: AdamW whose states are in host memory or on a disk.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from .adamw8bit import AdamW8bit
 from .base import Optimizer
 from .lamb import Lamb
 from .muon import Muon
+from .offloaded import Offload, OffloadedAdamW
 
-__all__ = ["AdamW", "AdamW8bit", "Lamb", "Muon", "Optimizer", "build"]
+__all__ = ["AdamW", "AdamW8bit", "Lamb", "Muon", "Offload", "OffloadedAdamW", "Optimizer", "build"]
 
 
 def build(
@@ -28,8 +30,11 @@ def build(
     master_weights: bool = False,
     seed: int = 0,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    offload: Offload | None = None,
 ) -> Optimizer:
     """The optimizer that ``config`` names, over the parameters that it is to change; ``seed`` is that of the run, and
-    ``shapes`` are as in ``Optimizer``."""
+    ``shapes`` are as in ``Optimizer``. With ``offload`` it is AdamW with its states there."""
+    if offload is not None:
+        return OffloadedAdamW(config, parameters, offload, master_weights=master_weights, seed=seed, shapes=shapes)
     kind = {"adamw": AdamW, "adamw8bit": AdamW8bit, "lamb": Lamb, "muon": Muon}[config.name]
     return kind(config, parameters, master_weights=master_weights, seed=seed, shapes=shapes)

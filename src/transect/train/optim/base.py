@@ -44,9 +44,13 @@ class Optimizer:
         self.steps = 0
         self._sums: dict[str, Tensor] = {}
         self.state: dict[str, dict[str, Tensor]] = {}
+        self.make_states()
+
+    def make_states(self) -> None:
+        """Fill ``state`` as it is at the start."""
         for name, parameter in self.parameters.items():
             state = self.new_state(name, parameter)
-            if master_weights and parameter.dtype != torch.float32:
+            if self.master_weights and parameter.dtype != torch.float32:
                 state["master"] = parameter.detach().float()
             self.state[name] = state
 
@@ -155,6 +159,9 @@ class Optimizer:
         """The weight decay that a parameter gets: matrices only."""
         return self.config.weight_decay if self.is_matrix(name) else 0.0
 
+    def settle(self) -> None:
+        """Finish a step that is still under way."""
+
     def state_bytes(self) -> int:
         """Memory of the state."""
         return sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
@@ -170,15 +177,21 @@ class Optimizer:
             ValueError: other names, shapes or dtypes than this run's.
         """
         own = self.state_tensors()
-        if set(own) != set(tensors):
-            odd = sorted(set(own) ^ set(tensors))[0]
+        self.check_state(own, tensors)
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+        self.steps = steps
+
+    @staticmethod
+    def check_state(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+        """See that a checkpoint's state has the names, shapes and dtypes of this run's; ValueError if not."""
+        if set(own) != set(found):
+            odd = sorted(set(own) ^ set(found))[0]
             raise ValueError(f"the checkpoint's optimizer state is of another run ({odd} is on one side only)")
         for name, tensor in own.items():
-            found = tensors[name]
-            if found.shape != tensor.shape or found.dtype != tensor.dtype:
+            other = found[name]
+            if other.shape != tensor.shape or other.dtype != tensor.dtype:
                 raise ValueError(
-                    f"the checkpoint's optimizer state {name} is {found.dtype} {list(found.shape)}, this run's "
+                    f"the checkpoint's optimizer state {name} is {other.dtype} {list(other.shape)}, this run's "
                     f"{tensor.dtype} {list(tensor.shape)}"
                 )
-            tensor.copy_(found)
-        self.steps = steps

@@ -3,6 +3,6 @@
 * ``small_matmul.py``  the operator, and which kernel runs
 * ``triton.py``        its Triton kernels
 * ``gluon.py``         small weights on Hopper, read before the input is there
-* ``cuda.py`` (``small_matmul.cu``)          up to 16 rows, or 32 of a small weight
+* ``cuda.py`` (``small_matmul.cu``, ``small_rows.cuh``)  up to 16 rows, or 32 of a small weight
 * ``hopper.py`` (``small_matmul_hopper.cu``) from 17 rows on Hopper
 """

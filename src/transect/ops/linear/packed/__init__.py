@@ -5,6 +5,8 @@
 * ``int4_hopper.py`` (``int4_matmul_hopper.cu``)  up to 64 rows on Hopper
 * ``int4_packing.py``     how such weights lie in memory
 * ``int4_dequantize.py``  back to dense weights, for training
-* ``scaled8.py``          fp8 and int8 with a scale for each output
+* ``scaled8.py``          fp8 and int8 with a scale for each output: codes are decoded, on any GPU
+* ``scaled8_rows.py`` (``scaled8.cu``)            the same, and scales of blocks, up to 16 rows on Hopper
+* ``scaled8_tiles.py``    many rows on Hopper: both sides in 8 bits
 * ``int4_codes.cuh``, ``int4_whole.cuh``: codes to numbers, and sums of whole numbers, for the CUDA C++ kernels
 """

@@ -2,6 +2,8 @@ r"""Product by a weight of 8 bits with a scale for each output: whole numbers, o
 
     y_to = s_o sum_i x_ti c_oi + b_o
 
+This is the product that decodes codes everywhere; ``scaled8_rows.py`` and ``scaled8_tiles.py`` are for Hopper.
+
 Codes are decoded to the activations' dtype, exactly: whole numbers up to 127 and fp8 have at most 8 significant bits.
 The bits of an fp8 code, shifted by 7, are those of a float16 that is 256 times smaller, also below the normal range;
 the factor goes into the scale. So no hardware for fp8 is needed.
@@ -27,6 +29,7 @@ from ...lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require,
 from ...lang.tiles import dot
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
+from . import scaled8_tiles
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
@@ -130,6 +133,7 @@ def _kernels() -> Sequence[Kernel]:
     return [
         Kernel("few rows", _product, types, few, ("O", "I", "x_row")),
         Kernel("many rows", _product, types, many, ("O", "I", "x_row"), 8),
+        *scaled8_tiles.kernels(),
     ]
 
 

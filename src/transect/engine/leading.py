@@ -1,0 +1,93 @@
+"""The cores of an engine on several ranks: that of rank 0, which has the callers, and those that do as they are told.
+``ranks.py`` says why they agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..parallel.launch import Ranks
+from .core import EngineCore, Step
+from .outputs import EngineOutput
+from .request import Request
+from .step_time import StepLoad
+
+
+class Message(NamedTuple):
+    """A method of ``EngineCore`` and its arguments. ``group``: the place along the data axis of the ranks that it is
+    for; None: it is for all."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What rank 0 tells the others between two steps; after them comes a step."""
+
+    messages: tuple[Message, ...] = ()
+
+
+class LeadingCore(EngineCore):
+    """The engine of rank 0: does what it is asked, and has the other ranks do the same."""
+
+    def __init__(self, core: EngineCore, ranks: Ranks) -> None:
+        super().__init__(core.scheduler, core.executor, lag=core.lag, decisions=core.decisions)
+        self.idle = core.idle
+        self._ranks = ranks
+        self._messages: list[Message] = []
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        # A grammar stays in its process: the others compile it from the parameters.
+        self._messages.append(Message("add", (msgspec.structs.replace(request, constraint=None),)))
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        super().abort(request_id, choice)
+        self._messages.append(Message("abort", (request_id, choice)))
+
+    def reset_prefix_cache(self) -> None:
+        super().reset_prefix_cache()
+        self._messages.append(Message("reset_prefix_cache", ()))
+
+    def step(self) -> list[EngineOutput]:
+        self._ranks.check()
+        orders, self._messages = Orders(tuple(self._messages)), []
+        try:
+            self._ranks.world.announce(orders)
+            outputs = super().step()
+            self._ranks.check()  # what a GPU computed with a rank that has ended is worth nothing
+            return outputs
+        except Exception as error:
+            reason = self._ranks.explain(error)
+            if reason is error:
+                raise
+            raise reason from error
+
+    def release(self) -> None:
+        """Let the other ranks go; they wait for another job."""
+        if self._ranks.failure is None:
+            self._ranks.world.announce(None)
+
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
+        seconds = super()._learn(done, ended, late)
+        self._messages.append(Message("learned", (self._work_of(done.batch), seconds)))
+        return seconds
+
+
+class FollowingCore(EngineCore):
+    """The engine of another rank. How long steps take, which may size the next ones, it has from rank 0."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core.scheduler, core.executor, lag=core.lag)
+        self.idle = core.idle
+
+    def learned(self, load: StepLoad, seconds: float) -> None:
+        """How long a step took on rank 0."""
+        self.scheduler.times.learn(load, seconds)
+
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
+        return 0.0

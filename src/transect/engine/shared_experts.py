@@ -1,0 +1,173 @@
+"""One engine whose ranks along the data axis share the experts of a model (expert parallel with data parallel).
+
+The ranks along the tensor axis that stand at one place of the data axis are a *group*: it has requests, a scheduler and
+a KV cache of its own. But all groups compute every layer's experts together, so they take their steps together: rank 0
+says "step", and each rank runs the batch that its group plans or, where that has none, takes part without tokens
+(``Executor.idle``).
+
+Rank 0 has the callers. ``router.py`` says which group gets a request, and what the other groups have to say comes back
+after every step (``Report``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from ..parallel.launch import Ranks
+from ..parallel.layout import Place
+from ..parallel.mesh import Mesh
+from ..parallel.world import World
+from . import limits
+from .core import EngineCore, Step
+from .leading import FollowingCore, LeadingCore, Message
+from .outputs import EngineOutput, SchedulerStats
+from .request import Request
+from .router import TYPICAL_OUTPUT, Router, Ticket
+from .scheduler import seed_of
+from .step_time import StepLoad
+from .waiting_queue import QueueFull
+
+TAG = 1 << 30
+"""Of reports; steps have theirs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a step in a group that rank 0 is not in."""
+
+    outputs: list[EngineOutput]
+    stats: SchedulerStats
+    learned: list[Message]
+    """For the other ranks of the group: how long its steps take."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A request that has not ended."""
+
+    ticket: Ticket
+    choices: int
+    """Those that have not ended."""
+
+
+class SharingCore(LeadingCore):
+    """The engine of rank 0, which is in the first group, and has the callers of all."""
+
+    def __init__(self, core: EngineCore, ranks: Ranks, mesh: Mesh, kv_tokens: int, seed: int) -> None:
+        super().__init__(core, ranks)
+        layout = mesh.layout
+        self._leads = [layout.rank(Place(group, 0, 0)) for group in range(1, layout.data)]
+        config = self.scheduler.config
+        self._router = Router([kv_tokens] * layout.data, config.block_size)
+        self._running: dict[str, _Running] = {}
+        self._stats: list[SchedulerStats] = [self.scheduler.stats() for _ in self._leads]
+        self._new = [0] * layout.data
+        """Requests that a group got since its last report."""
+        self._seed, self._count = seed, 0
+
+    def add(self, request: Request) -> None:
+        if request.request_id in self._running:
+            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
+        config, params = self.scheduler.config, request.params
+        longest = limits.max_length(request, config)
+        room = [group for group in range(len(self._new)) if self._has_room(group)]
+        if not room:
+            raise QueueFull(self.scheduler.waiting.num_new, self.scheduler.waiting.retry_after())
+        if params.seed is None:  # of all requests together, so that it does not matter which group gets one
+            params = dataclasses.replace(params, seed=seed_of(self._seed, self._count))
+            request = msgspec.structs.replace(request, params=params)
+        self._count += 1
+        most = params.n * min(longest - len(request.prompt_token_ids), TYPICAL_OUTPUT)
+        ticket = self._router.send(request.prompt_token_ids, most, room)
+        if ticket.engine == 0:
+            EngineCore.add(self, request)
+        self._running[request.request_id] = _Running(ticket, params.n)
+        self._new[ticket.engine] += 1
+        self._tell(ticket.engine, "add", msgspec.structs.replace(request, constraint=None))
+
+    def _has_room(self, group: int) -> bool:
+        most = self.scheduler.config.max_queue
+        waiting = self.scheduler.waiting.num_new if not group else self._stats[group - 1].waiting + self._new[group]
+        return most is None or waiting < most
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        if running.ticket.engine == 0:
+            EngineCore.abort(self, request_id, choice)
+        self._tell(running.ticket.engine, "abort", request_id, choice)
+
+    def reset_prefix_cache(self) -> None:
+        self._router.forget()
+        super().reset_prefix_cache()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running) or super().has_work
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats.sum((super().stats(), *self._stats))
+
+    def step(self) -> list[EngineOutput]:
+        outputs = super().step()
+        for group, lead in enumerate(self._leads, 1):
+            report: Report = self._hear(lead)
+            outputs += report.outputs
+            self._stats[group - 1], self._new[group] = report.stats, 0
+            for message in report.learned:
+                self._messages.append(message)
+        self._new[0] = 0
+        for output in outputs:
+            self._count_output(output)
+        return outputs
+
+    def _hear(self, lead: int) -> Report:
+        try:
+            report: Report = self._ranks.world.receive(lead, tag=TAG)
+            return report
+        except Exception as error:
+            raise self._ranks.explain(error) from error
+
+    def _count_output(self, output: EngineOutput) -> None:
+        running = self._running.get(output.request_id)
+        if running is None:
+            return
+        self._router.drawn(running.ticket, len(output.new_token_ids))
+        running.choices -= output.finish_reason is not None
+        if not running.choices:
+            self._router.done(running.ticket)
+            del self._running[output.request_id]
+
+    def _tell(self, group: int | None, method: str, *arguments: object) -> None:
+        self._messages.append(Message(method, arguments, group))
+
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
+        seconds = EngineCore._learn(self, done, ended, late)
+        self._tell(0, "learned", self._work_of(done.batch), seconds)
+        return seconds
+
+
+class GroupCore(FollowingCore):
+    """The engine of the first rank of another group: measures its own steps, and reports to rank 0."""
+
+    def __init__(self, core: EngineCore, world: World, group: int) -> None:
+        super().__init__(core)
+        self._world, self._group = world, group
+        self._learned: list[Message] = []
+
+    def step(self) -> list[EngineOutput]:
+        outputs = super().step()
+        learned, self._learned = self._learned, []
+        self._world.send(Report(outputs, self.stats(), learned), 0, tag=TAG)
+        return outputs
+
+    def learned(self, load: StepLoad, seconds: float) -> None:
+        """It has learned that itself."""
+
+    def _learn(self, done: Step, ended: float, late: bool) -> float:
+        seconds = EngineCore._learn(self, done, ended, late)
+        self._learned.append(Message("learned", (self._work_of(done.batch), seconds), self._group))
+        return seconds

@@ -1,0 +1,306 @@
+r"""Product of many rows with a weight of 8 bits where both sides are rounded to 8 bits (W8A8).
+
+    x_ti ~ s_t a_ti        y_to = s_t w_o sum_i a_ti c_oi + b_o        or, with scales of blocks of 128 rows by 128 k,
+    x_ti ~ s_tg a_ti       y_to = sum_g s_tg w_og (sum over i in g of a_ti c_oi) + b_o
+
+The scale of a row of x (of 128 of its numbers, where the weight has scales of blocks) makes its largest number the
+largest code: 448 of fp8 (e4m3), 127 of whole numbers. Tensor cores multiply 8 bits at twice the rate of bfloat16. Their
+sums of fp8 products keep fewer digits than float32 within an instruction (Hopper: about 14 bits), as in other engines;
+those of whole numbers are exact.
+
+Shapes: x ``[T, I]``, codes int8 ``[O, I]`` (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]`` rounded
+up, bias ``[O]`` or None, result ``[T, O]`` in x's dtype. I a multiple of 16. Inference only. For few rows, where bytes
+alone count, ``scaled8_rows.py`` does not round x.
+
+Source: Micikevicius et al. 2022, arXiv:2209.05433; scales of blocks: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lang.jit import INTERPRETED, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
+from ...lang.tiles import INTERPRETS, after_previous, describe
+from ...registry import Kernel
+from ..few_rows.triton import Counters, add_parts
+from ..many_rows.triton import tile_of
+
+BLOCK = 128
+"""Numbers of a row, and rows, that share a scale where scales are of blocks."""
+MOST = {True: 448.0, False: 127.0}
+"""The largest code, of fp8 and of whole numbers."""
+
+
+def rounded(x: Tensor, fp8: bool, blocks: bool = False) -> tuple[Tensor, Tensor]:
+    """x ``[T, I]`` -> codes int8 ``[T, I]`` (of fp8 the bits), and scales float32 ``[T]`` or, with ``blocks``,
+    ``[T, I / 128]`` rounded up. By torch."""
+    wide = x.float()
+    grouped = wide[:, None]
+    if blocks:
+        grouped = torch.nn.functional.pad(wide, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    scale = (grouped.abs().amax(-1) / MOST[fp8]).clamp(min=1e-12)
+    shares = (grouped / scale[..., None]).flatten(1)[:, : x.shape[1]]
+    codes = shares.to(torch.float8_e4m3fn).view(torch.int8) if fp8 else shares.round().to(torch.int8)
+    return codes, scale if blocks else scale[:, 0]
+
+
+def dense(codes: Tensor, scale: Tensor, fp8: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values ``[O, I]`` of codes with a scale for each row or for each block."""
+    values = (codes.view(torch.float8_e4m3fn) if fp8 else codes).to(dtype)
+    if scale.ndim == 1:
+        return values * scale.to(dtype)[:, None]
+    wide = scale.to(dtype).repeat_interleave(BLOCK, 0)[: len(codes)].repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+    return values * wide
+
+
+def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> Tensor:
+    """Shapes as above; by torch, in float32."""
+    a, s = rounded(x, fp8, scale.ndim == 2)
+    shares = (a.view(torch.float8_e4m3fn) if fp8 else a).float()
+    own = s[:, None] if s.ndim == 1 else s.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    y = (shares * own) @ dense(codes, scale, fp8).T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@kernel
+def _round(  # type: ignore[no-untyped-def]
+    x, codes, scale, I, x_row, FP8: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """One row of x, up to GROUPS groups of SIZE numbers, each with a scale."""
+    after_previous(DEPENDENT_LAUNCH)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    v = tl.load(x + row * x_row + i, i < I, 0.0).to(tl.float32)
+    most: tl.constexpr = 448.0 if FP8 else 127.0
+    s = tl.maximum(tl.max(tl.abs(v), 1) / most, 1e-12)
+    share = v / s[:, None]
+    if FP8:
+        code = share.to(tl.float8e4nv)
+    else:
+        code = ((share + 12582912.0) - 12582912.0).to(tl.int8)  # rounded to the nearest, of two as near to the even one
+    tl.store(codes + row * I + i, code, i < I)
+    g = tl.arange(0, GROUPS)
+    count = tl.cdiv(I, SIZE)
+    tl.store(scale + row * count + g, s, g < count)
+
+
+def triton_rounded(
+    x: Tensor, fp8: bool, blocks: bool = False, *, dependent_launch: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``rounded`` in Triton."""
+    require("rounded", x)
+    x = rows_of(x)
+    tokens, inputs = x.shape
+    count = -(-inputs // BLOCK) if blocks else 1
+    codes = x.new_empty(tokens, inputs, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
+    scale = x.new_empty((tokens, count) if blocks else (tokens,), dtype=torch.float32)
+    if codes.numel():
+        size = BLOCK if blocks else next_power_of_2(inputs)
+        warps = 8 if inputs > 4096 else 4
+        options: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+        _round[(tokens,)](
+            x, codes, scale, inputs, x.stride(0), FP8=fp8, GROUPS=next_power_of_2(count), SIZE=size,
+            DEPENDENT_LAUNCH=dependent_launch, num_warps=warps, **options,
+        )  # fmt: skip
+    return codes.view(torch.int8), scale
+
+
+@kernel
+def _tiles(  # type: ignore[no-untyped-def]
+    x, weight, x_scale, scale, bias, out, parts, counters, M, N, K, part_k, blocks_k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    SWAP: tl.constexpr, BLOCKED: tl.constexpr, WHOLE: tl.constexpr, PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """PROGRAMS programs share all tiles (axis 0), or each of SPLIT parts of K (axis 1). x and weight are descriptors.
+
+    SWAP: the weight is the left operand of the tensor cores. BLOCKED: scales of blocks, BK is then their length. WHOLE:
+    codes are whole numbers.
+    """
+    after_previous(DEPENDENT_LAUNCH)
+    part = tl.program_id(1)
+    rows_of_tiles = tl.cdiv(M, BM)
+    columns_of_tiles = tl.cdiv(N, BN)
+    k_begin = part * part_k
+    k_end = min(K, k_begin + part_k)
+    SUMS: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    for tile in tl.range(tl.program_id(0), rows_of_tiles * columns_of_tiles, PROGRAMS, flatten=FLATTEN):
+        tile_m, tile_n = tile_of(tile, rows_of_tiles, columns_of_tiles, GROUP)
+        m = tile_m * BM + tl.arange(0, BM)
+        n = tile_n * BN + tl.arange(0, BN)
+        sums = tl.zeros((BN, BM), SUMS) if SWAP else tl.zeros((BM, BN), SUMS)
+        for start in range(k_begin, k_end, BK):
+            a = x.load([tile_m * BM, start])
+            b = weight.load([tile_n * BN, start])
+            if INTERPRETS and not WHOLE:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            if BLOCKED:
+                own = tl.dot(b, a.T, out_dtype=tl.float32) if SWAP else tl.dot(a, b.T, out_dtype=tl.float32)
+                block = start // BK
+                s = tl.load(x_scale + m * blocks_k + block, m < M, 0.0)
+                w = tl.load(scale + n // 128 * blocks_k + block, n < N, 0.0)
+                sums += own * (w[:, None] * s[None, :] if SWAP else s[:, None] * w[None, :])
+            else:
+                sums = tl.dot(b, a.T, sums, out_dtype=SUMS) if SWAP else tl.dot(a, b.T, sums, out_dtype=SUMS)
+        acc = sums.to(tl.float32)
+        if not BLOCKED:
+            s = tl.load(x_scale + m, m < M, 0.0)
+            w = tl.load(scale + n, n < N, 0.0)
+            acc = acc * (w[:, None] * s[None, :] if SWAP else s[:, None] * w[None, :])
+        rows = m[None, :] if SWAP else m[:, None]
+        columns = n[:, None] if SWAP else n[None, :]
+        inside = (rows < M) & (columns < N)
+        done = True
+        if SPLIT > 1:
+            done, acc = add_parts(acc, parts, counters, tile, part, rows, columns, M, N, SPLIT)
+        if done:
+            if bias is not None:
+                acc += tl.load(bias + columns, columns < N, 0.0).to(tl.float32)
+            tl.store(out + rows.to(tl.int64) * N + columns, acc.to(out.dtype.element_ty), inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut up: tiles of ``bm`` rows of x by ``bn`` of the weight, ``bk`` of k at a time, K in ``split``
+    parts. ``swap``: the weight is the left operand."""
+
+    bm: int
+    bn: int
+    bk: int
+    split: int = 1
+    swap: bool = False
+    warps: int = 8
+    stages: int = 4
+    flat: bool = False
+    """The loads of a program's next tile begin before the last one ends."""
+
+
+def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling:
+    """The quickest tiling of those tried on an H200 at the shapes of an 8B model, as a rule."""
+    if INTERPRETED:
+        return Tiling(16, 16, BLOCK if blocks else 32, 2 if k > 64 and not blocks else 1, swap=m < 32, warps=4)
+    wide, deep, long = n >= 16384, k >= 8192, BLOCK if blocks else 256
+    if m <= 64:
+        bm = 16 if m <= 16 else 32 if m <= 32 else 64
+        if wide:
+            return Tiling(bm, 64, 128, warps=4, stages=6)
+        return Tiling(bm, 128, 128, 4, warps=4, stages=5) if deep else Tiling(bm, 64, long, warps=4)
+    if m <= 128:
+        if wide or deep:
+            return Tiling(128, 128, 128, 1 if wide else 4)
+        return Tiling(128, 64, 128, swap=True, warps=4, stages=5)
+    if m <= 256 and not wide:
+        return Tiling(128, 128, 128, stages=5) if n > 5000 and not deep else Tiling(128, 64, 128, warps=4, stages=6)
+    return Tiling(128, 128 if blocks else 256, 128, stages=4 if blocks else 3, flat=True)
+
+
+class Products8:
+    """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream."""
+
+    def __init__(self, *, dependent_launch: bool = False) -> None:
+        self._counters, self._dependent = Counters(), dependent_launch
+
+    def __call__(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        fp8: bool = True,
+        *,
+        tiling: Tiling | None = None,
+    ) -> Tensor:
+        """``reference``. Can be captured in a CUDA graph once it has run.
+
+        Raises:
+            ValueError: see ``refusal``.
+        """
+        a, s = triton_rounded(x, fp8, scale.ndim == 2, dependent_launch=self._dependent)
+        return self.product(a, s, codes, scale, bias, fp8, dtype=x.dtype, tiling=tiling)
+
+    def product(
+        self,
+        a: Tensor,
+        x_scale: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        fp8: bool = True,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        tiling: Tiling | None = None,
+    ) -> Tensor:
+        """Of rows that are rounded: codes ``a`` int8 ``[T, I]`` and ``x_scale`` as ``rounded`` gives them."""
+        if reason := refusal(a, codes, scale):
+            raise ValueError(f"scaled8: {reason}")
+        (m, k), n = a.shape, codes.shape[0]
+        out = a.new_empty((m, n), dtype=dtype)
+        if not out.numel():
+            return out
+        blocks = scale.ndim == 2
+        units = 1 if INTERPRETED else multiprocessors(a.device)
+        tiling = tiling or choose_tiling(m, n, k, blocks)
+        chunks = -(-k // tiling.bk)
+        part_k = -(-chunks // tiling.split) * tiling.bk
+        split = -(-k // part_k)
+        tiles = -(-m // tiling.bm) * -(-n // tiling.bn)
+        parts = held = None
+        if split > 1:
+            parts = out.new_empty((split, m, n), dtype=torch.float32)
+            held = self._counters.get(a.device, tiles)
+        kind = torch.float8_e4m3fn if fp8 else torch.int8
+        programs = max(1, min(tiles, units // split if tiles > units else tiles))
+        options: dict[str, Any] = {"launch_pdl": True} if self._dependent else {}
+        _tiles[(programs, split)](
+            describe(a.view(kind), tiling.bm, tiling.bk), describe(codes.view(kind), tiling.bn, tiling.bk), x_scale,
+            scale, bias, out, parts, held, m, n, k, part_k, -(-k // BLOCK),
+            BM=tiling.bm, BN=tiling.bn, BK=tiling.bk, GROUP=8, SPLIT=split, SWAP=tiling.swap, BLOCKED=blocks,
+            WHOLE=not fp8, PROGRAMS=programs, FLATTEN=tiling.flat, DEPENDENT_LAUNCH=self._dependent,
+            num_warps=tiling.warps, num_stages=tiling.stages, **options,
+        )  # fmt: skip
+        return out
+
+
+def refusal(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
+    """Why these kernels do not take such arguments, or None."""
+    if x.shape[1] % 16 or x.shape[1] != codes.shape[1]:
+        return f"rows of {x.shape[1]} numbers are no multiple of 16, as bulk copies need, or not the weight's"
+    if not codes.is_contiguous() or codes.data_ptr() % 16:
+        return "the codes must be contiguous, at an address that is a multiple of 16 bytes"
+    wanted = (len(codes),) if scale.ndim == 1 else (-(-len(codes) // BLOCK), -(-codes.shape[1] // BLOCK))
+    return None if scale.shape == wanted and scale.is_contiguous() else f"the scales must be {list(wanted)}"
+
+
+def kernels() -> list[Kernel]:
+    """For the registry: what is compiled ahead of time."""
+    scalars = dict.fromkeys(("M", "N", "K", "part_k", "blocks_k"), "i32")
+    tensors = {"x_scale": "*fp32", "scale": "*fp32", "out": "*bf16"}
+    common = {"bias": None, "parts": None, "counters": None, "GROUP": 8, "SPLIT": 1, "PROGRAMS": 132,
+              "DEPENDENT_LAUNCH": False}  # fmt: skip
+
+    def tiles(name: str, kind: str, tiling: Tiling, blocks: bool = False) -> Kernel:
+        operands = {
+            "x": f"tensordesc<{kind}[{tiling.bm}, {tiling.bk}]>",
+            "weight": f"tensordesc<{kind}[{tiling.bn}, {tiling.bk}]>",
+        }
+        constants = {"BM": tiling.bm, "BN": tiling.bn, "BK": tiling.bk, "SWAP": tiling.swap, "BLOCKED": blocks,
+                     "WHOLE": kind == "i8", "FLATTEN": tiling.flat}  # fmt: skip
+        return Kernel(name, _tiles, {**operands, **tensors, **scalars}, common | constants, ("M", "N", "K"),
+                      tiling.warps, tiling.stages, targets=("sm_90",))  # fmt: skip
+
+    few, many = (choose_tiling(rows, 28672, 4096, False) for rows in (64, 4096))
+    types = {"x": "*bf16", "codes": "*fp8e4nv", "scale": "*fp32", "I": "i32", "x_row": "i32"}
+    row = {"FP8": True, "GROUPS": 1, "SIZE": 4096, "DEPENDENT_LAUNCH": False}
+    return [
+        Kernel("rounding", _round, types, row, ("I", "x_row"), targets=("sm_90",)),
+        tiles("8 bits, few rows", "fp8e4nv", few),
+        tiles("8 bits, many rows", "fp8e4nv", many),
+        tiles("8 bits, blocks", "fp8e4nv", choose_tiling(4096, 28672, 4096, True), True),
+        tiles("whole numbers, many rows", "i8", many),
+    ]

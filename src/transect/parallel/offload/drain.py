@@ -1,0 +1,104 @@
+"""Gradients on their way from a device into host memory, while the backward pass goes on.
+
+A gradient is copied, a part at a time, through pinned buffers on a stream of its own, and forgotten on the device as
+soon as that is done. A thread here takes each part in: the first gradient of a step is stored, those of later
+micro-batches are added to it in float32. It also adds up their squares, so the norm is known when the last part is
+there.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from ...ops.cpu.adamw import HostKernels, TorchKernels
+from .pinned import Ring, Slot
+
+PART = 2**23
+"""Numbers of a gradient that are copied together."""
+SLOTS = 8
+
+
+class Drain:
+    """Host memory that gradients are added up in.
+
+    Args:
+        into: where each gradient goes, by name: contiguous, in host memory, of as many numbers.
+        device: where gradients come from.
+        kernels: used by one thread at a time, while something is on its way.
+        part: numbers that are copied together.
+    """
+
+    def __init__(
+        self,
+        into: Mapping[str, Tensor],
+        device: torch.device,
+        kernels: HostKernels | TorchKernels,
+        *,
+        part: int = PART,
+    ) -> None:
+        self.into = {name: tensor.view(-1) for name, tensor in into.items()}
+        self.kernels, self.part = kernels, part
+        self.given: set[str] = set()
+        """Those that have had a gradient since ``clear``."""
+        self._squares: dict[tuple[str, int], float] = {}
+        self._under_way: list[Future[None]] = []
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+            for slot in Ring(SLOTS, 4 * part, pin=True).slots:
+                self._free.put(slot)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradients")
+
+    @torch.no_grad()
+    def take(self, name: str, gradient: Tensor) -> None:
+        """Begin to add a gradient, which the caller may forget then: on a GPU its memory is kept until it is copied."""
+        add = name in self.given
+        self.given.add(name)
+        flat = gradient.detach().reshape(-1)
+        if self._stream is None:
+            self._take_in(name, 0, flat, add)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        for begin in range(0, flat.numel(), self.part):
+            some = flat[begin : begin + self.part]
+            slot = self._free.get()
+            place = slot.view(some.numel(), some.dtype)
+            with torch.cuda.stream(self._stream):
+                place.copy_(some, non_blocking=True)
+            slot.busy_until(self._stream)
+            self._under_way.append(self._thread.submit(self._arrived, name, begin, slot, place, add))
+        flat.record_stream(self._stream)
+
+    def _arrived(self, name: str, begin: int, slot: Slot, place: Tensor, add: bool) -> None:
+        try:
+            slot.wait()
+            self._take_in(name, begin, place, add)
+        finally:
+            self._free.put(slot)
+
+    def _take_in(self, name: str, begin: int, some: Tensor, add: bool) -> None:
+        into = self.into[name][begin : begin + some.numel()]
+        self._squares[name, begin] = self.kernels.take_in(some, into, add)
+
+    def wait(self) -> None:
+        """Wait until all that was taken is there."""
+        under_way, self._under_way = self._under_way, []
+        for part in under_way:
+            part.result()
+
+    def squares(self) -> float:
+        """The sum of the squares of all gradients; waits for them."""
+        self.wait()
+        return sum(self._squares[key] for key in sorted(self._squares))
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.wait()
+        self.given.clear()
+        self._squares.clear()

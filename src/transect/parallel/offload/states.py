@@ -1,0 +1,203 @@
+"""Where an optimizer's states are: in host memory, or on a disk and in memory only while they are worked on.
+
+A state is a float32 number for each number of each parameter, of several kinds (weight, first and second moment). Both
+places hand them out a group (``groups.py``) at a time. ``DiskStates`` reads ahead and writes behind, so that disk,
+processor and link work at the same time; it keeps four groups in memory, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .files import DirectFile, Pending
+from .groups import GROUP, Piece, PieceGroup, cut
+from .pinned import aligned, host_memory, host_tensor
+
+AHEAD = 2
+"""Groups that are being read before they are needed."""
+BUFFERS = AHEAD + 2
+"""One more is worked on, and one more is written."""
+
+
+class States(Protocol):
+    """States of parameters, by number of their kind."""
+
+    groups: list[PieceGroup]
+    nbytes: int
+
+    def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
+        """The groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What is
+        changed in them is kept once the next group is asked for."""
+        ...
+
+    def read(self, kind: int, name: str) -> Tensor:
+        """The states of one parameter as a vector."""
+        ...
+
+    def write(self, kind: int, name: str, values: Tensor) -> None:
+        """Put a vector in their place."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        ...
+
+
+class HostStates:
+    """States in host memory.
+
+    Args:
+        sizes: the numbers of each parameter.
+        kinds: how many states each number has.
+        most: numbers of a group.
+
+    Raises:
+        ValueError: there is not so much memory.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], kinds: int, most: int = GROUP) -> None:
+        self.groups = cut(sizes, most)
+        self._all = host_tensor((kinds, sum(sizes.values())), torch.float32)
+        self.nbytes = self._all.nbytes
+        self._of = [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in self._all]
+
+    def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
+        """See ``States``; nothing is copied."""
+        for number in wanted:
+            group = self.groups[number]
+            yield group, self._all[:, group.start : group.start + group.count]
+
+    def read(self, kind: int, name: str) -> Tensor:
+        """The memory itself."""
+        return self._of[kind][name]
+
+    def write(self, kind: int, name: str, values: Tensor) -> None:
+        """See ``States``."""
+        self._of[kind][name].copy_(values)
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+class DiskStates:
+    """States in a file, which is gone when this process ends, however it ends.
+
+    Args:
+        folder: where the file is made, on a fast disk.
+        sizes, kinds, most: as in ``HostStates``.
+
+    Raises:
+        ValueError: the folder cannot be written to, or the disk has no room. Later: it fails.
+    """
+
+    def __init__(self, folder: str | Path, sizes: Mapping[str, int], kinds: int, most: int = GROUP) -> None:
+        self.groups = cut(sizes, most)
+        self.nbytes = 4 * kinds * sum(sizes.values())
+        self._kinds = kinds
+        self._rows = [aligned(4 * group.count) for group in self.groups]
+        """Bytes of each kind of a group."""
+        self._offsets = [0]
+        for row in self._rows:
+            self._offsets.append(self._offsets[-1] + kinds * row)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"parallel.offload_path {folder} cannot be made: {error.strerror}") from None
+        self.file = DirectFile(Path(folder) / "states", self._offsets[-1], temporary=True)
+        size = kinds * max(self._rows, default=0)
+        memory = host_memory(BUFFERS * size)
+        self._buffers = [memory[at * size : (at + 1) * size] for at in range(BUFFERS)]
+        self._writing: dict[int, tuple[int, Pending]] = {}
+        """By buffer: the group that is being written from it."""
+        self._reading: dict[int, tuple[int, Pending]] = {}
+        """By buffer: the group that is read into it."""
+        self._turn = 0
+
+    def _bytes(self, buffer: int, number: int) -> Tensor:
+        return self._buffers[buffer][: self._kinds * self._rows[number]]
+
+    def _rows_of(self, buffer: int, number: int) -> Tensor:
+        rows = self._bytes(buffer, number).view(torch.float32).view(self._kinds, -1)
+        return rows[:, : self.groups[number].count]
+
+    def _begin(self, buffer: int, number: int) -> None:
+        """Start to read a group, once the buffer is free and what was written of the group is in the file."""
+        for other, (going, pending) in list(self._writing.items()):
+            if other == buffer or going == number:
+                pending.wait()
+                del self._writing[other]
+        self._reading[buffer] = number, self.file.read(self._offsets[number], self._bytes(buffer, number))
+
+    def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
+        """See ``States``. The first groups of ``wanted`` are read again at its end, for the next walk, which is most
+        often the same."""
+        first = self._turn
+        for place in range(min(AHEAD, len(wanted))):
+            self._ahead((first + place) % BUFFERS, wanted[place])
+        for place, number in enumerate(wanted):
+            buffer = (first + place) % BUFFERS
+            if place + AHEAD < len(wanted):
+                self._ahead((buffer + AHEAD) % BUFFERS, wanted[place + AHEAD])
+            self._reading.pop(buffer)[1].wait()
+            yield self.groups[number], self._rows_of(buffer, number)
+            self._writing[buffer] = number, self.file.write(self._offsets[number], self._bytes(buffer, number))
+        self._turn = (first + len(wanted)) % BUFFERS
+        if len(wanted) >= AHEAD + BUFFERS:  # else the first ones are still being written
+            for place in range(AHEAD):
+                self._ahead((self._turn + place) % BUFFERS, wanted[place])
+
+    def _ahead(self, buffer: int, number: int) -> None:
+        """See that a group is on its way to a buffer."""
+        if buffer in self._reading:
+            coming, pending = self._reading[buffer]
+            if coming == number:
+                return
+            pending.wait()
+        for other, (coming, pending) in list(self._reading.items()):  # never twice: one of them would be old
+            if coming == number:
+                pending.wait()
+                del self._reading[other]
+        self._begin(buffer, number)
+
+    def read(self, kind: int, name: str) -> Tensor:
+        """See ``States``; a new vector."""
+        found = []
+        for piece, values in self._pieces(kind, name):
+            found.append(values[piece.place].clone())
+        return torch.cat(found)
+
+    def write(self, kind: int, name: str, values: Tensor) -> None:
+        """See ``States``."""
+        flat = values.reshape(-1)
+        for piece, row in self._pieces(kind, name):
+            row[piece.place].copy_(flat[piece.begin : piece.end])
+            number = self._number(piece)
+            self.file.write(self._offsets[number] + kind * self._rows[number], self._row_bytes(number)).wait()
+
+    def _number(self, piece: Piece) -> int:
+        return next(number for number, group in enumerate(self.groups) if piece in group.pieces)
+
+    def _row_bytes(self, number: int) -> Tensor:
+        return self._buffers[0][: self._rows[number]]
+
+    def _pieces(self, kind: int, name: str) -> Iterator[tuple[Piece, Tensor]]:
+        """The pieces of a parameter, each with the row of its kind in memory."""
+        self.settle()
+        for number, group in enumerate(self.groups):
+            for piece in group.pieces:
+                if piece.name == name:
+                    place = self._row_bytes(number)
+                    self.file.read(self._offsets[number] + kind * self._rows[number], place).wait()
+                    yield piece, place.view(torch.float32)
+
+    def settle(self) -> None:
+        """See ``States``; what was read ahead is forgotten."""
+        for _, pending in (*self._writing.values(), *self._reading.values()):
+            pending.wait()
+        self._writing.clear()
+        self._reading.clear()

@@ -1,0 +1,57 @@
+"""New weights on their way from host memory to a device, while the processor makes the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .groups import GROUP, Piece
+from .pinned import Ring
+
+SLOTS = 4
+
+
+class Upload:
+    """Puts pieces of parameters in their place.
+
+    Args:
+        parameters: contiguous, on one device.
+        most: numbers of a piece.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device, most: int = GROUP) -> None:
+        self._flat = {name: parameter.detach().view(-1) for name, parameter in parameters.items()}
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and self._flat:
+            widest = max(parameter.element_size() for parameter in parameters.values())
+            self._stream = torch.cuda.Stream(device)
+            self._ring = Ring(SLOTS, widest * most, pin=True)
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Around all pieces of a step: the device's other work before it has used the old weights, and that after it
+        waits for the new ones."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        yield
+        current.wait_stream(self._stream)
+
+    @contextmanager
+    def piece(self, piece: Piece) -> Iterator[Tensor]:
+        """A vector in host memory to write the new numbers of a piece to; they are on their way afterwards."""
+        target = self._flat[piece.name][piece.begin : piece.end]
+        if self._stream is None:
+            yield target
+            return
+        slot = self._ring.take()
+        made = slot.view(target.numel(), target.dtype)
+        yield made
+        with torch.cuda.stream(self._stream):
+            target.copy_(made, non_blocking=True)
+        slot.busy_until(self._stream)

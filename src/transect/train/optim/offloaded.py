@@ -1,0 +1,231 @@
+"""AdamW whose states are in host memory or on a disk, and whose steps the processor takes (ZeRO-Offload, -Infinity).
+
+    device   forward, backward ── gradients ─┐                       ┌── new weights ── forward ...
+    host                                     └─ taken in │ norm │ AdamW, group by group
+    disk                                                  read ahead ┴ written behind
+
+The device keeps weights to compute with; float32 weights and both moments, 12 bytes for each number, are the host's.
+Gradients are copied while the backward pass goes on and forgotten on the device; new weights go back while the next
+ones are computed. Since the norm of all gradients scales each of them, the processor begins when the last one is there.
+
+``delay`` hides its step behind the device's next one: step t + 1 computes its gradients at the weights that step t - 1
+made. That is another method, which converges a little differently; it is off unless asked for.
+
+Ren et al. 2021, arXiv:2101.06840; Rajbhandari et al. 2021, arXiv:2104.07857.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.cpu.adamw import HostStep, corrections, host_kernels
+from ...parallel.offload.drain import Drain
+from ...parallel.offload.groups import GROUP
+from ...parallel.offload.pinned import host_tensor
+from ...parallel.offload.states import DiskStates, HostStates, States
+from ...parallel.offload.upload import Upload
+from ..config import OptimizerConfig
+from .base import Optimizer
+
+WEIGHT, FIRST, SECOND = 0, 1, 2
+KINDS = {"m": FIRST, "v": SECOND, "master": WEIGHT}
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """How states are offloaded.
+
+    Attributes:
+        folder: on a disk; empty: host memory.
+        delay: take a step while the device computes the next one.
+        watch: take each parameter's gradient as soon as the backward pass has made it. False where gradients are given
+            (``Optimizer.give``), as they are where ranks sum them.
+        wide: a step's gradients are sums, and kept in float32.
+        threads: of the processor, for this process; 0: all.
+        most: numbers that are moved together.
+    """
+
+    folder: str = ""
+    delay: bool = False
+    watch: bool = True
+    wide: bool = False
+    threads: int = 0
+    most: int = GROUP
+
+
+class OffloadedAdamW(Optimizer):
+    """AdamW over parameters whose states are elsewhere; states and checkpoints are those of ``AdamW`` in float32.
+
+    Raises:
+        ValueError: states in 16 bits are asked for, or there is no room for them.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Mapping[str, nn.Parameter],
+        offload: Offload,
+        *,
+        master_weights: bool = False,
+        seed: int = 0,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        odd = [name for name, p in parameters.items() if p.dtype != torch.float32 and not master_weights]
+        if odd:
+            raise ValueError(
+                f'offloaded states are float32, and {odd[0]} has none: set precision to "mixed" (or "float32")'
+            )
+        self.offload = offload
+        super().__init__(config, parameters, master_weights=master_weights, seed=seed, shapes=shapes)
+
+    def make_states(self) -> None:
+        """States that are zero, the weights as they are."""
+        offload, parameters = self.offload, self.parameters
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        threads = offload.threads or len(os.sched_getaffinity(0))
+        self.kernels = host_kernels(threads)
+        self.states: States
+        if offload.folder:
+            self.states = DiskStates(offload.folder, sizes, len(KINDS), offload.most)
+        else:
+            self.states = HostStates(sizes, len(KINDS), offload.most)
+        for name, parameter in parameters.items():
+            self.states.write(WEIGHT, name, parameter.detach().reshape(-1).cpu())
+        self._upload = Upload(parameters, device, offload.most)
+        self._drain = self._new_drain(device, threads)
+        self._other = self._new_drain(device, threads) if offload.delay else None
+        self._team = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if offload.delay else None
+        self._step: Future[None] | None = None
+        self._stale = False
+        """A step that was delayed has not reached the parameters."""
+        if offload.watch:
+            for name, parameter in parameters.items():
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))  # type: ignore[misc]
+
+    def _new_drain(self, device: torch.device, threads: int) -> Drain:
+        sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        narrow = {parameter.dtype for parameter in self.parameters.values()} - {torch.float32}
+        dtype = torch.float32 if self.offload.wide or not narrow else narrow.pop()
+        parts = host_tensor((sum(sizes.values()),), dtype).split(list(sizes.values()))
+        return Drain(dict(zip(sizes, parts, strict=True)), device, host_kernels(threads))
+
+    # Gradients
+
+    def _arrived(self, name: str, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._drain.take(name, parameter.grad)
+        parameter.grad = None
+
+    def gather(self) -> None:
+        """Gradients are added up as they come."""
+
+    def give(self, gradients: Mapping[str, Tensor]) -> None:
+        """See ``Optimizer``; they are on their way to the host, and may be forgotten."""
+        self._drain.clear()
+        for name, gradient in gradients.items():
+            self._drain.take(name, gradient)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient of each parameter that has one, in host memory."""
+        self._drain.wait()
+        given = self._drain.given
+        return {name: self._drain.into[name].view_as(p) for name, p in self.parameters.items() if name in given}
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """See ``Optimizer``; on the CPU."""
+        return torch.tensor(math.sqrt(square) if (square := self._drain.squares()) >= 0 else math.nan)
+
+    def zero_grad(self) -> None:
+        """See ``Optimizer``."""
+        self._drain.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    # A step
+
+    def update_all(self, gradients: Mapping[str, Tensor], factor: float, scale: Tensor | None) -> None:
+        """A step by the processor; with ``delay`` it begins, and the one before it reaches the parameters."""
+        config = self.config
+        step = HostStep(
+            config.learning_rate * factor,
+            config.beta1,
+            config.beta2,
+            config.eps,
+            *corrections(config.beta1, config.beta2, self.steps),
+            1.0 if scale is None else float(scale),
+        )
+        if self._team is None:
+            with self._upload.begun():
+                self._walk(dict(gradients), step, upload=True)
+            return
+        assert self._other is not None
+        self.settle()
+        self._drain, self._other = self._other, self._drain
+        self._step = self._team.submit(self._walk, dict(gradients), step, upload=False)
+        self._stale = True
+
+    @torch.no_grad()
+    def _walk(self, gradients: Mapping[str, Tensor], step: HostStep, *, upload: bool) -> None:
+        flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
+        wanted = [n for n, group in enumerate(self.states.groups) if any(p.name in flat for p in group.pieces)]
+        for group, states in self.states.walk(wanted):
+            for piece in group.pieces:
+                if piece.name not in flat:
+                    continue
+                weight, m, v = (states[kind][piece.place] for kind in (WEIGHT, FIRST, SECOND))
+                gradient, decay = flat[piece.name][piece.begin : piece.end], self.decay(piece.name)
+                with self._upload.piece(piece) if upload else nullcontext() as out:
+                    self.kernels.step(gradient, weight, m, v, out, step, decay)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for a delayed step, and let it reach the parameters."""
+        if self._step is not None:
+            self._step.result()
+            self._step = None
+        if self._stale:
+            with self._upload.begun():
+                for group, states in self.states.walk(range(len(self.states.groups))):
+                    for piece in group.pieces:
+                        with self._upload.piece(piece) as out:
+                            out.copy_(states[WEIGHT][piece.place])
+            self._stale = False
+
+    # States in and out
+
+    def _kinds(self, name: str) -> dict[str, int]:
+        """Those that a checkpoint keeps: float32 parameters are in it already."""
+        return {k: n for k, n in KINDS.items() if n != WEIGHT or self.parameters[name].dtype != torch.float32}
+
+    def state_bytes(self) -> int:
+        """Memory, or disk, that the states take."""
+        return self.states.nbytes
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See ``Optimizer``. States on a disk are read into memory."""
+        self.settle()
+        return {
+            f"{name}/{kind}": self.states.read(number, name).view_as(parameter)
+            for name, parameter in self.parameters.items()
+            for kind, number in self._kinds(name).items()
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        """See ``Optimizer``; a run that is not offloaded can go on with them, and the other way round."""
+        self.settle()
+        kinds = {f"{name}/{kind}": (name, n) for name in self.parameters for kind, n in self._kinds(name).items()}
+        own = {key: torch.empty(self.parameters[name].shape, device="meta") for key, (name, _) in kinds.items()}
+        self.check_state(own, tensors)
+        for key, (name, number) in kinds.items():
+            self.states.write(number, name, tensors[key].reshape(-1))
+        self.steps = steps

@@ -1,0 +1,203 @@
+"""Optimizer states in host memory and on a disk: the steps of AdamW, resumed from and to a run without."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_runs import tiny_run
+
+from transect.parallel.offload.groups import cut
+from transect.parallel.offload.states import DiskStates, HostStates
+from transect.train import checkpoint
+from transect.train.config import OptimizerConfig
+from transect.train.optim import AdamW, Offload, OffloadedAdamW
+from transect.train.trainer import Trainer
+
+torch.set_num_threads(1)
+SIZES = {"norm": 5, "table": 3000, "middle": 1024, "last": 1}
+
+
+def test_groups_hold_every_number_once():
+    groups = cut(SIZES, 1024)
+    assert [(g.start, g.count) for g in groups] == [
+        (0, 5),
+        (5, 1024),
+        (1029, 1024),
+        (2053, 952),
+        (3005, 1024),
+        (4029, 1),
+    ]
+    held = {name: [] for name in SIZES}
+    for group in groups:
+        for piece in group.pieces:
+            held[piece.name] += range(piece.begin, piece.end)
+            assert piece.place.stop <= group.count
+    assert held == {name: list(range(size)) for name, size in SIZES.items()}
+    assert cut({}, 8) == [] and len(cut(SIZES, 10**6)) == 1
+
+
+@pytest.mark.parametrize("wanted", [[0], [1, 0], [0, 1, 2, 3, 4, 5], [5, 3, 1], [2, 3, 4, 5, 0, 1]])
+def test_states_on_a_disk_are_those_in_memory(tmp_path, wanted):
+    host, disk = HostStates(SIZES, 2, 1024), DiskStates(tmp_path, SIZES, 2, 1024)
+    assert host.nbytes == disk.nbytes == 8 * sum(SIZES.values())
+    assert not any(tmp_path.iterdir())  # it has no name: nothing is left of a process that is killed
+    for states in (host, disk):
+        for kind in (0, 1):
+            for name, size in SIZES.items():
+                states.write(kind, name, torch.arange(size) + 1000.0 * kind)
+        for turn in range(4):
+            for group, rows in states.walk(wanted if turn != 2 else wanted[::-1]):
+                rows.mul_(0.5).add_(group.start + turn)
+    for kind in (0, 1):
+        for name in SIZES:
+            assert torch.equal(host.read(kind, name), disk.read(kind, name))
+
+
+def two(folder, dtype, **offload):
+    """The same parameters under AdamW and under the offloaded one."""
+    made = []
+    for kind in (AdamW, OffloadedAdamW):
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"norm": (9,), "table": (64, 33), "unused": (4, 4), "last": (40, 3)}
+        parameters = {n: torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in shapes.items()}
+        how = {"master_weights": dtype != torch.float32}
+        config = OptimizerConfig(learning_rate=0.01)
+        if kind is AdamW:
+            made.append(AdamW(config, parameters, **how))
+        else:
+            made.append(OffloadedAdamW(config, parameters, Offload(folder=folder, most=500, **offload), **how))
+    return made
+
+
+def descend(optimizer, step, micro_batches=1):
+    generator = torch.Generator().manual_seed(step)
+    for _ in range(micro_batches):
+        used = [p for name, p in optimizer.parameters.items() if name != "unused"]
+        sum((p.float() * torch.randn(p.shape, generator=generator)).square().sum() for p in used).backward()
+        if micro_batches > 1:
+            optimizer.gather()
+    norm = optimizer.gradient_norm()
+    optimizer.step(0.9, optimizer.clip_scale(norm, 1.0))
+    optimizer.zero_grad()
+    return float(norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_steps_are_those_of_adamw(tmp_path, dtype, where, micro_batches):
+    folder = str(tmp_path / "states") if where == "disk" else ""
+    plain, ours = two(folder, dtype, wide=micro_batches > 1)
+    for step in range(5):
+        assert descend(ours, step, micro_batches) == pytest.approx(descend(plain, step, micro_batches), rel=1e-5)
+    for name, parameter in plain.parameters.items():
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-5}
+        torch.testing.assert_close(ours.parameters[name], parameter, **tolerance)
+    one, other = plain.state_tensors(), ours.state_tensors()
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-6)
+    assert torch.equal(ours.state_tensors()["unused/m"], torch.zeros(4, 4))
+
+
+def test_memory_disk_and_threads_give_the_same_bits(tmp_path):
+    results = []
+    for folder, threads in (("", 1), ("", 3), (str(tmp_path / "states"), 2)):
+        ours = two(folder, torch.bfloat16, threads=threads)[1]
+        for step in range(4):
+            descend(ours, step)
+        results.append({**ours.state_tensors(), **ours.parameters})
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in results[0])
+
+
+def test_a_delayed_step_reaches_the_weights_one_step_later():
+    plain, ours = two("", torch.float32, delay=True)
+    before = {name: p.detach().clone() for name, p in ours.parameters.items()}
+    descend(ours, 0)
+    assert all(torch.equal(p, before[name]) for name, p in ours.parameters.items())
+    descend(plain, 0)
+    after_one = {name: p.detach().clone() for name, p in plain.parameters.items()}
+    descend(ours, 1)
+    for name, p in ours.parameters.items():  # the first step alone
+        torch.testing.assert_close(p.detach(), after_one[name], rtol=1e-5, atol=1e-6)
+    ours.settle()
+    assert not torch.equal(ours.parameters["table"], after_one["table"])
+
+
+def losses(config, found=None):
+    log = []
+
+    class Listener:
+        def step(self, record):
+            log.append((record.loss, record.gradient_norm))
+
+    path = Trainer(config, found).run([Listener()])
+    return log, checkpoint.newest(path)
+
+
+def tensors_of(found):
+    return {**found.tensors, **load_file(found.path / "model.safetensors")}
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "mixed", "accumulate": 2}], ids=["float32", "mixed"])
+def test_a_run_has_the_losses_of_one_without_and_goes_on_as_either(tmp_path, changes):
+    def config(run, steps, **parallel):
+        how = {"steps": steps, "run_dir": str(tmp_path / run), "schedule": {"kind": "constant"}, "log_to": []}
+        return tiny_run(tmp_path, parallel=parallel, **how, **changes)
+
+    plain, _ = losses(config("plain", 6))
+    ours, _ = losses(config("ours", 6, offload="optimizer"))
+    close = {"abs": 1e-5} if not changes else {"abs": 5e-3}
+    assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in plain], **close)
+    assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in plain], rel=2e-3 if not changes else 3e-2)
+    first, found = losses(config("mixed", 2, offload="optimizer"))
+    second, found = losses(config("mixed", 4), found)
+    third, found = losses(config("mixed", 6, offload="optimizer", offload_path=str(tmp_path / "disk")), found)
+    assert [loss for loss, _ in first + second + third] == pytest.approx([loss for loss, _ in plain], **close)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_run_goes_on_to_the_bit(tmp_path, delayed):
+    def config(run, steps):
+        parallel = {"offload": "optimizer", "delayed_update": delayed}
+        how = {"run_dir": str(tmp_path / run), "schedule": {"kind": "constant"}, "precision": "mixed", "log_to": []}
+        return tiny_run(tmp_path, steps=steps, parallel=parallel, save_every=2, **how)
+
+    whole, end = losses(config("whole", 4))
+    first, found = losses(config("cut", 2))
+    second, other = losses(config("cut", 4), found)
+    assert first + second == whole
+    one, two_ = tensors_of(end), tensors_of(other)
+    assert all(torch.equal(one[name], two_[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"name": "muon"}}, 'set optimizer.name to "adamw"'),
+        ({"task": "lora"}, "adapters are small"),
+        ({"precision": "bfloat16"}, 'set precision to "mixed"'),
+        ({"parallel": {"offload": "none", "offload_path": "x"}}, 'set parallel.offload to "optimizer"'),
+        (
+            {"parallel": {"offload": "optimizer", "offload_path": "x", "delayed_update": True}},
+            "leave parallel.offload_path",
+        ),
+        ({"parallel": {"offload": "optimizer", "offload_path": "/proc/x"}}, "cannot be made"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Trainer(tiny_run(tmp_path, **{"parallel": {"offload": "optimizer"}} | changes))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named(tmp_path):
+    from transect.train.health import TrainingStopped
+
+    trainer = Trainer(tiny_run(tmp_path, parallel={"offload": "optimizer"}, optimizer={"clip": 0.0}))
+    trainer.step()
+    weight = trainer.trainable.parameters["layers.0.mlp.down.weight"]
+    weight.register_hook(lambda gradient: gradient * float("nan"))
+    before = weight.detach().clone()
+    with pytest.raises(TrainingStopped, match=r"the gradient of layers\.0\.mlp\.down\.weight"):
+        trainer.step()
+    assert torch.equal(weight, before)
