@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..models.config import ModelConfig
@@ -64,8 +64,11 @@ class Spread:
     @property
     def settings(self) -> str:
         """The settings that differ from one device, as the file of a run names them."""
-        shown = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name != "reduce")
-        return ", ".join(f"{name} {value}" for name, value, default in shown if value != default) or "one device"
+        sizes = ("data", "zero", "tensor", "pipeline", "context")
+        found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
+        found += ["sequence = true"] if self.sequence else []
+        found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data > 1 else []
+        return ", ".join([*found, *(['offload = "optimizer"'] if self.host_state else [])])
 
     def __str__(self) -> str:
         names = (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context))

@@ -44,17 +44,20 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Communication of a step: ``total`` seconds on the links, ``exposed`` seconds in which nothing else runs."""
+    """Communication of a step: seconds that it makes the step longer, and seconds that it takes beside other work."""
 
-    total: float = 0.0
     exposed: float = 0.0
+    hidden: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.total + other.total, self.exposed + other.exposed)
+        return Traffic(self.exposed + other.exposed, self.hidden + other.hidden)
+
+    def __mul__(self, times: float) -> Traffic:
+        return Traffic(times * self.exposed, times * self.hidden)
 
 
 def beside(seconds: float, work: float, machine: Machine) -> Traffic:
     """A collective that runs while ``work`` seconds of computing do: what is longer than that is exposed, and what is
     hidden slows the work down."""
     hidden = min(seconds, work)
-    return Traffic(seconds, seconds - hidden + machine.shares.hidden * hidden)
+    return Traffic(seconds - hidden + machine.shares.hidden * hidden, hidden)

@@ -37,8 +37,8 @@ class Candidate:
         """What to write in the file of a run."""
         sizes = self.spread.settings
         return (
-            f"[parallel] {sizes}; micro_batch {self.plan.micro_batch}, accumulate {self.plan.accumulate}, "
-            f"checkpointing {self.plan.checkpointing}"
+            f'accumulate = {self.plan.accumulate}, checkpointing = "{self.plan.checkpointing}", '
+            f"data.micro_batch = {self.plan.micro_batch}" + (f"; [parallel] {sizes}" if sizes else "")
         )
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ class Shares:
     attention: float = 0.55
     bytes: float = 0.85
     link: float = 0.64
-    hidden: float = 1.9
+    hidden: float = 1.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,8 @@ class StepTime:
         communication: exposed, by ranks that wait.
         bubble: stages of a pipeline that have nothing to do.
         optimizer: the step of the optimizer.
-        host: links to the host and the host's own work, where states are there.
+        host: the steps of the processor, where states are on the host; gradients go there beside the backward pass, and
+            weights come back beside the steps.
         hidden: communication beside other work; no part of the step.
         tokens: of the step, all ranks together.
     """
@@ -106,7 +107,7 @@ def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Ma
     part, one = stages[slow], passes[slow]
     traffic = _layers(part, plan, spread, machine, one, micro) + _data(part, plan, spread, machine, one, micro)
     ends = _root(part, plan, spread, machine) if spread.zero == 3 else Traffic()
-    traffic += Traffic(micro * ends.total, micro * ends.exposed)
+    traffic += ends * micro
     owned = _owned(part, plan)
     optimizer, host = _optimizer(part, plan, spread, machine, owned)
     waits = spread.pipeline - 1
@@ -118,7 +119,7 @@ def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Ma
         bubble=waits * (one.forward + one.backward + one.again),
         optimizer=optimizer,
         host=host,
-        hidden=traffic.total - traffic.exposed,
+        hidden=traffic.hidden,
         tokens=plan.micro_batch * plan.accumulate,
     )
 
@@ -140,7 +141,7 @@ def _pass(part: Part, plan: TrainingPlan, machine: Machine) -> Pass:
     linear = (costs["linear"].flops + grouped) / products
     head = costs["head"].flops * part.vocabulary / config.vocab_size / products if part.last else 0.0
     attention = costs["paged_attention"].flops / attend
-    moved = 6 * config.n_layers * plan.micro_batch * config.dim * plan.element  # two sums of the residual stream
+    moved = 6.0 * config.n_layers * plan.micro_batch * config.dim * plan.element  # two sums of the residual stream
     narrow = part.tensor if part.sequence else 1
     for name, cost in costs.items():
         if name in ("rms_norm", "layer_norm"):
@@ -204,8 +205,8 @@ def _optimizer(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine,
     moved = (part.reduce if part.data > 1 else e) + 2 * e + (8 if plan.master else 0) + state
     if spread.host_state:
         sharing = min(machine.per_host, spread.ranks)
-        there = owned * (2 * e + 8 + 16) / (machine.host_memory_bytes_per_second / sharing)
-        return 0.0, 2 * owned * e / machine.host_link + there
+        there = owned * 28 / (machine.host_memory_bytes_per_second / sharing)
+        return 0.0, max(there, owned * e / machine.host_link)
     seconds = owned * moved / machine.copies
     if plan.optimizer == "muon":
         flops = 0.0
@@ -222,8 +223,9 @@ def _optimizer(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine,
 
 def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
     """What data ranks exchange: gradients, and weights that others have updated."""
-    axis = Axis(machine, spread.data, spread.tensor * spread.context * spread.pipeline)
-    if spread.data == 1:
+    ranks = spread.data * spread.context  # context ranks have other tokens as well
+    axis = Axis(machine, ranks, spread.tensor * spread.pipeline)
+    if ranks == 1:
         return Traffic()
     e, r = plan.element, part.reduce
     if spread.zero == 3:
@@ -234,8 +236,8 @@ def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one:
         forward = beside(gather, one.forward / layers, machine)
         backward = beside(gather + sums, (one.backward + one.again) / layers, machine)
         for each, first in ((forward, gather), (backward, sums)):
-            found += Traffic(each.total * layers, each.exposed * (layers - 1) + first)
-        return Traffic(micro * found.total, micro * found.exposed)
+            found += each * (layers - 1) + Traffic(first)
+        return found * micro
     numbers = _trained(part, plan)
     last = min(numbers, max(25 * 2**20 // 4, math.prod(part.shapes.get("embed.weight", (0,)))))
     if plan.adapted:
@@ -243,11 +245,9 @@ def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one:
     buckets = max(1.0, 4 * numbers / (25 * 2**20))
     summed = axis.all_reduce if spread.zero < 2 else axis.send
     found = beside(summed(r * (numbers - last), buckets), one.backward, machine)
-    end = summed(r * last)
-    found += Traffic(end, end)
+    found += Traffic(summed(r * last))
     if spread.zero:
-        shared = axis.send(e * numbers, buckets)
-        found += Traffic(shared, shared)
+        found += Traffic(axis.send(e * numbers, buckets))
     return found
 
 
@@ -255,7 +255,7 @@ def _root(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine) -> T
     """Embedding, last norm and head under zero 3: gathered before the first layer, summed after the last."""
     axis = Axis(machine, spread.data, spread.tensor * spread.context * spread.pipeline)
     seconds = axis.gather(plan.element * part.outside) + axis.gather(part.reduce * part.outside)
-    return Traffic(seconds, seconds)
+    return Traffic(seconds)
 
 
 def _layers(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
@@ -267,7 +267,7 @@ def _layers(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, on
         axis = Axis(machine, spread.tensor)
         times = 4 + 2 * (plan.checkpointing == "full")
         seconds = axis.all_reduce(times * layers * stream, times * layers) + axis.all_reduce(2 * stream, 2)
-        found += Traffic(seconds, seconds)
+        found += Traffic(seconds)
     if spread.context > 1:
         axis = Axis(machine, spread.context, spread.tensor)
         passed = 2 * config.kv_dim * plan.element * plan.micro_batch / spread.context * (spread.context - 1)
@@ -276,5 +276,5 @@ def _layers(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, on
     if spread.pipeline > 1:
         axis = Axis(machine, 2, spread.tensor * spread.context)
         seconds = axis.send(2 * stream, 2)
-        found += Traffic(seconds, seconds)
-    return Traffic(micro * found.total, micro * found.exposed)
+        found += Traffic(seconds)
+    return found * micro

@@ -76,10 +76,15 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
     )
 
 
-def spread_of(config: TrainConfig) -> Spread:
-    """How a configuration spreads a run."""
+def spread_of(config: TrainConfig, device: torch.device) -> Spread:
+    """How a configuration spreads a run. On a CPU the memory of the host is that of the device."""
     parallel = config.parallel
-    return Spread(data=parallel.data, zero=parallel.zero, reduce=4 if parallel.reduce == "float32" else 2)
+    return Spread(
+        data=parallel.data,
+        zero=parallel.zero,
+        reduce=4 if parallel.reduce == "float32" else 2,
+        host_state=parallel.offload != "none" and device.type != "cpu",
+    )
 
 
 def _numbers(model: ModelConfig) -> int:
@@ -106,7 +111,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
     Raises:
         ValueError: the run does not fit; the message names the smallest change with which it does.
     """
-    plan, account = plan_of(config, model, device), estimator(spread_of(config))
+    plan, account = plan_of(config, model, device), estimator(spread_of(config, device))
     free = free_bytes(device) if free is None else free
     if config.memory:
         limit = parse_bytes(config.memory)

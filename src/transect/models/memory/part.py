@@ -129,12 +129,18 @@ class Gradients:
     @property
     def sums(self) -> int:
         """What waits from one micro-batch to the next beyond ``waiting``: sums of gradients in 16 bits."""
-        return 4 * self.numbers if self.part.data == 1 and self.several and self.element < 4 else 0
+        alone = self.part.data == 1 and not self.leaves
+        return 4 * self.numbers if alone and self.several and self.element < 4 else 0
+
+    @property
+    def leaves(self) -> bool:
+        """Whether each gradient goes to the host as soon as it is there."""
+        return self.part.host_state and self.part.data == 1
 
     @property
     def waiting(self) -> int:
         """What is there during the forward pass of the last micro-batch."""
-        if not self.several:
+        if not self.several or self.leaves:
             return 0
         if self.part.data == 1:
             return self.sums or self.element * self.numbers
@@ -144,6 +150,8 @@ class Gradients:
         """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
         the layer itself."""
         part, e = self.part, self.element
+        if self.leaves:
+            return e * (own + max(map(math.prod, self.trained.values())))
         if part.data == 1:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
         if part.zero == 3:
@@ -163,7 +171,7 @@ class Gradients:
         """What is there when the backward pass ends and the last bucket is filled."""
         part, e = self.part, self.element
         if part.data == 1:
-            return self.during(self.numbers, 0)
+            return self.during(0 if self.leaves else self.numbers, 0)
         if part.zero == 3:
             return 4 * self.owned + (e + part.reduce) * part.outside
         filled = (e + 4 * (self.several and e < 4)) * self.bucket
@@ -174,6 +182,8 @@ class Gradients:
     def stepping(self) -> int:
         """What the optimizer steps with."""
         part = self.part
+        if self.leaves:
+            return 0
         if part.data == 1:
             return self.sums or self.element * self.numbers
         if part.zero == 3:
@@ -184,6 +194,8 @@ class Gradients:
     def why(self) -> str:
         """What these are, in words."""
         part = self.part
+        if self.leaves:
+            return "each goes to the host as soon as it is there"
         if part.data == 1:
             return f"{self.numbers} trained numbers of {self.element} bytes; all of them exist when the optimizer steps"
         if part.zero < 2:
