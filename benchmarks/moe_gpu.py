@@ -44,7 +44,7 @@ SECTIONS = ("ops", "decode", "prefill")
 STEPS, COPIES = 64, 6
 KINDS = {
     "products of experts": ("_grouped",),
-    "routing": ("_gating", "_count", "_place", "_combine", "_route"),
+    "routing": ("_router", "_gating", "_count", "_place", "_combine"),
     "attention": ("paged", "attention", "rotary", "decode_", "_merge"),
 }
 """Words in the names of kernels, by what they do; the rest is "other"."""

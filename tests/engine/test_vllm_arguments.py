@@ -42,7 +42,7 @@ def test_what_means_nothing_is_dropped_and_what_means_something_is_kept():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 is not possible here: leave it out, or give 0"),
+        ({"convert": "embed"}, "convert='embed' is not possible here: leave it out, or give 'auto' or 'none'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not possible here"),
         ({"skip_tokenizer_init": 1}, "skip_tokenizer_init=1"),
         ({"max_logprobs": 50}, "requests may ask for up to 20"),

@@ -37,7 +37,7 @@ def make_config(family, **changes):
         "gpt2": lambda: t.GPT2Config(
             vocab_size=changes.get("vocab_size", 96),
             n_embd=64,
-            n_layer=2,
+            n_layer=changes.get("num_hidden_layers", 2),
             n_head=4,
             n_positions=128,
             bos_token_id=1,

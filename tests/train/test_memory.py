@@ -176,3 +176,22 @@ def test_what_is_left_lets_layers_keep_everything(tmp_path):
     assert plan.checkpointing == "selective" and 4 <= plan.whole < LLAMA_8B.n_layers
     assert estimate.fits(24 * 10**9)
     assert not training(LLAMA_8B, replace(plan, whole=plan.whole + 1)).fits(24 * 10**9)
+
+
+def test_offloaded_states_leave_the_device(tmp_path, monkeypatch):
+    """Of a model of 8B in mixed precision: 96 GB of states, and all gradients but a few."""
+    how = {"precision": "mixed", "data": {"seq_len": 4096, "micro_batch": 8192}}
+    monkeypatch.setattr(memory, "free_memory", lambda: 200 * 2**30)
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match="this run needs"):
+        memory.fit(tiny_run(tmp_path, **how), LLAMA_8B, gpu, 60 * 10**9)
+    offloaded = tiny_run(tmp_path, parallel={"offload": "optimizer"}, **how)
+    fitted = memory.fit(offloaded, LLAMA_8B, gpu, 60 * 10**9)
+    assert sum(term.bytes for term in fitted.estimate.host) == 12 * 8_030_261_248
+    monkeypatch.setattr(memory, "free_memory", lambda: 64 * 2**30)
+    with pytest.raises(ValueError, match=r"the host's memory .* set parallel\.offload_path"):
+        memory.fit(offloaded, LLAMA_8B, gpu, 60 * 10**9)
+    on_disk = {"offload": "optimizer", "offload_path": "/mnt/nvme"}
+    assert (
+        memory.fit(tiny_run(tmp_path, parallel=on_disk, **how), LLAMA_8B, gpu, 60 * 10**9).estimate == fitted.estimate
+    )

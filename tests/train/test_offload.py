@@ -201,3 +201,54 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named(tmp_path):
     with pytest.raises(TrainingStopped, match=r"the gradient of layers\.0\.mlp\.down\.weight"):
         trainer.step()
     assert torch.equal(weight, before)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="gradients and weights cross a link to a GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["memory", "disk", "delayed"])
+def test_on_a_gpu_steps_are_those_of_adamw(tmp_path, dtype, where):
+    """Large parameters, so that many parts are on their way at once; the same bits as on the CPU."""
+    folder = str(tmp_path) if where == "disk" else ""
+    shapes = {"norm": (9,), "table": (9000, 2048), "last": (4000, 333)}
+    made = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        parameters = {name: torch.nn.Parameter(weight.to(device)) for name, weight in weights.items()}
+        offload = Offload(folder=folder, most=2**20, delay=where == "delayed", threads=4)
+        config = OptimizerConfig(learning_rate=0.01)
+        made.append(OffloadedAdamW(config, parameters, offload, master_weights=dtype != torch.float32))
+    for step in range(4):
+        norms = []
+        for optimizer in made:
+            generator = torch.Generator().manual_seed(step)
+            for parameter in optimizer.parameters.values():
+                given = torch.randn(parameter.shape, generator=generator).to(dtype).to(parameter.device)
+                (parameter * given).sum().backward()
+            assert all(parameter.grad is None for parameter in optimizer.parameters.values())
+            norms.append(float(optimizer.gradient_norm()))
+            optimizer.step(0.9, torch.tensor(0.3))
+            optimizer.zero_grad()
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    for optimizer in made:
+        optimizer.settle()
+    for name, parameter in made[0].parameters.items():
+        assert torch.equal(made[1].parameters[name].cpu(), parameter)
+    states = [optimizer.state_tensors() for optimizer in made]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_on_a_gpu_has_the_losses_of_one_without(tmp_path, accumulate):
+    logs = []
+    for offload in ("none", "optimizer"):
+        how = {"device": "cuda", "precision": "mixed", "accumulate": accumulate, "run_dir": str(tmp_path / offload)}
+        logs.append(losses(tiny_run(tmp_path, parallel={"offload": offload}, log_to=[], **how))[0])
+    assert [loss for loss, _ in logs[1]] == pytest.approx([loss for loss, _ in logs[0]], abs=5e-3)
+    assert [norm for _, norm in logs[1]] == pytest.approx([norm for _, norm in logs[0]], rel=2e-2)

@@ -1,7 +1,8 @@
 """The least time that a device needs to run a model: the floor that measured times stand beside.
 
 The floor is the unavoidable work (``models.cost.least_cost``) at the rates of the device. The matrices of the layers,
-the head and attention each take as long as their bytes or their FLOPs, whichever takes longer. MFU and MBU are these
+the head and attention each take as long as their bytes or their FLOPs, whichever takes longer. Matrices that stream
+from host memory take as long as the host link needs for them, if that is longer than all of this. MFU and MBU are these
 FLOPs and bytes over the measured time, as shares of what the device can do.
 """
 
@@ -25,6 +26,8 @@ class Rates:
     bytes_per_second: float
     flops_per_second: float
     device: str = ""
+    host_bytes_per_second: float | None = None
+    """From the host to the device; None where not known, or where there is no such link."""
 
     @property
     def both(self) -> tuple[float, float]:
@@ -38,7 +41,8 @@ class Rates:
         Raises:
             ValueError: the ceilings have no rate for ``dtype``.
         """
-        return cls(ceilings.read_bytes_per_second, ceilings.rate(dtype), ceilings.device)
+        link = ceilings.host_to_device_bytes_per_second
+        return cls(ceilings.read_bytes_per_second, ceilings.rate(dtype), ceilings.device, link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,13 @@ def step_floor(
     storage: Storage | None = None,
     logit_rows: int | None = None,
 ) -> Floor:
-    """One step of a ragged batch; ``logit_rows`` tokens go through the output head, by default one for each row."""
+    """One step of a ragged batch; ``logit_rows`` tokens go through the output head, by default one for each row. Where
+    layers stream, the host link may need longer for them than the device for everything else, which goes on beside."""
     costs = least_cost(config, rows, storage=storage, logit_rows=logit_rows).values()
-    return sum((Floor(cost.flops, cost.bytes, cost.floor(*rates.both)) for cost in costs), Floor())
+    found = sum((Floor(cost.flops, cost.bytes, cost.floor(*rates.both)) for cost in costs), Floor())
+    if storage is None or rates.host_bytes_per_second is None:
+        return found
+    return replace(found, seconds=max(found.seconds, storage.streamed / rates.host_bytes_per_second))
 
 
 def batch_floor(

@@ -67,10 +67,12 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     from ..bench.floors import Rates, storage_of
     from ..engine.gpu.build import device_for
     from ..engine.llm import LLM
+    from ..engine.offload import planned_stream
     from ..hardware.device import detect
     from ..models.load import kernels, kv_dtype
     from ..models.resolve import resolve
     from ..ops.cpu.ceilings import device_measurement
+    from ..parallel.shards import Shard
 
     source = resolve(settings.model, load_format=settings.load_format)
     longest, context = settings.max_model_len, source.config.max_position
@@ -93,6 +95,12 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     # Plain torch on a CPU multiplies by the values that codes of 4 bits stand for.
     quantization = settings.quantization if packed or device.type == "cuda" else None
     storage = storage_of(source, settings.dtype, keeps_quantized=packed, quantization=quantization)
+    layout = settings.layout
+    sharing = layout.size if layout.expert else 1
+    shard = Shard(source.config, 0, layout.tensor, 0, layout.pipeline, 0, sharing)
+    stream = planned_stream(settings, source.config, storage, shard.shapes())
+    if stream is not None:
+        storage = dataclasses.replace(storage, streamed=stream.bytes)
     return Subject(llm, source.config, rates, storage, str(measured))
 
 

@@ -56,6 +56,13 @@ Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="The same logits to the bit alone and in any batch, at any chunk size.")
 ]
 GpuMemory = Annotated[float | None, typer.Option(help="Share of the GPU's memory that the engine may fill.")]
+CpuOffload = Annotated[
+    float,
+    typer.Option("--cpu-offload-gb", help="GiB by which each device's weights shrink: layers stream from host memory."),
+]
+OffloadFolder = Annotated[
+    str | None, typer.Option("--offload-folder", help="Layers stream from a file in this folder, not from host memory.")
+]
 CudaGraphs = Annotated[str | None, typer.Option(help="on, lazy (captured when first needed) or off.")]
 AsyncScheduling = Annotated[
     bool | None, typer.Option(help="Plan a step ahead of its tokens; default: on a GPU.", show_default=False)

@@ -9,12 +9,14 @@ import typer
 
 from .engine_options import (
     Adapter,
+    CpuOffload,
     Device,
     Dtype,
     ExpertParallel,
     MaxModelLen,
     ModelArgument,
     Native,
+    OffloadFolder,
     PipelineParallel,
     Quantization,
     TensorParallel,
@@ -47,6 +49,8 @@ def command(
     pipeline_parallel_size: PipelineParallel = 1,
     enable_expert_parallel: ExpertParallel = False,
     native: Native = None,
+    cpu_offload_gb: CpuOffload = 0.0,
+    offload_folder: OffloadFolder = None,
     config: ConfigFile = None,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
@@ -73,6 +77,8 @@ def command(
         pipeline_parallel_size=pipeline_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
         native=native,
+        cpu_offload_gb=cpu_offload_gb,
+        offload_folder=offload_folder,
         max_num_seqs=1,
     )
     with Session(settings) as session:

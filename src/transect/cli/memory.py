@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .engine_options import CpuOffload, OffloadFolder
+
 if TYPE_CHECKING:
     from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
     from ..parallel.training_memory import Spread, StageMemory
+
+TYPICAL_LINK = 55e9
+"""Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
 
 def command(
@@ -42,6 +47,11 @@ def command(
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
+    cpu_offload_gb: CpuOffload = 0.0,
+    offload_folder: OffloadFolder = None,
+    link: Annotated[
+        float | None, typer.Option(help="--serve: GB/s of the host link, or of the disk; default: measured, else 55.")
+    ] = None,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="Stages of layers.")] = 1,
     ep: Annotated[
         int, typer.Option("--ep", min=1, help="--serve: devices that share the experts; a multiple of --tp.")
@@ -92,8 +102,9 @@ def command(
     else:
         settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
                     "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens,
+                    "cpu_offload_gb": cpu_offload_gb, "offload_folder": offload_folder,
                     "tensor_parallel_size": tp, "pipeline_parallel_size": pp, **_sharing(tp, ep)}  # fmt: skip
-        _serve(source, settings, kind, budget, json)
+        _serve(source, settings, kind, budget, json, link)
 
 
 def _sharing(tp: int, ep: int) -> dict[str, Any]:
@@ -205,12 +216,16 @@ def _stages(stages: list[StageMemory]) -> None:
     Console().print(table, highlight=False)
 
 
-def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool) -> None:
+def _serve(
+    source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool, link: float | None
+) -> None:
     from dataclasses import asdict
+    from functools import partial
 
     from ..engine.config import EngineConfig
     from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
+    from ..engine.offload import planned_stream
     from ..models.cost import weight_bytes
     from ..models.memory.serving import ServingPlan
     from ..models.memory.terms import gib
@@ -242,9 +257,11 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         most_cache=None if kind == "cuda" else min(budget // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES),
         backend="gpu" if kind == "cuda" else "cpu",
     )
-    each = stages(source.config, config.layout, plan, storage, budget)
+    streams = partial(planned_stream, config, source.config, storage)
+    each = stages(source.config, config.layout, plan, storage, budget, streams)
     worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
     found = worst.estimate
+    rate, whence = _link(kind, link)
     layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
     shared = None
     if layout is None and not found.fits and source.config.moe is not None:
@@ -252,6 +269,7 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     if json:
         facts = {name: value for name, value in asdict(found).items() if name != "account"}
         facts["ranks"] = [{"weights": _weights(stage), "share": str(stage.shard)} for stage in each]
+        facts["stream"] = [_stream_facts(stage, rate) for stage in each]
         facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
         if shared is not None:
             facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
@@ -262,6 +280,9 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
     for number, stage in enumerate(each if config.ranks > 1 else []):
         what = f"stage {number}, {config.tensor_parallel_size} ranks" if len(each) > 1 else "each rank"
         print(f"{what}: {gib(_weights(stage))} of weights, the first of them {stage.shard}")
+    for stage in each:
+        if stage.stream is not None:
+            print(f"{stage.stream}: at least {stage.stream.seconds(rate):.2f} s a step over {whence}")
     if found.fits:
         print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
         return
@@ -271,6 +292,32 @@ def _serve(source: ModelSource, settings: dict[str, Any], kind: str, budget: int
         print(f"smallest layout that does: --tp {shared.tensor} --ep {shared.size} ({shared.size} devices)")
     if layout is not None:
         print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
+
+
+def _stream_facts(stage: StageEstimate, rate: float) -> dict[str, Any] | None:
+    plan = stage.stream
+    if plan is None:
+        return None
+    seconds = plan.seconds(rate)
+    return {"layers": len(plan.layers), "of": plan.total, "bytes": plan.bytes, "slots": plan.slots, "seconds": seconds}
+
+
+def _link(kind: str, given: float | None) -> tuple[float, str]:
+    """Bytes per second of what layers stream over, and where that number is from."""
+    import torch
+
+    from ..hardware.device import detect
+    from ..hardware.measured import kept
+
+    if given is not None:
+        if not given > 0:
+            raise ValueError(f"--link must be above 0 GB/s, got {given}")
+        return given * 1e9, f"a link of {given:g} GB/s"
+    known = kept(detect("cuda")) if kind == "cuda" and torch.cuda.is_available() else None
+    rate = None if known is None else known.ceilings.host_to_device_bytes_per_second
+    if rate is not None:
+        return rate, f"the host link, measured at {rate / 1e9:.1f} GB/s"
+    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link says another)"
 
 
 def _weights(stage: StageEstimate) -> int:

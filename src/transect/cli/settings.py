@@ -50,7 +50,11 @@ GROUPS = {
         ENGINE,
     ),
     **dict.fromkeys(
-        ("gpu_memory_utilization", "cuda_graphs", "fused_operators", "dependent_launch", "device_sampling"), GPU
+        (
+            *("gpu_memory_utilization", "cpu_offload_gb", "offload_folder", "cuda_graphs", "fused_operators"),
+            *("dependent_launch", "device_sampling"),
+        ),
+        GPU,
     ),
     **dict.fromkeys(("config", "help"), REST),
 }

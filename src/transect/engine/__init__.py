@@ -25,7 +25,7 @@ With tensors, or on the way to them:
 
 * ``config``: ``EngineConfig``, everything a user can set. ``build``: from it to a running engine.
 * ``ranks``: one engine on several ranks: the one that leads, and those that follow.
-* ``kv_size``: how many KV blocks to have.
+* ``kv_size``: how many KV blocks to have. ``offload``: which layers stream from host memory or a file.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches.
 * ``stage_runner``: the executor of one stage of a pipeline.
 * ``gpu/``: the executor for a GPU, and what it needs to start.

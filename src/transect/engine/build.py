@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,9 +12,10 @@ from ..models.cost import Storage, kv_bytes_per_token
 from ..models.load import kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
 from ..models.storage import storage_for
+from ..models.streaming.plan import StreamPlan
 from ..models.weights.measure import storage_of_model
 from ..parallel.launch import Ranks
-from ..parallel.load import load_shard
+from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
@@ -29,6 +30,7 @@ from .decision_setup import decision_log
 from .gpu.build import build_gpu, device_for
 from .gpu.compilers import Compilers
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
+from .offload import stream_plan
 from .runner import Runner
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
@@ -104,7 +106,7 @@ def build_engine(
     if device.type == "cuda":
         parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
-        storage = storage_for(kv_dtype(config.dtype).itemsize, config.quantization)
+        storage = parts.storage
         fill_tokens = parts.fill_tokens
     else:
         executor, size, why, storage = _build_cpu(config, source, mesh)
@@ -146,14 +148,15 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     on_host = 1 if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
+    stream = _cpu_stream(config, source, mesh)
     choice = {
         "dtype": config.dtype,
-        "native": config.native,
+        "native": config.native if stream is None else False,
         "threads": threads,
         "block_size": config.block_size,
         "quantization": config.quantization,
     }
-    drawn = {"seed": config.seed or 0, "deterministic": config.deterministic}
+    drawn = {"seed": config.seed or 0, "deterministic": config.deterministic, "stream": stream}
     if mesh is None:
         library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
         native = library is not None
@@ -180,6 +183,16 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
     computed = 32 if native or cache_type.itemsize == 4 else 16
     storage = storage_of_model(model, activation=computed, kv=8 * cache_type.itemsize)
+    if stream is not None:
+        storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
     if mesh is not None and mesh.pipeline.size > 1:
         return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage
     return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage
+
+
+def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:
+    """The layers that stream on a CPU, where only 8-bit weights are not held as numbers of the compute dtype."""
+    quantization = None if config.quantization == "int4" else config.quantization
+    storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
+    shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
+    return stream_plan(config, source.config, storage, shapes, ranks=1 if mesh is None else mesh.world.on_host)

@@ -50,6 +50,9 @@ class EngineConfig:
             comes, ``off`` none.
         gpu: switches of what makes a GPU fast, to see what each is worth.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
+        cpu_offload_gb: GiB by which the weights on each device become smaller, because layers live in host memory and
+            stream to it in every step (``models/streaming/``); more than the layers have: all of them stream.
+        offload_folder: a folder on a fast disk, in which those layers live in place of host memory.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
         max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
         max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
@@ -112,6 +115,8 @@ class EngineConfig:
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
     gpu: GPUOptions = field(default_factory=GPUOptions)
     gpu_memory_utilization: float = 0.9
+    cpu_offload_gb: float = 0.0
+    offload_folder: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -159,6 +164,7 @@ class EngineConfig:
             raise ValueError(f"gpu must be GPUOptions(...), not {self.gpu!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        self._check_offload()
         _positive("block_size", self.block_size)
         sizes = ("num_kv_blocks", "kv_cache_bytes", "kv_cache_tokens")
         limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens")
@@ -232,6 +238,17 @@ class EngineConfig:
             raise ValueError(f"generation_config must be auto, none or a folder, got {self.generation_config!r}")
         if self.eos_token_ids is not None:
             object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+
+    def _check_offload(self) -> None:
+        gib = self.cpu_offload_gb
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not gib >= 0:
+            raise ValueError(f"cpu_offload_gb must be a number of GiB, 0 or more, got {gib!r}")
+        if self.offload_folder is not None and not gib:
+            raise ValueError("offload_folder says where layers live that stream, and none do: give cpu_offload_gb too")
+        if gib and self.native:
+            raise ValueError(
+                "native=True asks for the C++ kernels, which have all layers in memory: leave out cpu_offload_gb"
+            )
 
     def _check_steps(self, seqs: int) -> None:
         """Every sequence that runs needs a token of each step."""

@@ -63,4 +63,5 @@ def _described(device: torch.device, config: EngineConfig, storage: Storage) -> 
     if known is not None and dtype in known.ceilings.flops_per_second:
         found["bytes_per_second"] = known.ceilings.read_bytes_per_second
         found["flops_per_second"] = known.ceilings.rate(dtype)
+        found["host_bytes_per_second"] = known.ceilings.host_to_device_bytes_per_second
     return found

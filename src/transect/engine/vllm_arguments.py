@@ -36,7 +36,6 @@ MEANS_NOTHING = frozenset(
 NOTHING: dict[str, tuple[Any, ...]] = {
     "compilation_config": (None, {}),
     "convert": (None, "auto", "none"),
-    "cpu_offload_gb": (None, 0),
     "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
     "download_dir": (None,),
     "enable_chunked_prefill": (None, True),
@@ -57,8 +56,8 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }
 """Name to the values that ask for nothing."""
 
-PARALLEL = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
-"""None is 1."""
+NONE_IS_DEFAULT = ("cpu_offload_gb", "data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+"""None is what they are if left out."""
 
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
 """The same under another name; None leaves it to the engine."""
@@ -74,7 +73,7 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in PARALLEL and value is None:
+        if name in NONE_IS_DEFAULT and value is None:
             continue
         if name in known:
             settings[name] = value

@@ -17,8 +17,8 @@ from ..hardware.ceilings import Ceilings
 from .gaps import Named
 from .op_floor import PRODUCTS, SIZES, cost, floor
 from .sampler import Samples
-from .split import COPIES, SYNC, OpStat, Split, stretches
-from .trace import COPY, KERNEL, OP, RUNTIME, Key
+from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host, stretches
+from .trace import COPY, KERNEL, RUNTIME, Key
 
 LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
@@ -117,21 +117,27 @@ def compiling(material: Material) -> Iterator[Finding]:
 def synchronisation(material: Material) -> Iterator[Finding]:
     """``.item()`` and its like: the time that they take, and the loop around them."""
     split = material.split
+    if split.on_gpu:
+        trace = split.trace
+        last = max((float(trace.ts[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)), default=0.0)
+        waits = [i for i in _runtime(split, WAITS) if trace.ts[i] + trace.dur[i] <= last]  # not those at the end
+        waited = float(sum(trace.dur[i] for i in waits))
+        yield Finding(
+            "sync",
+            "the program waits for the GPU",
+            f"{len(waits)} times, after which the GPU has nothing to do until it is given work again",
+            max(0.0, min(waited, split.wall - max(split.busy, split.issuing))),
+            "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
+        )
+        return
     ops = split.named(*SYNC)
     calls = sum(op.calls for op in ops if op.key.name == "aten::item") or sum(op.calls for op in ops)
-    if split.on_gpu:
-        seconds = split.parts["sync"]
-        labels = sorted({gap.label for gap in split.gaps if gap.part == "sync"})
-        evidence = f"the GPU was idle for {1e3 * seconds:.1f} ms after {', '.join(labels[:4])}"
-    else:
-        seconds = split.parts["sync"] + _sync_launch(split, calls)
-        evidence = f"{calls} calls of .item() or the like"
-    if calls >= MANY or split.on_gpu:
+    if calls >= MANY:
         yield Finding(
             "sync",
             "the program waits for single values",
-            evidence,
-            seconds,
+            f"{calls} calls of .item() or the like",
+            split.parts["sync"] + _sync_launch(split, calls),
             "keep values in tensors and read them once, after the loop",
         )
 
@@ -150,8 +156,11 @@ def launching(material: Material) -> Iterator[Finding]:
     most = max(split.ops, key=lambda op: op.launch, default=None)
     if most is None or most.calls < MANY:
         return
-    waits = sum(op.calls for op in split.named("aten::item"))
-    seconds = split.parts["launch"] - (0.0 if split.on_gpu else _sync_launch(split, waits))
+    if split.on_gpu:  # beside what the GPU computes calls cost nothing
+        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+    else:
+        waits = sum(op.calls for op in split.named("aten::item"))
+        seconds = split.parts["launch"] - _sync_launch(split, waits)
     yield Finding(
         "launch",
         "many small operators",
@@ -247,7 +256,9 @@ def wide_numbers(material: Material) -> Iterator[Finding]:
     ops = [
         op
         for op in material.split.ops
-        if "float" in op.key.types and (found := cost(op.key)) is not None and found.flops > 100 * found.bytes
+        if "float" in op.key.types
+        and (found := cost(replace(op.key, name=op.operator))) is not None
+        and found.flops > 100 * found.bytes
     ]
     seconds = sum(op.seconds for op in ops if re.search(r"sgemm|simt|fp32|f32f32_f32f32", op.key.name))
     if seconds:
@@ -362,7 +373,7 @@ def threads(material: Material) -> Iterator[Finding]:
 
 
 def transfers(material: Material) -> Iterator[Finding]:
-    """Copies between host and GPU: from pageable memory, or of the same thing again."""
+    """Copies between host and GPU: from pageable memory, or of as many bytes again and again."""
     split, link = material.split, material.ceilings.host_to_device_bytes_per_second
     ops = [op for op in split.ops if op.key.name.startswith("Memcpy")]
     pageable = [op for op in ops if "Pageable" in op.key.name]
@@ -371,21 +382,28 @@ def transfers(material: Material) -> Iterator[Finding]:
         evidence = f"{sum(op.calls for op in pageable)} copies, {sum(op.calls * op.key.bytes for op in pageable)} bytes"
         advice = "pin_memory=True in the DataLoader or tensor.pin_memory(), and non_blocking=True"
         yield Finding("pinned", "copies from pageable memory", evidence, max(0.0, seconds), advice)
-    again = [op for op in ops if "HtoD" in op.key.name and op.calls >= MANY and op.key.bytes >= 1 << 20]
+    again = [op for op in ops if "HtoD (Pinned" in op.key.name and op.calls >= MANY and op.key.bytes >= 1 << 20]
     if again:
         seconds = sum(op.seconds * (1 - 1 / op.calls) for op in again)
         evidence = f"{again[0].calls} copies of {again[0].key.bytes} bytes each"
-        yield Finding("upload", "the same bytes go to the GPU again and again", evidence, seconds, "upload them once")
+        advice = "upload once what stays the same; new batches in a stream of their own, beside the computing"
+        yield Finding("upload", "as many bytes go to the GPU again and again", evidence, seconds, advice)
 
 
 def allocation(material: Material) -> Iterator[Finding]:
     """The GPU's memory is allocated and freed in the loop."""
-    trace = material.split.trace
-    calls = [i for i in trace.where(RUNTIME) if re.search(r"Malloc$|Free$|HostAlloc", trace.key_of(int(i)).name)]
+    split = material.split
+    calls = _runtime(split, r"Malloc$|Free$|HostAlloc")
     if len(calls) >= MANY:
-        seconds = float(sum(trace.dur[i] for i in calls))
+        seconds = float(sum(split.trace.dur[i] for i in calls))
         advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         yield Finding("allocation", "the allocator asks the driver", f"{len(calls)} calls", seconds, advice)
+
+
+def _runtime(split: Split, pattern: str) -> list[int]:
+    """Calls of the driver's interface whose name has the pattern."""
+    trace = split.trace
+    return [int(i) for i in trace.where(RUNTIME) if re.search(pattern, trace.key_of(int(i)).name)]
 
 
 def fallback(material: Material) -> Iterator[Finding]:
@@ -393,17 +411,10 @@ def fallback(material: Material) -> Iterator[Finding]:
     split = material.split
     if not split.on_gpu:
         return
-    trace = split.trace
-
-    launched = {int(trace.link[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)}
-    slow = [
-        int(i)
-        for i in trace.where(OP)
-        if trace.dur[i] > 1e-3 and int(trace.link[i]) not in launched and cost(trace.key_of(int(i))) is not None
-    ]
-    seconds = float(sum(trace.dur[i] for i in slow))
-    if slow and seconds:
-        names = sorted({trace.key_of(i).name for i in slow})
+    slow = on_the_host(split.trace)
+    if slow:
+        seconds = float(sum(split.trace.dur[i] for i in slow))
+        names = sorted({split.trace.key_of(i).name for i in slow})
         advice = "move their inputs to the GPU, or use an operator that has a kernel there"
         yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
 

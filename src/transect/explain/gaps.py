@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .sampler import Frame, Samples
-from .split import COMPILING, LOADING, LONG_GAP_S, SHORT_GAP_S, WINDOW, Gap, Split, self_segments
+from .split import COMPILING, LOADING, LONG_GAP_S, SHORT_GAP_S, WINDOW, Gap, Split, on_the_host, self_segments
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
 WAITING = re.compile(r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy$")
@@ -71,8 +71,9 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
     """
     trace = split.trace
     if split.on_gpu:
+        alone = set(on_the_host(trace))
         for gap in split.gaps:
-            gap.part, gap.label = _between_kernels(trace, split, gap)
+            gap.part, gap.label = _between_kernels(trace, gap, alone)
             split.parts[gap.part] += gap.seconds
         return []
     short = SHORT_GAP_S
@@ -162,8 +163,8 @@ def _python(name: str) -> Doing:
     return doing_of((frame,))
 
 
-def _between_kernels(trace: Trace, split: Split, gap: Gap) -> tuple[str, str]:
-    """The part of a gap in which no kernel ran, and what says so."""
+def _between_kernels(trace: Trace, gap: Gap, alone: set[int]) -> tuple[str, str]:
+    """The part of a gap in which no kernel ran, and what says so. ``alone``: operators that compute on the host."""
     cache = _overlapping(trace, gap)
     for part, pattern in (("loading", LOADING), ("recompilation", COMPILING)):
         for index in cache:
@@ -176,11 +177,14 @@ def _between_kernels(trace: Trace, split: Split, gap: Gap) -> tuple[str, str]:
             return "sync", name
         if name in ("aten::item", "aten::_local_scalar_dense"):
             return "sync", name
-    busy = sum(
-        max(0.0, min(gap.end, trace.ts[i] + trace.dur[i]) - max(gap.begin, trace.ts[i]))
-        for i in cache
-        if trace.kind[i] in (OP, RUNTIME)
-    )
+
+    def within(i: int) -> float:
+        return max(0.0, min(gap.end, trace.ts[i] + trace.dur[i]) - max(gap.begin, trace.ts[i]))
+
+    on_host = [i for i in cache if i in alone]
+    if sum(map(within, on_host)) >= gap.seconds / 2:
+        return "host", f"{trace.key_of(max(on_host, key=within)).name} on the host"
+    busy = sum(within(i) for i in cache if trace.kind[i] in (OP, RUNTIME))
     if gap.seconds <= SHORT_GAP_S or busy >= gap.seconds / 2:
         return "launch", "the host was issuing work"
     python = [i for i in cache if trace.kind[i] == PYTHON]

@@ -24,7 +24,8 @@ def rates_for(header: Header, name: str | None = None, *, measure: bool = True) 
         ceilings = preset(name).ceilings()
         return Rates.of(ceilings, dtype if dtype in ceilings.flops_per_second else "float32")
     if "bytes_per_second" in device:
-        return Rates(device["bytes_per_second"], device["flops_per_second"], str(device["name"]))
+        link = device.get("host_bytes_per_second")
+        return Rates(device["bytes_per_second"], device["flops_per_second"], str(device["name"]), link)
     return _measured(device, dtype) if measure and header.model and device else None
 
 

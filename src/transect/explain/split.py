@@ -20,7 +20,7 @@ import numpy as np
 
 from ..hardware.ceilings import Ceilings
 from .op_floor import floor
-from .trace import COPY, KERNEL, OP, RANGE, SET, Key, Trace
+from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET, Key, Trace
 
 WINDOW = "transect.explain"
 """The range that marks what is explained; without one it is the whole trace."""
@@ -48,6 +48,12 @@ SHORT_GAP_S = 30e-6
 LONG_GAP_S = 500e-6
 SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique"}
 COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
+WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$"
+"""Calls of the driver's interface in which the host waits for the GPU."""
+ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
+"""Calls by which an operator has to do with the GPU."""
+HOST_OP_S = 500e-6
+"""An operator that takes longer without any such call computes on the host."""
 LOADING = re.compile(r"enumerate\(DataLoader\)|DataLoader.*__next__")
 COMPILING = re.compile(r"dynamo|inductor|compile_fx|convert_frame", re.I)
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
@@ -64,6 +70,8 @@ class OpStat:
     """For one call."""
     first: float = 0.0
     last: float = 0.0
+    operator: str = ""
+    """Of a kernel, the operator that launched it."""
 
     @property
     def launch(self) -> float:
@@ -110,6 +118,19 @@ class Split:
     def share(self, part: str) -> float:
         """The part of the wall time."""
         return self.parts.get(part, 0.0) / self.wall if self.wall else 0.0
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which the GPU did something."""
+        return self.wall - sum(gap.seconds for gap in self.gaps)
+
+    @property
+    def issuing(self) -> float:
+        """Seconds in which the main thread did not wait for the GPU."""
+        trace, end = self.trace, self.begin + self.wall
+        waits = [int(i) for i in trace.where(RUNTIME) if re.search(WAITS, trace.key_of(int(i)).name)]
+        spans = ((float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in waits)
+        return self.wall - sum(max(0.0, min(last, end) - max(first, self.begin)) for first, last in spans)
 
     def named(self, *names: str) -> list[OpStat]:
         """Operators with these names."""
@@ -299,6 +320,7 @@ def _device(
             key = Key(name, key.shapes, key.types, key.values, key.nodes, trace.key_of(index).bytes)
             stat = stats[mark] = OpStat(key, first=float(trace.ts[index]))
             if op is not None and rank == 0:
+                stat.operator = trace.key_of(op).name
                 stat.floor = floor(trace.key_of(op), ceilings)
         stat.calls += 1
         stat.seconds += seconds
@@ -315,6 +337,21 @@ def _device(
         parts["floor"] += least
         parts["inefficiency"] += stat.seconds - least
     return list(stats.values()), gaps, parts
+
+
+def on_the_host(trace: Trace) -> list[int]:
+    """Operators that take long and have nothing to do with the GPU, those inside of them left out."""
+    calls = np.sort([float(trace.ts[i]) for i in trace.where(RUNTIME) if re.search(ISSUES, trace.key_of(int(i)).name)])
+    found: list[int] = []
+    ends: dict[int, float] = {}
+    for index in trace.where(OP):
+        begin, end, lane = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index]), int(trace.lane[index])
+        if end - begin < HOST_OP_S or begin < ends.get(lane, 0.0):
+            continue
+        if np.searchsorted(calls, begin) == np.searchsorted(calls, end):
+            found.append(int(index))
+            ends[lane] = end
+    return found
 
 
 def _rank(trace: Trace, index: int) -> int:

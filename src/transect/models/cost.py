@@ -270,10 +270,12 @@ class _Counter:
         storage, tokens, width = self.storage, self.tokens, self.config.dim
         for name, shape in router_shapes(self.config, layer).items():
             if len(shape) == 2:
-                bits = 32 if "shared" not in name else storage.activation  # the router computes in float32
-                bias = 32 * (moe.router_bias and "shared" not in name)
-                cost = product_cost(tokens, shape[:1], shape[1], bits=bits, activation=bits, bias=bias)
-                self.costs["linear"] = self.costs.get("linear", Cost(0, 0, 0)) + cost
+                if "shared" in name:
+                    self.linear(name, (shape[0], shape[1]), False)
+                    continue
+                flops = tokens * moe.experts * (2 * width + moe.router_bias)
+                read = tokens * width * storage.activation + moe.experts * (width + moe.router_bias) * storage.norm
+                self.add("expert_router", flops, read, 32 * tokens * moe.experts)
         pairs = tokens * moe.per_token
         scores = 32 * moe.experts * (tokens + moe.score_bias)
         self.add("expert_gating", (5 + moe.per_token) * tokens * moe.experts, scores, 64 * pairs)

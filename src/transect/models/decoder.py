@@ -9,7 +9,8 @@ Shapes: T tokens, D model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,14 @@ from .mlp import MLP
 from .moe import MoE, Router, SharedRouter
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
+from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
 from .weights.weight import Kinds, Weight
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""
+Part = TypeVar("Part")
 
 
 class Layer(nn.Module):
@@ -84,7 +87,8 @@ class Decoder(nn.Module):
     what kind of ``Weight`` each matrix is; by default ``Dense``.
 
     ``stack`` runs all layers and may be replaced by a callable that does the same in one go; one that has ``hidden``
-    does what is before and after them too, as ``forward``.
+    does what is before and after them too, as ``forward``. A stack takes what it has for each layer through
+    ``in_turn``, so that layers may be elsewhere until then (``offloaded``, see ``streaming/``).
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Decoder(nn.Module):
         self.head_tied = False
         """Whether the head is the embedding's table, not a copy of it in a format of its own."""
         self.tie_weights()
+        self.offloaded: LayerStream | None = None
         self.stack: Stack = self.run_layers
 
     def forward(
@@ -146,10 +151,15 @@ class Decoder(nn.Module):
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """The default ``stack``: one layer after another."""
-        for layer, rotation in zip(self.layers, self.rotations(positions_T), strict=True):
+        for layer, rotation in zip(self.in_turn(list(self.layers)), self.rotations(positions_T), strict=True):
             x_TD = layer(x_TD, rotation, context)
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
+
+    def in_turn(self, layers: Sequence[Part]) -> Iterable[Part]:
+        """What a stack has for each layer, one after the other: the matrices of each are there from its turn until
+        that of the next."""
+        return layers if self.offloaded is None else self.offloaded.turns(layers)
 
     def rotations(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor] | None]:
         """Cos and sin for each layer; None where a layer does not rotate."""
@@ -195,6 +205,15 @@ class Decoder(nn.Module):
     def nbytes(self) -> int:
         """Memory of all weights; a table that the head shares is counted once."""
         return sum(t.nbytes for t in (*self.parameters(), *self.buffers()))
+
+    @property
+    def device_nbytes(self) -> int:
+        """Memory of the weights on its device: as ``nbytes``, but of layers that stream, their slots."""
+        stream = self.offloaded
+        if stream is None:
+            return self.nbytes
+        stays = [t.nbytes for t in (*self.parameters(), *self.buffers()) if t not in stream]
+        return sum(stays) + stream.slot_bytes
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Every matrix by its canonical name, without ``.weight``: ``layers.0.attention.q``, ..., ``head``. What a

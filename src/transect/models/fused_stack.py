@@ -79,7 +79,7 @@ class FusedStack:
         if reason is not None:
             raise ValueError(reason)
         assert model.rope is not None
-        self._run_layers = model.run_layers
+        self._run_layers, self._in_turn = model.run_layers, model.in_turn
         assert isinstance(model.norm, RMSNorm)
         self._embed, self._norm = model.embed, model.norm
         self._config = config
@@ -124,7 +124,7 @@ class FusedStack:
         wanted = context.wanted
         if wanted is None and self._on_stream is not None and self._on_stream.qkv.takes(x_TD, self._layers[0].sizes):
             return self._run_streams(x_TD, (cos, sin), context)
-        for layer in self._layers:
+        for layer in self._in_turn(self._layers):
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
             last = None if layer is not self._layers[-1] else wanted
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
@@ -143,7 +143,7 @@ class FusedStack:
         """Does what ``_run`` does, by products that begin and end at the residual stream; all tokens are wanted."""
         first = self._layers[0].attention_norm
         stream = Stream(x_TD, first(x_TD), None, first.eps)
-        for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
+        for layer, after in zip(self._in_turn(self._layers), [*self._layers[1:], None], strict=True):
             products, norm = layer.on_stream, layer.mlp_norm
             assert products is not None
             attended_THd = self._attend(layer, products.qkv.linear(stream), rotation, context, None)

@@ -41,6 +41,8 @@ from .resolve import ModelSource
 from .staging import Staging, dense_values
 from .storage import Storage
 from .stored import ALL, Stored, StoredWeights, Values
+from .streaming.plan import StreamPlan
+from .streaming.stream import offload
 from .weights.int4_serving import rounded
 from .weights.scaled8 import EIGHT_BITS, kinds_of_8_bits
 from .weights.weight import Kinds, part_of
@@ -113,6 +115,8 @@ def fill(
                 staging.copy(dense_values(values), target)
             else:
                 target.load(values, staging)
+            if model.offloaded is not None:
+                model.offloaded.keep(name, model)
             if name == "embed.weight" and _copied_head(model):
                 model.head.load(values, staging)
             if advance is not None:
@@ -131,6 +135,7 @@ def load_model(
     seed: int = 0,
     deterministic: bool = False,
     quantization: str | None = None,
+    stream: StreamPlan | None = None,
 ) -> Decoder:
     """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
 
@@ -151,6 +156,7 @@ def load_model(
         quantization: ``int4``: the layers' matrices are rounded to 4 bits when they are loaded. The C++ kernels keep
             them so; plain torch computes with the values that the codes stand for. ``fp8``, ``int8``: they are rounded
             to 8 bits, which plain torch keeps; the C++ kernels have neither.
+        stream: layers that live elsewhere and come in their turn; plain torch computes then.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -160,14 +166,14 @@ def load_model(
         source.config,
         dtype=dtype,
         device=device,
-        native=native,
+        native=native if stream is None else False,
         threads=threads,
         block_size=block_size,
         quantization=quantization,
     )
     log.info("%s: %s", source.name, why)
     if library is None:
-        return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization)
+        return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization, stream)
     int4 = quantization == "int4"
     model = native_model(source.config, library, kv_dtype(dtype), block_size, half=dtype == "auto", int4=int4)
     packed_file = packed_path(source.path, f"{dtype}-int4" if int4 else dtype) if source.kind == "gguf" else None
@@ -244,13 +250,19 @@ def kernels(
 
 
 def _load_torch(
-    source: ModelSource, dtype: str, device: torch.device, seed: int, deterministic: bool, quantization: str | None
+    source: ModelSource,
+    dtype: str,
+    device: torch.device,
+    seed: int,
+    deterministic: bool,
+    quantization: str | None,
+    stream: StreamPlan | None,
 ) -> Decoder:
     number_type = kv_dtype(dtype)
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     kinds = kinds_of_8_bits(quantization) if quantization in EIGHT_BITS else None
-    model = Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds).to_empty(device=device)
+    model = allocated(Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds), device, stream, join=False)
     weights = stored_weights(source, seed)
     if kinds is not None:
         return fill(model, weights).requires_grad_(False)
@@ -286,6 +298,7 @@ def load_on_device(
     seed: int = 0,
     fusions: Fusions | None = None,
     kinds: Kinds | None = None,
+    stream: StreamPlan | None = None,
 ) -> Decoder:
     """Build the model on a GPU, with joined weights and the fused stack, and fill it, for inference.
 
@@ -299,13 +312,16 @@ def load_on_device(
         seed: of the random weights that a source without weights gets.
         fusions: what the layers do in one kernel; None: all they can.
         kinds: of weight, as in ``Decoder``.
+        stream: layers that live elsewhere and come in their turn.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
     """
-    model = allocated(Decoder(source.config, "meta", dtype, ops=ops, kinds=kinds), device)
+    join = stream is None or fusions is None or fusions.qkv
+    model = allocated(Decoder(source.config, "meta", dtype, ops=ops, kinds=kinds), device, stream, join=join)
     beside = None
     if source.adapter is not None and kinds is not None:
+        refuse_beside(stream)
         beside = read_adapter(source.adapter.path, source.config)
     with progress(source) as advance:
         fill(model, stored_weights(source, seed, dtype, device, beside=beside), advance=advance)
@@ -316,11 +332,31 @@ def load_on_device(
     return model
 
 
-def allocated(model: Decoder, device: torch.device | str) -> Decoder:
-    """A model that was built on ``meta`` with memory on a device, joined, not filled, for inference. At most the
-    matrices of one projection are held twice meanwhile."""
-    model.join()
-    return model.to_empty(device=device).requires_grad_(False)
+def refuse_beside(stream: StreamPlan | None) -> None:
+    """ValueError if layers are to stream that an adapter stays beside."""
+    if stream is not None:
+        raise ValueError(
+            "layers that stream take no adapter beside quantized weights: leave out cpu_offload_gb or quantization, or "
+            "merge the adapter first (transect export --merge)"
+        )
+
+
+def allocated(
+    model: Decoder, device: torch.device | str, stream: StreamPlan | None = None, *, join: bool = True
+) -> Decoder:
+    """A model that was built on ``meta`` with memory on a device, not filled, for inference.
+
+    Args:
+        stream: layers that get memory elsewhere, and slots on the device.
+        join: lay what shares an input in one storage; at most the matrices of one projection are held twice meanwhile.
+    """
+    if join:
+        model.join()
+    if stream is None:
+        return model.to_empty(device=device).requires_grad_(False)
+    model.offloaded = offload(model, list(model.layers), stream, torch.device(device))
+    model.tie_weights()
+    return model.requires_grad_(False)
 
 
 class _Loads(Protocol):

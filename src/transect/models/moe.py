@@ -75,9 +75,7 @@ class Router(nn.Module):
         self.register_buffer("score_bias", wide)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        bias = None if self.bias is None else self.bias.to(wide)
-        logits_TE: Tensor = self.ops.linear(x_TD.to(wide), self.weight.to(wide), bias)
+        logits_TE: Tensor = self.ops.expert_router(x_TD, self.weight, self.bias)
         return logits_TE
 
 

@@ -62,6 +62,8 @@ class Storage:
     """Tied embeddings, but the head is held a second time in its own format."""
     matrices: tuple[tuple[str, float], ...] = ()
     """Matrices of a layer that are not held as ``linear`` says, by their names in it (``mlp.down``)."""
+    streamed: float = 0
+    """Bytes of matrices that every step brings over the host link, because they live elsewhere."""
 
     def of(self, name: str) -> float:
         """Bits of a number of the matrix ``name`` of a layer, such as ``attention.q``."""

@@ -19,7 +19,7 @@ from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
 from .linear import gate_up, linear  # noqa: F401
 from .linear.stream_products import StreamProducts
-from .moe import combining, gating, grouped_linear, ordering  # noqa: F401
+from .moe import combining, gating, grouped_linear, ordering, router  # noqa: F401
 from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
 from .position import embed_tokens, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
@@ -42,6 +42,7 @@ class OpSet:
     rotary_kv_write: Callable[..., Any]
     paged_attention: Callable[..., Any]
     embed_tokens: Callable[..., Any]
+    expert_router: Callable[..., Any]
     expert_gating: Callable[..., Any]
     expert_order: Callable[..., Any]
     grouped_linear: Callable[..., Any]

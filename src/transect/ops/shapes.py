@@ -39,6 +39,16 @@ QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 36, 32, 8, 128, 151936, qk_norm=T
 LLAMA_70B = ModelShape("llama-3.3-70b", 8192, 28672, 80, 64, 8, 128, 128256)
 MODELS = (LLAMA_8B, LLAMA_1B, QWEN3_0_6B, QWEN3_8B)
 
+HEADS = (
+    LLAMA_1B,
+    ModelShape("heads of 96", 3072, 8192, 32, 32, 8, 96, 32064),
+    LLAMA_8B,
+    ModelShape("heads of 256", 3840, 15360, 48, 16, 8, 256, 262208),
+    ModelShape("llama-3.2-3b", 3072, 8192, 28, 24, 8, 128, 128256),
+    ModelShape("qwen2.5-7b", 3584, 18944, 28, 28, 4, 128, 152064),
+)
+"""Heads of every size, and key heads that are shared by 2, 3, 4 and 7."""
+
 DECODE_ROWS = (1, 8, 64, 256)
 """Tokens of an engine step that only decodes."""
 PREFILL_ROWS = (8192,)

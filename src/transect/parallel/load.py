@@ -18,6 +18,7 @@ from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
 from ..models.resolve import ModelSource
 from ..models.stored import Stored, StoredWeights, Values, joined_rows, within
+from ..models.streaming.plan import StreamPlan
 from ..models.weights.dense import Dense
 from ..models.weights.int4_serving import PANEL
 from ..models.weights.packed import Packed, PackedEmbedding
@@ -94,6 +95,7 @@ def load_shard(
     seed: int = 0,
     deterministic: bool = False,
     quantization: str | None = None,
+    stream: StreamPlan | None = None,
 ) -> tuple[Decoder, str, bool]:
     """This rank's part of a model on the CPU; a sentence for the start-up line: what computes it, and why; and whether
     that is the C++ kernels.
@@ -107,13 +109,13 @@ def load_shard(
     library, why = kernels(
         shard.local,
         dtype=dtype,
-        native=native,
+        native=native if stream is None else False,
         threads=threads,
         block_size=block_size,
         quantization=quantization,
     )
     if library is None:
-        model = _torch_model(source, shard, mesh, dtype, deterministic)
+        model = _torch_model(source, shard, mesh, dtype, deterministic, stream)
     else:
         why = f"{why}, layers one by one"
         model = _packed_model(source, shard, mesh, library, half=dtype == "auto", int4=quantization == "int4")
@@ -147,6 +149,7 @@ def load_shard_on_device(
     seed: int = 0,
     fusions: Fusions | None = None,
     kinds: Kinds | None = None,
+    stream: StreamPlan | None = None,
 ) -> Decoder:
     """This rank's part of a model on its GPU; the arguments are those of ``models.load.load_on_device``.
 
@@ -160,7 +163,8 @@ def load_shard_on_device(
         check_groups(shard, PANEL * 4)
     model = Decoder(shard.local, "meta", dtype, ops=ops, kinds=sharded_kinds(kinds, shard, mesh.tensor))
     shard_embedding(model, shard, mesh, dtype)
-    model = allocated(model, device)
+    join = stream is None or fusions is None or fusions.qkv
+    model = allocated(model, device, stream, join=join)
     with progress(source) as advance:
         weights = shard_weights(stored_weights(source, seed, dtype, device), shard)
         fill(model, weights, advance=advance if mesh.world.rank == 0 else None)
@@ -222,12 +226,14 @@ def check_groups(shard: Shard, group: int) -> None:
             )
 
 
-def _torch_model(source: ModelSource, shard: Shard, mesh: Mesh, dtype: str, deterministic: bool) -> Decoder:
+def _torch_model(
+    source: ModelSource, shard: Shard, mesh: Mesh, dtype: str, deterministic: bool, stream: StreamPlan | None
+) -> Decoder:
     number_type = kv_dtype(dtype)
     ops = resolve_ops("cpu", batch_invariant=deterministic or number_type is torch.float32)
     model = Decoder(shard.local, "meta", number_type, ops=ops, kinds=sharded_kinds(None, shard, mesh.tensor))
     shard_embedding(model, shard, mesh, number_type)
-    return model.to_empty(device="cpu")
+    return allocated(model, "cpu", stream, join=False)
 
 
 def _packed_model(

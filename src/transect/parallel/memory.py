@@ -7,16 +7,19 @@ rank stands for all.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..models.config import ModelConfig
 from ..models.cost import weight_bytes
 from ..models.memory.serving import ServingEstimate, ServingPlan, serving
 from ..models.storage import Storage
+from ..models.streaming.plan import StreamPlan
 from .layout import Layout
 from .shards import Shard
 
 MOST_RANKS = 64
+Streams = Callable[[Mapping[str, tuple[int, ...]]], StreamPlan | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +28,23 @@ class StageEstimate:
 
     shard: Shard
     estimate: ServingEstimate
+    stream: StreamPlan | None = None
 
 
 def stages(
-    config: ModelConfig, layout: Layout, plan: ServingPlan, storage: Storage, budget: int | None
+    config: ModelConfig,
+    layout: Layout,
+    plan: ServingPlan,
+    storage: Storage,
+    budget: int | None,
+    streams: Streams = lambda shapes: None,
 ) -> list[StageEstimate]:
     """The account of a rank of each stage.
 
     Args:
         plan: of the whole model; its ``weights`` are shared out as ``storage`` says.
         budget: bytes of one device that are free.
+        streams: the layers that stream of a rank with these shapes of weights.
 
     Raises:
         ValueError: the model cannot be cut so.
@@ -44,10 +54,10 @@ def stages(
     for stage in range(layout.pipeline):
         sharing = layout.tensor * layout.data if layout.expert else 1
         shard = Shard(config, 0, layout.tensor, stage, layout.pipeline, 0, sharing)
-        share = weight_bytes(config, storage, shard.shapes()) / whole
-        found.append(
-            StageEstimate(shard, serving(shard.local, replace(plan, weights=int(plan.weights * share)), budget))
-        )
+        shapes = shard.shapes()
+        share = weight_bytes(config, storage, shapes) / whole
+        own = replace(plan, weights=int(plan.weights * share), stream=streams(shapes))
+        found.append(StageEstimate(shard, serving(shard.local, own, budget), own.stream))
     return found
 
 

@@ -77,14 +77,11 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
 
 
 def spread_of(config: TrainConfig, device: torch.device) -> Spread:
-    """How a configuration spreads a run. On a CPU the memory of the host is that of the device."""
+    """How a configuration spreads a run. On a CPU, offloaded states are in its own memory, or on a disk."""
     parallel = config.parallel
-    return Spread(
-        data=parallel.data,
-        zero=parallel.zero,
-        reduce=4 if parallel.reduce == "float32" else 2,
-        host_state=parallel.offload != "none" and device.type != "cpu",
-    )
+    elsewhere = parallel.offload != "none" and (device.type == "cuda" or bool(parallel.offload_path))
+    reduce = 4 if parallel.reduce == "float32" else 2
+    return Spread(data=parallel.data, zero=parallel.zero, reduce=reduce, host_state=elsewhere)
 
 
 def _numbers(model: ModelConfig) -> int:
@@ -125,6 +122,8 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
         least = plan if asked else replace(plan, checkpointing="full")
         raise ValueError(refusal(model, least, free, account(model, least), account))
     plan, estimate = found
+    if not config.parallel.offload_path:
+        _check_host(config, estimate)
     reason = "as set" if asked else "the first plan that fits"
     if plan.whole:
         reason += f", the last {plan.whole} of {model.n_layers} layers without"
@@ -137,6 +136,21 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
             plan.whole,
         )
     )
+
+
+def _check_host(config: TrainConfig, estimate: Estimate) -> None:
+    """See that what all ranks of this host keep there fits beside each other."""
+    ranks = min(config.parallel.data, max(1, torch.cuda.device_count()))
+    needed = ranks * sum(term.bytes for term in estimate.host)
+    try:
+        free = free_memory()
+    except ValueError:
+        return
+    if needed > free:
+        raise ValueError(
+            f"offloaded states need {gib(needed)} of the host's memory and {gib(free)} are free: set "
+            "parallel.offload_path to a folder on a fast disk, or take a smaller model"
+        )
 
 
 def _said(fitted: Fitted) -> Fitted:

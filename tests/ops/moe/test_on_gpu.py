@@ -11,7 +11,7 @@ from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
-from transect.ops.moe import combining, gating, grouped_linear, ordering
+from transect.ops.moe import combining, gating, grouped_linear, ordering, router
 from transect.ops.opset import resolve_ops
 
 pytestmark = [
@@ -36,6 +36,14 @@ def test_routing_is_that_of_the_reference(tokens):
     torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
     for found, want in zip(ordering.triton_order(experts, 128), ordering.reference(experts, 128), strict=True):
         assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 65, 256, 3000])
+def test_scores_are_in_float32(tokens):
+    """Of bfloat16 tokens and weights: the exact products, added up in float32."""
+    x, weight, bias = drawn(tokens, 2048), drawn(128, 2048, seed=1), drawn(128, seed=2)
+    want = x.double() @ weight.double().T + bias.double()
+    assert (router.triton_router(x, weight, bias) - want).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 63, 256, 2048])

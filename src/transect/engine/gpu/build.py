@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ...models.resolve import ModelSource
+from ...models.storage import Storage
 from ...parallel.load import shard_of
 from ...parallel.mesh import Mesh
 from ..config import EngineConfig
@@ -34,6 +35,8 @@ class GPUParts:
 
     runner: GPURunner
     size: KVSize
+    storage: Storage
+    """The formats of weights and cache."""
     description: str
     """The start-up line."""
     report: tuple[str, ...]
@@ -86,7 +89,8 @@ def build_gpu(
     if began is not None:
         times.done("torch")
     shard = None if mesh is None else shard_of(source.config, mesh)
-    setup = set_up(config, source.config if shard is None else shard.local, device, shard)
+    on_host = 1 if mesh is None else mesh.world.on_host
+    setup = set_up(config, source.config if shard is None else shard.local, device, shard, ranks=on_host)
     times.done("CUDA")
     loaded = load(setup, source, compilers, times, mesh)
     if mesh is not None:
@@ -101,7 +105,7 @@ def build_gpu(
     report = (*account.lines(cache_bytes), f"start-up: {times}")
     for line in report:
         log.info("%s", line)
-    return GPUParts(runner, cache, _description(setup), report, setup.fill_tokens)
+    return GPUParts(runner, cache, setup.storage, _description(setup), report, setup.fill_tokens)
 
 
 def _description(setup: Setup) -> str:
@@ -109,6 +113,7 @@ def _description(setup: Setup) -> str:
     name = torch.cuda.get_device_name(setup.device)
     how = [f"{kernels} on {name} in {str(setup.dtype).removeprefix('torch.')}"]
     how += [] if setup.config.quantization is None else [f"the layers' weights in {setup.config.quantization}"]
+    how += [] if setup.stream is None else [str(setup.stream)]
     how += [f"CUDA graphs {setup.config.cuda_graphs}"]
     how += ["batch-invariant"] if setup.config.deterministic else []
     return ", ".join(how)

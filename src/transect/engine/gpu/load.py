@@ -88,6 +88,7 @@ def load(
         seed=config.seed or 0,
         fusions=Fusions.all(config.gpu.fused_operators),
         kinds=kinds_for(config.quantization, setup.device, dependent_launch=config.gpu.dependent_launch),
+        stream=setup.stream,
     )
     times.done("weights")
     allocated = torch.cuda.memory_allocated(setup.device)

@@ -4,6 +4,7 @@ runner."""
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +14,14 @@ from ...models.config import ModelConfig
 from ...models.cost import kv_bytes_per_token, weight_bytes
 from ...models.load import kv_dtype
 from ...models.storage import Storage, storage_for
+from ...models.streaming.plan import StreamPlan
 from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
 from ...parallel.shards import Shard
 from ..config import EngineConfig
+from ..offload import stream_plan
 from .memory import GIB
 from .step_sizes import row_bucket
 
@@ -61,6 +64,8 @@ class Setup:
     """Further options of ``GPURunner``, by the names of its arguments."""
     fill_tokens: int | None
     """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
+    stream: StreamPlan | None
+    """The layers that live in host memory or in a file."""
     others: int
     """Bytes of the GPU that were taken before."""
     total: int
@@ -77,12 +82,15 @@ class Setup:
         return self.config.itl_target is not None or self.fill_tokens is not None
 
 
-def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard: Shard | None = None) -> Setup:
+def set_up(
+    config: EngineConfig, model: ModelConfig, device: torch.device, shard: Shard | None = None, *, ranks: int = 1
+) -> Setup:
     """Decide what an engine of ``config`` on ``device`` does. ``shard``: the part of a model that this rank has;
-    ``model`` has its sizes.
+    ``model`` has its sizes. ``ranks``: how many are on this host.
 
     Raises:
-        ValueError: the weights do not fit, or a setting is at fault; the message says what to change.
+        ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
+            change.
     """
     check_model(config, model)
     torch.cuda.init()
@@ -92,10 +100,14 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard
     _check_quantization(config)
     storage = storage_for(dtype.itemsize, config.quantization)
     shapes = None if shard is None else shard.shapes()
-    _check_weights(config, weight_bytes(model, storage, shapes), free, total)
+    stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
+    needed = weight_bytes(model, storage, shapes)
+    _check_weights(config, needed, 0 if stream is None else stream.saved, free, total)
+    if stream is not None:
+        storage = replace(storage, streamed=stream.bytes)
     longest = config.max_model_len or model.max_position
     ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
-    asked, config = repr(config), without_graphs(config, ops)
+    asked, config = repr(config), without_graphs(config, ops, stream)
     return Setup(
         config=config,
         asked=asked,
@@ -107,6 +119,7 @@ def set_up(config: EngineConfig, model: ModelConfig, device: torch.device, shard
         limits={"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest},
         tricks=runner_tricks(config, model, dtype, device, ops),
         fill_tokens=fill_tokens(config, model, storage),
+        stream=stream,
         others=total - free,
         total=total,
     )
@@ -140,8 +153,13 @@ def by_torch(ops: OpSet) -> bool:
     return get("paged_attention").implementations[dict(ops.chosen)["paged_attention"]].backend == "torch"
 
 
-def without_graphs(config: EngineConfig, ops: OpSet) -> EngineConfig:
-    """The configuration, with CUDA graphs off where torch's paged attention runs: it reads lengths on the host."""
+def without_graphs(config: EngineConfig, ops: OpSet, stream: StreamPlan | None = None) -> EngineConfig:
+    """The configuration, with CUDA graphs off where torch's paged attention runs, which reads lengths on the host, and
+    where layers stream: their copies go on from one step to the next, which a graph of a step cannot say, and launching
+    kernels one by one takes less time than they do."""
+    if stream is not None and config.cuda_graphs != "off":
+        log.info("CUDA graphs are off: %s", stream)
+        config = replace(config, cuda_graphs="off")
     if not by_torch(ops):
         return config
     reasons = "; ".join(f"{label} {reason}" for name, label, reason in ops.passed_over if name == "paged_attention")
@@ -183,6 +201,8 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     """Up to how many tokens ``fill_steps`` fills steps; None where it is not asked for or does not pay."""
     seqs, most = config.limits("cuda")
     tokens = row_bucket(max(seqs, FILL_TOKENS))
+    if storage.streamed:  # a step of many tokens takes no longer then
+        return None
     asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 
@@ -195,10 +215,13 @@ def _check_quantization(config: EngineConfig) -> None:
         )
 
 
-def _check_weights(config: EngineConfig, needed: float, free: int, total: int) -> None:
+def _check_weights(config: EngineConfig, whole: float, streamed: float, free: int, total: int) -> None:
     usable = min(free, int(total * config.gpu_memory_utilization))
+    needed = whole - streamed
     if needed > usable:
         advice = "take a smaller model" + ("" if config.dtype != "float32" else " or dtype='bfloat16'")
+        more = math.ceil((whole - 0.75 * usable) / GIB)
+        advice += f", or let layers stream from host memory (cpu_offload_gb={more}), which is for large batches"
         raise ValueError(
             f"the weights take {needed / GIB:.1f} GiB and {usable / GIB:.1f} GiB of the GPU can be used "
             f"({free / GIB:.1f} GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}): {advice}"

@@ -21,8 +21,8 @@ def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccoun
         total=setup.total,
         usable=int(setup.total * setup.config.gpu_memory_utilization),
         others=setup.others,
-        weights=loaded.model.nbytes,
-        tables=loaded.allocated - loaded.model.nbytes + measured.tables,
+        weights=loaded.model.device_nbytes,
+        tables=loaded.allocated - loaded.model.device_nbytes + measured.tables,
         largest_step=measured.largest_step,
         graphs=_graph_bytes(setup, loaded, measured),
     )

@@ -16,7 +16,8 @@ zero 3                 4 for each own, e for one layer and what   4 for each own
                        while it is summed
 =====================  =========================================  ==============================================
 
-With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes.
+With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes. One rank whose states are
+the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way.
 """
 
 from __future__ import annotations
@@ -123,24 +124,29 @@ class Gradients:
     @cached_property
     def bucket(self) -> int:
         """W: what travels together at most, about."""
-        largest = max(map(math.prod, self.trained.values()))
-        return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, largest))
+        return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, self.largest))
+
+    @cached_property
+    def largest(self) -> int:
+        """Numbers of the largest parameter."""
+        return max(map(math.prod, self.trained.values()))
+
+    @property
+    def leave(self) -> bool:
+        """Whether gradients go to the host as they are made."""
+        return self.part.data == 1 and self.part.host_state
 
     @property
     def sums(self) -> int:
         """What waits from one micro-batch to the next beyond ``waiting``: sums of gradients in 16 bits."""
-        alone = self.part.data == 1 and not self.leaves
-        return 4 * self.numbers if alone and self.several and self.element < 4 else 0
-
-    @property
-    def leaves(self) -> bool:
-        """Whether each gradient goes to the host as soon as it is there."""
-        return self.part.host_state and self.part.data == 1
+        if self.leave:
+            return 0
+        return 4 * self.numbers if self.part.data == 1 and self.several and self.element < 4 else 0
 
     @property
     def waiting(self) -> int:
         """What is there during the forward pass of the last micro-batch."""
-        if not self.several or self.leaves:
+        if not self.several or self.leave:
             return 0
         if self.part.data == 1:
             return self.sums or self.element * self.numbers
@@ -150,8 +156,8 @@ class Gradients:
         """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
         the layer itself."""
         part, e = self.part, self.element
-        if self.leaves:
-            return e * (own + max(map(math.prod, self.trained.values())))
+        if self.leave:
+            return e * (min(above, self.largest) + own)
         if part.data == 1:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
         if part.zero == 3:
@@ -171,7 +177,7 @@ class Gradients:
         """What is there when the backward pass ends and the last bucket is filled."""
         part, e = self.part, self.element
         if part.data == 1:
-            return self.during(0 if self.leaves else self.numbers, 0)
+            return self.during(self.numbers, self.largest if self.leave else 0)
         if part.zero == 3:
             return 4 * self.owned + (e + part.reduce) * part.outside
         filled = (e + 4 * (self.several and e < 4)) * self.bucket
@@ -182,7 +188,7 @@ class Gradients:
     def stepping(self) -> int:
         """What the optimizer steps with."""
         part = self.part
-        if self.leaves:
+        if self.leave:
             return 0
         if part.data == 1:
             return self.sums or self.element * self.numbers
@@ -194,8 +200,8 @@ class Gradients:
     def why(self) -> str:
         """What these are, in words."""
         part = self.part
-        if self.leaves:
-            return "each goes to the host as soon as it is there"
+        if self.leave:
+            return f"{self.numbers} trained numbers of {self.element} bytes, each copied to the host when it is made"
         if part.data == 1:
             return f"{self.numbers} trained numbers of {self.element} bytes; all of them exist when the optimizer steps"
         if part.zero < 2:

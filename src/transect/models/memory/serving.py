@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..config import ModelConfig
 from ..cost import Storage, kv_bytes_per_token
+from ..streaming.plan import StreamPlan
 from .kept import Backend
 from .terms import Estimate, Phase, Term, gib
 
@@ -29,6 +30,7 @@ class ServingPlan:
         graphs: CUDA graphs of decode steps; 0 for none.
         share: of the budget that the engine may fill.
         most_cache: bytes that the cache takes at the most; None: no such limit.
+        stream: layers that live elsewhere, of which the device has slots alone.
     """
 
     weights: int
@@ -42,6 +44,7 @@ class ServingPlan:
     share: float = 0.9
     most_cache: int | None = None
     backend: Backend = "gpu"
+    stream: StreamPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,11 @@ def serving(config: ModelConfig, plan: ServingPlan, budget: int | None = None) -
     block = per_token * plan.block_size
     one = -(-plan.context // plan.block_size) * block
     gpu = plan.backend == "gpu"
-    weights = Term("weights", plan.weights, "as they are held while serving")
+    stream = plan.stream
+    own, how = plan.weights, "as they are held while serving"
+    if stream is not None:
+        own, how = own - stream.saved, f"of {stream.total} layers {stream.total - len(stream.layers)} stay, and slots"
+    weights = Term("weights", own, how)
     angles = 4 * plan.context * config.head_dim if config.position == "rope" and gpu else 0
     tables = Term("tables", angles, f"cos and sin of {plan.context} positions in float32")
     step = Term(
@@ -130,4 +137,5 @@ def _change(config: ModelConfig, plan: ServingPlan, budget: int, room: int, per_
             return "lower max_num_batched_tokens to 512 and max_num_seqs to 16"
         if found.cache_tokens >= 256:
             return f"lower max_num_batched_tokens to 512, max_num_seqs to 16 and the context to {found.cache_tokens}"
-    return f"take a smaller model or one with fewer bits a weight (the weights take {gib(plan.weights)})"
+    advice = f"take a smaller model or one with fewer bits a weight (the weights take {gib(plan.weights)})"
+    return advice if plan.stream is not None else f"{advice}, or let layers stream (--cpu-offload-gb)"

@@ -90,8 +90,9 @@ class Account:
     def estimate(self) -> Estimate:
         plan, part, gradients = self.plan, self.part, self.gradients
         static = self.static()
-        alone = part.data == 1 and not gradients.leaves
-        shown = self.e * gradients.numbers if alone else gradients.at_the_end if part.data == 1 else gradients.stepping
+        shown = self.e * gradients.numbers if part.data == 1 else gradients.stepping
+        if gradients.leave:
+            shown = gradients.at_the_end
         self.term("gradients", shown, gradients.why)
         if gradients.sums:
             self.term("gradient sums", gradients.sums, "float32, over the micro-batches of a step")
@@ -179,11 +180,8 @@ class Account:
         )
         for name, size, reason in about:
             if part.host_state:
-                self.host += (Term(name, size, f"{reason}; outside the device"),)
+                self.host += (Term(name, size, f"{reason}; in the memory of the host"),)
             held[name] = self.term(name, 0 if part.host_state else size, reason)
-        if part.host_state:
-            wide = 4 if plan.accumulate > 1 or part.data > 1 else e
-            self.host += (Term("gradients", wide * count(self.owned), f"{wide} bytes each, outside the device"),)
         if plan.reference:
             why = "what is trained, as it was when the run began"
             held["reference"] = self.term("reference", e * count(self.trained), why)

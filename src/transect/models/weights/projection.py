@@ -129,6 +129,11 @@ class Projection(Weight):
             self._is_joined = True
         return self._joined[0] if self._joined else None
 
+    @property
+    def joined(self) -> tuple[Weight, ...]:
+        """The weight that its parts are views of, if they have been joined."""
+        return self._joined
+
     def unjoin(self) -> None:
         """Forget the joined storage: the parts are about to live elsewhere."""
         self._joined, self._joined_from, self._is_joined = (), (), False

@@ -1,5 +1,6 @@
 """Mixture of experts, in the order of a layer. Every shape follows from tokens, choices and experts, never from values.
 
+* ``router.py``          a score of each expert for each token
 * ``gating.py``          which experts a token goes to, and with what weight
 * ``ordering.py``        the rows of a step sorted by expert
 * ``grouped_linear.py``  a product that takes each row's expert; its kernels in ``triton.py``

@@ -49,8 +49,8 @@ def _combine(y, places, weights, out, D, K: tl.constexpr, BLOCK: tl.constexpr): 
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         place = tl.load(places + token * K + j).to(tl.int64)
-        weight = tl.load(weights + token * K + j)
-        total += weight * tl.load(y + place * D + column, inside & (weight != 0), 0.0).to(tl.float32)
+        weight = tl.load(weights + token * K + j) + tl.zeros([BLOCK], tl.float32)
+        total += weight * tl.load(y + place * D + column, inside & (weight != 0.0), 0.0).to(tl.float32)
     tl.store(out + token * D + column, total.to(out.dtype.element_ty), inside)
 
 

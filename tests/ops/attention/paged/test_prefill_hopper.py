@@ -54,6 +54,12 @@ def poisoned(
         (4, 4, 128, 32, torch.bfloat16),
         (8, 1, 64, 128, torch.bfloat16),
         (6, 6, 128, 8, torch.bfloat16),
+        (28, 4, 128, 16, torch.bfloat16),
+        (24, 8, 128, 16, torch.bfloat16),
+        (14, 2, 64, 16, torch.bfloat16),
+        (5, 1, 64, 32, torch.float16),
+        (32, 8, 96, 16, torch.bfloat16),
+        (21, 3, 96, 16, torch.bfloat16),
     ],
 )
 def test_as_the_portable_kernel(rows: tuple, heads: int, kv_heads: int, d: int, block: int, dtype: torch.dtype) -> None:
@@ -135,8 +141,8 @@ def test_prompts_beside_decodes_see_what_the_kernel_before_wrote() -> None:
 @hopper
 def test_what_it_does_not_take_goes_the_portable_way() -> None:
     for heads, kv_heads, d, block, dtype, window in (
-        (6, 2, 64, 16, torch.bfloat16, None),
-        (4, 2, 96, 16, torch.bfloat16, None),
+        (4, 2, 256, 16, torch.bfloat16, None),
+        (4, 2, 80, 16, torch.bfloat16, None),
         (4, 2, 64, 24, torch.bfloat16, None),
         (4, 2, 64, 16, torch.float32, None),
         (4, 2, 64, 16, torch.bfloat16, 50),

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from ... import shapes
 from ...counting import visible_keys, visible_pairs
@@ -201,11 +202,12 @@ def _gathered(
     )  # fmt: skip
     queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
     new = queries.shape[2]
-    distance = torch.arange(length - new, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    mask = None if new == 1 and window is None else (distance >= 0) & (distance < (window or length))
-    if mask is not None and window is None and new == length:
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+    if new > 1 and window is None:  # the last queries of each row, by flash attention
+        keys, values = (each.repeat_interleave(queries.shape[1] // kv_heads, 1) for each in (keys, values))
+        out = F.scaled_dot_product_attention(queries, keys, values, causal_lower_right(new, length), scale=scale)
     else:
+        distance = torch.arange(length - new, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        mask = None if window is None else (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).reshape(q.shape)
 
@@ -290,7 +292,9 @@ def _cases() -> Sequence[Case]:
         uniform(model, rows, 1024) for model in (shapes.LLAMA_1B, shapes.QWEN3_0_6B) for rows in shapes.DECODE_ROWS
     ]
     chunks = [uniform(shapes.LLAMA_8B, *sizes) for sizes in ((16, 512, 512), (4, 2048, 2048), (4, 8192, 512))]
-    return [*decode, *emptying, *others, *chunks, uniform(shapes.QWEN3_0_6B, 16, 512, 512)]
+    chunks.append(uniform(shapes.QWEN3_0_6B, 16, 512, 512))
+    long = [uniform(model, 1, context, 4096) for context in (12288, 32768, 131072) for model in shapes.HEADS]
+    return [*decode, *emptying, *others, *chunks, *long]
 
 
 def _hopper() -> Callable[..., Any]:

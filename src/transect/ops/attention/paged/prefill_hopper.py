@@ -3,8 +3,10 @@
 The math and the arguments are in ``paged_attention.py``. The roles of the warps, the ring of keys and values, and the
 overlap of products and softmax are those of ``packed/hopper.py``. The differences:
 
-* A tile is 128 rows of one key head: 128 / G queries with the G heads that share it, side by side, as the bulk copy
-  brings them from ``[T, H, d]``.
+* A tile is 128 rows of one key head: queries with the G heads that share it, side by side, as the bulk copy brings them
+  from ``[T, H, d]``. It copies powers of two, so for other G (3, 5, 7) each warpgroup loads its own queries, as many as
+  fit 64 rows: 21 of 3 heads, 9 of 7. One row of 64 is then idle, where the next power of two would leave 16 or 8 idle.
+* Heads of 96 are computed as 128: copies that reach past the end of a head give zeros.
 * 128 keys come as ``128 / block_size`` blocks from wherever the block table says. Each copy brings half of a head (64
   columns, the width that the copy engine swizzles). Shared memory is swizzled in units of 8 rows of 128 bytes, and a
   copy fills whole units. So the pieces together are the tile that one large copy would have made.
@@ -40,7 +42,7 @@ from ...lang.gluon_language import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ...lang.jit import multiprocessors
+from ...lang.jit import multiprocessors, next_power_of_2
 from ...registry import Kernel
 from ..packed.hopper import (
     AHEAD,
@@ -62,7 +64,7 @@ from .batch import PagedBatch
 
 __all__ = ["device_refusal", "kernels", "prefill", "refusal"]
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128)
 HALF = 64
 """Columns of a head that one copy brings."""
 PARTS = 2
@@ -197,10 +199,10 @@ def _gather_pairs(  # type: ignore[no-untyped-def]
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts, lengths, count, tiles,
     work, blocks, table_b, share, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
+    SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
     """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full."""
-    QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
+    QUERIES: gl.constexpr = _PARTS * (_ROWS // GROUP)
     queue = 0
     told = 0
     tails = 0
@@ -215,12 +217,15 @@ def _fetch(  # type: ignore[no-untyped-def]
         _note(plan, 8 * buffer + 2, position)
         _note(plan, 8 * buffer + 3, length)
         _note(plan, 8 * buffer + 4, head)
-        mbarrier.expect(q_full.index(buffer), _PARTS * q.block_type.nbytes)
-        for part in gl.static_range(_PARTS):
-            async_load(
-                q, [token + part * (_ROWS // GROUP), head * GROUP, 0], q_full.index(buffer),
-                q_tiles.index(buffer * _PARTS + part),
-            )  # fmt: skip
+        if COPIED:
+            mbarrier.expect(q_full.index(buffer), _PARTS * q.block_type.nbytes)
+            for part in gl.static_range(_PARTS):
+                async_load(
+                    q, [token + part * (_ROWS // GROUP), head * GROUP, 0], q_full.index(buffer),
+                    q_tiles.index(buffer * _PARTS + part),
+                )  # fmt: skip
+        else:
+            mbarrier.arrive(q_full.index(buffer))
         _, _, _, high = _reach(position, 0, length, 0, QUERIES, _COLUMNS, True, False)
         table = tables + row * table_b
         limit = length
@@ -266,46 +271,60 @@ def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _attend(  # type: ignore[no-untyped-def]
-    part: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H: gl.constexpr,
-    GROUP: gl.constexpr, SLOTS: gl.constexpr,
+    part: gl.constexpr, q, q_t, q_h, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
     """The work of a warpgroup: 64 rows of every tile."""
-    D: gl.constexpr = q_tiles.shape[3]
-    QUERIES: gl.constexpr = _PARTS * _ROWS // GROUP
+    DP: gl.constexpr = q_tiles.shape[3]
+    MINE: gl.constexpr = _ROWS // GROUP
+    QUERIES: gl.constexpr = _PARTS * MINE
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLUMNS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
+    r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORE))
+    d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
+    own = (r < MINE * GROUP)[:, None] & (d < D)[None, :]
     zero = gl.zeros([_ROWS, _COLUMNS], gl.float32, S)
     queue = 0
     done = 0
     token, end, position, length, head = _planned(plan, q_full, done)
     while head >= 0:
-        q = q_tiles.index(done % 2 * _PARTS + part).reshape((_ROWS, D))
+        mine = token + part * MINE + r // GROUP
+        if COPIED:
+            tile = q_tiles.index(done % 2 * _PARTS + part).reshape((_ROWS, DP))
+        else:
+            tile = q_tiles.index(part).reshape((_ROWS, DP))
+            at = q + mine[:, None].to(gl.int64) * q_t + (head * GROUP + r % GROUP)[:, None] * q_h + d[None, :]
+            x = gl.load(at, own & (mine < end)[:, None], 0.0)
+            block_barrier()  # all warps are done with the tile before
+            tile.store(x)
+            fence_async_shared()
+            block_barrier()
         _, _, high_full, high = _reach(position, 0, length, 0, QUERIES, _COLUMNS, True, False)
-        i = position + (part * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, S))) // GROUP
-        acc = gl.zeros([_ROWS, D], gl.float32, O)
+        i = position + part * MINE + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, S)) // GROUP
+        acc = gl.zeros([_ROWS, DP], gl.float32, O)
         m = gl.full([_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         l = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, S))
         queue_end = queue + 2 * high
         slot = queue % SLOTS
         mbarrier.wait(full.index(slot), queue // SLOTS & 1)
-        s = warpgroup_mma(q, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(tile, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(empty.index(slot))
         s = _mask(s, i, (high - 1) * _COLUMNS, length, 0, True, False)
         soft, m, l, _ = _softmax(s, m, l, scale2, True)
-        p = gl.convert_layout(soft.to(q.dtype), P)
+        p = gl.convert_layout(soft.to(tile.dtype), P)
         queue += 1
         mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
         # A tile may begin anywhere, so the block before the last may need a mask as well.
         acc, p, m, l, queue = _walk(
-            acc, p, m, l, queue, queue_end, high_full, high - 1, q, ring, full, empty, i, 0, length, 0, scale2, SLOTS,
-            True, False, True, S, P,
+            acc, p, m, l, queue, queue_end, high_full, high - 1, tile, ring, full, empty, i, 0, length, 0, scale2,
+            SLOTS, True, False, True, S, P,
         )  # fmt: skip
         acc, p, m, l, queue = _walk(
-            acc, p, m, l, queue, queue_end, 0, gl.minimum(high_full, high - 1), q, ring, full, empty, i, 0, length, 0,
-            scale2, SLOTS, True, False, False, S, P,
+            acc, p, m, l, queue, queue_end, 0, gl.minimum(high_full, high - 1), tile, ring, full, empty, i, 0, length,
+            0, scale2, SLOTS, True, False, False, S, P,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(done % 2))
         slot = queue % SLOTS
@@ -315,32 +334,35 @@ def _attend(  # type: ignore[no-untyped-def]
         mbarrier.arrive(empty.index(slot))
         queue += 1
         acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-        r = part * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORE))
-        mine = token + r // GROUP
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, STORE))
         at = out + mine[:, None].to(gl.int64) * (H * D) + (head * GROUP + r % GROUP)[:, None] * D + d[None, :]
-        gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), (mine < end)[:, None] & (d >= 0)[None, :])
+        gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), own & (mine < end)[:, None])
         done += 1
         token, end, position, length, head = _planned(plan, q_full, done)
 
 
 @partial(gluon_kernel, sizes=("count", "tiles", "work", "blocks", "table_b", "share"))
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2,
-    H: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr,
-    AHEAD: gl.constexpr,
+    q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2, q_t, q_h,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+    SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """q describes ``[T, H, d]`` in boxes of 64 rows, k and v the caches in boxes of a block and half a head.
+    """q describes ``[T, H, d]`` in boxes of 64 rows (without COPIED it points there), k and v the caches in boxes of a
+    block and half a head.
 
     Program n begins with piece n of ``work`` = tiles * K, and if SHARED_OUT takes its next ones from ``counter``, which
     starts at 0.
     """
     DTYPE: gl.constexpr = out.dtype.element_ty
-    D: gl.constexpr = q.block_shape[2]
+    DP: gl.constexpr = 64 if D == 64 else 128
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [2 * _PARTS, _ROWS // GROUP, GROUP, D], q.layout)
-    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, _COLUMNS, 1, D], LAYOUT)
-    pieces = reinterpreted(ring, DTYPE, [SLOTS * (_COLUMNS // BLOCK) * (D // _HALF), 1, 1, BLOCK, _HALF], k.layout)
+    # Queries come a tile ahead where they are copied.
+    q_tiles = gl.allocate_shared_memory(
+        DTYPE,
+        [2 * _PARTS if COPIED else _PARTS, _ROWS // GROUP if COPIED else _ROWS, GROUP if COPIED else 1, DP],
+        LAYOUT,
+    )
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, _COLUMNS, 1, DP], LAYOUT)
+    pieces = reinterpreted(ring, DTYPE, [SLOTS * (_COLUMNS // BLOCK) * (DP // _HALF), 1, 1, BLOCK, _HALF], k.layout)
     plan = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -357,10 +379,13 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend, (0, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, SLOTS)),
-            (_attend, (1, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, SLOTS)),
+            (_attend, (0, q, q_t, q_h, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, D,
+                         SLOTS, COPIED)),
+            (_attend, (1, q, q_t, q_h, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, D,
+                         SLOTS, COPIED)),
             (_fetch, (q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts,
-                      lengths, count, tiles, work, blocks, table_b, share, GROUP, BLOCK, SLOTS, SHARED_OUT, AHEAD)),
+                      lengths, count, tiles, work, blocks, table_b, share, GROUP, BLOCK, SLOTS, SHARED_OUT, AHEAD,
+                      COPIED)),
         ],
         [4, 1],
         [232, 40],  # registers of a thread that computes, and of one that fetches
@@ -372,6 +397,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 
 def _layout(rank: int) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def _copied(group: int) -> bool:
+    """Whether a copy can bring the queries of so many heads."""
+    return group & (group - 1) == 0
 
 
 def refusal(
@@ -387,8 +417,8 @@ def refusal(
         reason = "it attends without a window"
     if not reason and not (q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)):
         reason = f"it takes bfloat16 or float16, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
-    if not reason and (q.shape[2] not in HEAD_DIMS or group & (group - 1) or group > ROWS):
-        reason = f"it takes heads of {HEAD_DIMS} that share key heads by a power of two, not {group} of {q.shape[2]}"
+    if not reason and (q.shape[2] not in HEAD_DIMS or group > ROWS):
+        reason = f"it takes heads of {HEAD_DIMS}, up to {ROWS} to a key head, not {group} of {q.shape[2]}"
     if not reason and (block & (block - 1) or not 8 <= block <= COLUMNS):
         reason = f"it takes blocks of 8 to {COLUMNS} tokens, a power of two, not of {block}"
     if not reason and any(
@@ -410,7 +440,7 @@ def prefill(
     tokens, heads, d = q.shape
     blocks, kv_heads, block, _ = k_cache.shape
     group = heads // kv_heads
-    tiles = tokens * group // (PARTS * ROWS) + len(lengths)
+    tiles = tokens // (PARTS * (ROWS // group)) + len(lengths)
     work = tiles * kv_heads
     # Little work needs no counter, which would have to be cleared by a launch of its own.
     units = multiprocessors(q.device)
@@ -420,12 +450,14 @@ def prefill(
     # Key heads are worked on so many at a time: keys and values of 16 MB together leave most of the L2 cache free.
     fit = max(1, 2**24 // (4 * d * max(1, longest)))
     share = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)
+    copied, padded = _copied(group), max(64, next_power_of_2(d))
     prefill_kernel[(programs,)](
-        tensor_descriptor(q, [ROWS // group, group, d], _layout(3)),
+        tensor_descriptor(q, [ROWS // group, group, padded], _layout(3)) if copied else q,
         tensor_descriptor(k_cache, [1, 1, block, HALF], _layout(4)),
         tensor_descriptor(v_cache, [1, 1, block, HALF], _layout(4)),
         out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), share,
-        scale * LOG2E, H=heads, GROUP=group, BLOCK=block, SLOTS=512 // d, SHARED_OUT=shared_out, AHEAD=AHEAD,
+        scale * LOG2E, q.stride(0), q.stride(1), H=heads, GROUP=group, D=d, BLOCK=block, SLOTS=512 // padded,
+        SHARED_OUT=shared_out, AHEAD=AHEAD, COPIED=copied,
         num_warps=4, maxnreg=MAX_REGISTERS[PARTS],
     )  # fmt: skip
 
@@ -435,18 +467,21 @@ def kernels() -> Sequence[Kernel]:
     if gluon is None:
         return []
     made = []
-    for d, group, block in ((128, 4, 16), (64, 4, 16)):
-        tensors = {"q": f"tensordesc<bf16[{ROWS // group}, {group}, {d}],{_layout(3)!r}>"}
+    for d, group, block in ((128, 4, 16), (64, 4, 16), (96, 4, 16), (128, 7, 16), (128, 3, 16), (64, 7, 16)):
+        padded, copied = max(64, next_power_of_2(d)), _copied(group)
+        box = f"tensordesc<bf16[{ROWS // group}, {group}, {padded}],{_layout(3)!r}>"
+        tensors = {"q": box if copied else "*bf16"}
         tensors |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[1, 1, {block}, {HALF}],{_layout(4)!r}>")
         pointers = {"out": "*bf16", **dict.fromkeys(("counter", "tables", "starts", "lengths"), "*i32")}
-        ints = dict.fromkeys(("count", "tiles", "work", "blocks", "table_b", "share"), "i32")
-        sizes = {"H": 32, "GROUP": group, "BLOCK": block, "SLOTS": 512 // d}
+        ints = dict.fromkeys(("count", "tiles", "work", "blocks", "table_b", "share", "q_t", "q_h"), "i32")
+        sizes = {"H": 4 * group, "GROUP": group, "D": d, "BLOCK": block, "SLOTS": 512 // padded, "COPIED": copied}
         made.append(
             Kernel(
-                name=f"prefill_hopper_{d}",
+                name=f"prefill_hopper_{d}" if copied else f"prefill_hopper_{d}_of_{group}",
                 function=prefill_kernel,
                 arguments={**tensors, **pointers, "scale2": "fp32", **ints},
                 constants={**sizes, "SHARED_OUT": True, "AHEAD": AHEAD},
+                divisible=("q_t", "q_h"),
                 targets=("sm_90",),
                 options={"maxnreg": MAX_REGISTERS[PARTS]},
             )

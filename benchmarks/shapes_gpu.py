@@ -1,0 +1,87 @@
+"""Decode steps of ten popular shapes, from 0.5 to 32 billion parameters, beside their floors, on one GPU.
+
+    python benchmarks/shapes_gpu.py [NAME ...] [--rows 1,16,48,200] [--limit SECONDS] [--out FILE]
+
+Random weights; prompts of 256 tokens, then steps in which all sequences decode. The time of a step is wall time as seen
+by the caller of ``LLM.step``; floors as in ``transect.bench.floors``. A shape is kept as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import record
+from popular_shapes import SHAPES
+from serve_load import model_folder
+from transect.bench.floors import Rates, step_floor
+from transect.bench.offline import decode_steps
+from transect.engine.llm import LLM
+from transect.models.config_hf import from_hf
+from transect.models.cost import Row
+
+RATES = Rates(4.35e12, 750e12, "H200, measured")
+PROMPT, STEPS = 256, 48
+VLLM = {("qwen2.5-7b", 200): 8.88e-3}
+"""Seconds of a step of vLLM 0.24 on another H200 of the kind: measured apart."""
+
+
+def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]:
+    """Times of one shape by numbers of rows."""
+    config = SHAPES[name].config()
+    (folder / "shape").mkdir(exist_ok=True)
+    (folder / "shape" / "config.json").write_text(json.dumps(config))
+    model = model_folder(str(folder / "shape"), folder / name)
+    llm = LLM(str(model), load_format="dummy", max_model_len=1024, enable_prefix_caching=False, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    for count in rows:
+        prompts = torch.randint(0, 10000, (count, PROMPT), generator=generator).tolist()
+        spare = -(-count * PROMPT // 8192) + 2
+        decoded = [decode_steps(llm, prompts, STEPS, spare) for _ in range(runs)]
+        floor = step_floor(from_hf(config), [Row(1, length) for length in decoded[0].middle], RATES)
+        times = record.summary([each.per_token for each in decoded])
+        found[str(count)] = {"step_s": times, "floor_s": floor.seconds, "of_floor": floor.seconds / times["median"]}
+        found[str(count)]["vllm_s"] = VLLM.get((name, count))
+        print(f"{name} {count} rows: {json.dumps(found[str(count)])}", flush=True)
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}; default: all")
+    parser.add_argument("--rows", default="1,16,48,200")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape begins")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "shapes.json")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    kept = json.loads(options.out.read_text()) if options.out.exists() else {"shapes": {}}
+    kept |= {"command": "python benchmarks/shapes_gpu.py", "environment": record.environment(("torch", "triton"))}
+    kept["gpu"] = torch.cuda.get_device_name()
+    for name in options.names or SHAPES:
+        if time.perf_counter() - began > options.limit:
+            break
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = shape(name, [int(each) for each in options.rows.split(",")], Path(folder), options.runs)
+        except Exception:
+            traceback.print_exc()
+            continue
+        kept["shapes"][name] = {"commit": record.commit(), "rows": found}
+        record.write(options.out, kept)
+
+
+if __name__ == "__main__":
+    main()

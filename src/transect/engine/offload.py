@@ -1,0 +1,80 @@
+"""Which layers of an engine stream from host memory or a file (``models/streaming/``), and whether there is room for
+them: said before anything is read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+
+from ..models.config import ModelConfig
+from ..models.storage import Storage
+from ..models.streaming.plan import GIB, StreamPlan, layer_bytes, plan_stream
+from .config import EngineConfig
+from .kv_size import free_memory
+
+
+def stream_plan(
+    config: EngineConfig,
+    model: ModelConfig,
+    storage: Storage,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    ranks: int = 1,
+) -> StreamPlan | None:
+    """``planned_stream``, for an engine that is about to load them.
+
+    Args:
+        ranks: how many on this host do the same.
+
+    Raises:
+        ValueError: there is no room for them where they are to live, or the model is too small.
+    """
+    plan = planned_stream(config, model, storage, shapes)
+    if plan is not None:
+        check_room(plan, ranks)
+    return plan
+
+
+def planned_stream(
+    config: EngineConfig, model: ModelConfig, storage: Storage, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> StreamPlan | None:
+    """The layers that ``config.cpu_offload_gb`` lets stream; None: it is 0.
+
+    Args:
+        model: the whole model. shapes: what this rank has of its weights; None: all.
+        storage: the formats of the weights.
+
+    Raises:
+        ValueError: the model is too small.
+    """
+    if not config.cpu_offload_gb:
+        return None
+    return plan_stream(layer_bytes(model, storage, shapes), config.cpu_offload_gb, config.offload_folder)
+
+
+def check_room(plan: StreamPlan, ranks: int = 1) -> None:
+    """See that the layers of ``plan`` have room where they are to live.
+
+    Raises:
+        ValueError: they have not; the message has the numbers.
+    """
+    needed, each = plan.bytes * ranks, f" for {ranks} ranks" if ranks > 1 else ""
+    what = f"the layers that stream take {needed / GIB:.1f} GiB{each}"
+    if plan.folder is None:
+        free = free_memory()
+        if needed > free:
+            raise ValueError(
+                f"{what} of host memory, and {free / GIB:.1f} GiB are free: lower cpu_offload_gb, or give "
+                "offload_folder, a folder on a fast disk that they live in"
+            )
+        return
+    folder = f"offload_folder {plan.folder!r}"
+    try:
+        free = shutil.disk_usage(plan.folder).free
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be used ({error}): give another") from error
+    if needed > free:
+        raise ValueError(
+            f"{what} on the disk of {folder}, and {free / GIB:.1f} GiB are free there: lower cpu_offload_gb, or give a "
+            "folder on another disk"
+        )

@@ -1,0 +1,171 @@
+"""``LayerStream``: has each layer that streams in its slot on the device when its turn comes.
+
+Layers come in the order in which a step computes them, and after the last the first again. As soon as a slot is free,
+the next layer is on its way to it, also from one step to the next; on a GPU by a stream of its own, which waits for the
+layer before in that slot to be computed, as the computing waits for the copy. The host waits for neither.
+
+    copies      | layer 2 > slot 0 | layer 3 > slot 1 | layer 4 > slot 0 | ...
+    computes      layer 1 (slot 1) | layer 2 (slot 0) | layer 3 (slot 1) | ...
+
+A slot keeps its address, so the products that a stack has resolved stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .homes import FileHomes, Homes, HostHomes
+from .placed import PlacedLayer
+from .plan import SLOTS, StreamPlan
+
+Part = TypeVar("Part")
+
+
+class LayerStream:
+    """The layers of ``plan``, of a model on ``meta`` that is about to get memory on ``device``.
+
+    Args:
+        layers: all layers of the model; the matrices of those that stay are left alone.
+
+    Raises:
+        ValueError: see ``FileHomes``.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], plan: StreamPlan, device: torch.device) -> None:
+        self.plan = plan
+        self._places = {layer: place for place, layer in enumerate(plan.layers)}
+        sizes = [PlacedLayer(layers[layer]).nbytes for layer in plan.layers]
+        self._placed: dict[int, PlacedLayer] = {}
+        self._slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._homes: Homes = HostHomes(sizes, device) if plan.folder is None else FileHomes(sizes, plan.folder, device)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready = [torch.cuda.Event() if self._copies else None for _ in range(SLOTS)]
+        self._free = [torch.cuda.Event() if self._copies else None for _ in range(SLOTS)]
+        self._settled = False
+        # Layers are counted on from step to step: number n is the layer at place n modulo their count.
+        self._done = 0
+        """How many have been computed."""
+        self._sent = 0
+        """How many have been sent to their slots."""
+        self._last = [-1] * SLOTS
+        """The number of the layer that each slot has, or is about to have."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the slots take on the device."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return any(tensor in placed for placed in self._placed.values())
+
+    # ---- while the model is loaded
+
+    def place(self, layer: int, module: nn.Module) -> None:
+        """Let a layer's matrices, which have memory on the device, lie in its slot; if it streams."""
+        place = self._places.get(layer)
+        if place is not None:
+            self._placed[place] = placed = PlacedLayer(module)
+            assert placed.nbytes <= self._slots[0].nbytes
+            placed.move(self._slots[place % SLOTS])
+
+    def keep(self, name: str, model: nn.Module) -> None:
+        """Take home what has just been loaded into a slot: the weight of this canonical name, if its layer streams."""
+        if not name.startswith("layers."):
+            return
+        place = self._places.get(int(name.split(".", 2)[1]))
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if place is None:
+            return
+        placed, bias = self._placed[place], getattr(module, "bias", None)
+        for tensor in (*module.parameters(), *module.buffers()):
+            # Only what was read just now: another layer may have been in the slot since the rest was.
+            if tensor in placed and (tensor is bias) == (leaf == "bias"):
+                placed.copy(tensor, self._homes.memory(place))
+
+    # ---- while it runs
+
+    def turns(self, layers: Sequence[Part]) -> Iterator[Part]:
+        """What a stack has for each layer, one after the other; each comes when its matrices are in their slot, or will
+        be when what is launched now runs."""
+        for layer, part in enumerate(layers):
+            place = self._places.get(layer)
+            if place is None:
+                yield part
+                continue
+            self._arrive(place)
+            try:
+                yield part
+            finally:
+                self._leave(place)
+
+    def _arrive(self, place: int) -> None:
+        if self._done % len(self._places) != place or not self._settled:
+            self._begin(place)
+        self._send_ahead()
+        if self._sent == self._done:
+            self._send()
+        ready = self._ready[place % SLOTS]
+        if ready is not None and self._copies is not None:
+            torch.cuda.current_stream(self._copies.device).wait_event(ready)
+
+    def _leave(self, place: int) -> None:
+        free = self._free[place % SLOTS]
+        if free is not None:
+            free.record()
+        self._done += 1
+        self._send_ahead()
+
+    def _begin(self, place: int) -> None:
+        """At the first step, and after one that has failed: whatever the slots have is not what comes next."""
+        if not self._settled:
+            if self._copies is not None:
+                torch.cuda.synchronize(self._copies.device)  # what was loaded is on its way home
+            self._homes.settle()
+            self._settled = True
+        if self._copies is not None:
+            torch.cuda.current_stream(self._copies.device).wait_stream(self._copies)
+            for free in self._free:
+                assert free is not None
+                free.record()
+        self._done = self._sent = place
+        self._last = [-1] * SLOTS
+
+    def _send_ahead(self) -> None:
+        """Send the next layers to slots that are free, as long as they are there to be sent."""
+        while self._sent < self._done + SLOTS:
+            place = self._sent % len(self._places)
+            if self._last[place % SLOTS] >= self._done or not self._homes.ready(place):
+                return
+            self._send()
+
+    def _send(self) -> None:
+        place = self._sent % len(self._places)
+        slot = place % SLOTS
+        ready, free = self._ready[slot], self._free[slot]
+        if self._copies is None or ready is None or free is None:
+            self._homes.send(place, self._slots[slot])
+        else:
+            with torch.cuda.stream(self._copies):
+                self._copies.wait_event(free)
+                self._homes.send(place, self._slots[slot])
+                ready.record()
+        self._last[slot] = self._sent
+        self._sent += 1
+
+
+def offload(model: nn.Module, layers: Sequence[nn.Module], plan: StreamPlan, device: torch.device) -> LayerStream:
+    """Give a model that was built on ``meta`` its memory: on ``device`` what stays there, one layer after the other, so
+    that no more than a slot's worth is held beyond that."""
+    stream = LayerStream(layers, plan, device)
+    for child in model.children():
+        if child is not getattr(model, "layers", None):
+            child.to_empty(device=device)
+    for number, layer in enumerate(layers):
+        layer.to_empty(device=device)
+        stream.place(number, layer)
+    return stream
