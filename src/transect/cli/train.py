@@ -124,7 +124,9 @@ def matrix_rate(trainer: Trainer) -> MatrixRate | None:
     dtype = "float32" if trainer.config.precision == "float32" else "bfloat16"
     if dtype not in measured.ceilings.flops_per_second:
         return None
-    devices = trainer.config.parallel.data if trainer.device.type == "cuda" else 1  # ranks on a CPU share its cores
+    devices = (
+        trainer.config.parallel.layout.size if trainer.device.type == "cuda" else 1
+    )  # ranks on a CPU share its cores
     return MatrixRate(devices * measured.ceilings.rate(dtype), dtype, str(measured))
 
 

@@ -96,12 +96,12 @@ def build_gpu(
     if mesh is not None:
         mesh.world.exchange(None)  # rank 0 has had the kernels compiled, and the others find them in the cache
         times.done("other ranks")
-    measured = measure(setup, loaded.model)
+    measured = measure(setup, loaded.model, mesh)
     times.done("dry run")
     account, cache = size(setup, loaded, measured)
     if mesh is not None:
         cache = KVSize.least(mesh.world.exchange(cache))
-    runner, cache_bytes = capture(setup, loaded.model, cache, times)
+    runner, cache_bytes = capture(setup, loaded.model, cache, times, mesh)
     report = (*account.lines(cache_bytes), f"start-up: {times}")
     for line in report:
         log.info("%s", line)

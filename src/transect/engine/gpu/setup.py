@@ -174,7 +174,8 @@ def runner_tricks(
     switches = config.gpu
     return {
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
-        "prune_last_layer": switches.prune_last_layer,
+        # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
+        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not config.shares_data,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": switches.copy_kernels and not by_torch(ops),
@@ -204,6 +205,7 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     if storage.streamed:  # a step of many tokens takes no longer then
         return None
     asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
+    asked = asked and config.layout.pipeline == 1  # stages have weights of different sizes
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 
 

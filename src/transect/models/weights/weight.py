@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,17 @@ class StreamProduct(Protocol):
     def plain(self, x: Tensor) -> Tensor: ...
 
     def gated(self, stream: Stream) -> Tensor: ...
+
+
+class Unsummed(NamedTuple):
+    """A product without the sum over ranks, which can be part of the residual add and norm behind it."""
+
+    product: Product
+    sum: Product
+    """The sum over ranks alone."""
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor] | None]
+    """``(branch, residual, weight, eps) -> (RMSNorm of total, total)`` with total = residual + the sum of ``branch``;
+    None where that is not quicker than one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,10 @@ class Weight(nn.Module):
 
     def stream_product(self, products: StreamProducts) -> StreamProduct | None:
         """Its products on the residual stream by ``products``."""
+        return None
+
+    def unsummed(self) -> Unsummed | None:
+        """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
         return None
 
     def join(self) -> Weight | None:
