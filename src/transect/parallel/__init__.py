@@ -19,6 +19,8 @@ A model on them:
 
 Training on them:
 
+* ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others
+* ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
 * ``training_memory.py``: how a run may be spread, and what each rank then needs (no torch)

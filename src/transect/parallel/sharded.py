@@ -248,13 +248,6 @@ class Sharded:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    @torch.no_grad()
-    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The 2-norm of all ranks' ``gradients`` together, a float32 scalar, the same on every rank."""
-        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32) if gradients else []
-        square = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=self.root.piece.device)
-        return self.group.all_reduce(square.reshape(1))[0].sqrt()
-
     def share(self) -> None:
         """After a step: nothing, the pieces are gathered when they are needed."""
 

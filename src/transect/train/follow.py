@@ -46,11 +46,12 @@ def crew(run: Run) -> Iterator[World | None]:
     """
     config = TrainConfig.from_dict(run.config)
     check(config)
-    if config.parallel.data == 1 and not under_torchrun():
+    size = config.parallel.layout.size
+    if size == 1 and not under_torchrun():
         yield None
         return
     device = device_of(config.device).type
-    ranks = Ranks.join(device) if under_torchrun() else Ranks.start(config.parallel.data, device)
+    ranks = Ranks.join(device) if under_torchrun() else Ranks.start(size, device)
     try:
         if not under_torchrun():
             ranks.call(JOB, run)

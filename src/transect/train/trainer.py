@@ -168,7 +168,7 @@ class Trainer:
                 f"positions: set data.seq_len to at most {source.config.max_position}"
             )
         self.memory = fit(begun, source.config, device_of(config.device))
-        self.trainable: Trainable = build(begun, self.told.append)
+        self.trainable: Trainable = self.crew.cut(build(begun, self.told.append))
         self.model, self.device = self.trainable.model, self.trainable.device
         self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
         # It measures the model as the run began, so what a checkpoint brings comes after it.
@@ -337,7 +337,7 @@ class Trainer:
                     raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                 parameter.copy_(checkpoint.tensors[f"weight/{name}"])
         else:
-            fill(self.model, stored_weights(resolve(str(checkpoint.path))))
+            fill(self.model, self.crew.local(stored_weights(resolve(str(checkpoint.path)))))
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
@@ -405,7 +405,7 @@ class Trainer:
     def _first_bad(self, losses: list[float], batches: list[Batch]) -> tuple[int, str]:
         """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-        if self.crew.spread is not None:
+        if self.crew.parallel is not None:
             return bad[0] if bad else 0, "not known (a run on one rank looks for it)"
         for index in bad or range(len(batches)):
             if not bad:
