@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...hardware.host_memory import host_tensor
 from ...ops.cpu.adamw import HostStep, corrections, host_kernels
 from ...parallel.offload.drain import Drain
 from ...parallel.offload.groups import GROUP
-from ...parallel.offload.pinned import host_tensor
 from ...parallel.offload.states import DiskStates, HostStates, States
 from ...parallel.offload.upload import Upload
 from ..config import OptimizerConfig
