@@ -2,7 +2,7 @@
 
     python benchmarks/engine_tp.py [SECTION ...] [--model llama-3.1-8b] [--tp 2] [--batches 1,32] [--out DIRECTORY]
 
-Sections: links, predict, decode, throughput. Random weights of true shapes; the work is that of ``engine_gpu.py``.
+Sections: links, predict, decode, throughput, trace. Random weights of true shapes; the work of ``engine_gpu.py``.
 Predictions (``transect.bench.scaling``) are made of the figures of one GPU that are kept there and of the links, and
 written down before the engine starts; 4 and 8 GPUs are predicted from two. Each section is kept as soon as it is
 measured, in ``DIRECTORY/tp_MODEL.json``. No new section begins after ``--seconds``.
@@ -25,16 +25,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
 from engine_gpu import PROMPT, RATES, Kept, engine, prompts
+from engine_trace import traced_steps
 from transect.bench.offline import decode_steps, run_all
 from transect.bench.scaling import JOB, SIZES, Links, batch_rank_floor, predicted_batch, predicted_step, rank_floor
 from transect.bench.scaling import sum_times as links_of
 from transect.bench.workload import throughput_protocol
+from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
 from transect.parallel.launch import Ranks
 
-SECTIONS = ("links", "predict", "decode", "throughput")
+SECTIONS = ("links", "predict", "decode", "throughput", "trace")
 BATCHES = {"llama-3.1-8b": (1, 32, 64, 128, 256), "llama-3.3-70b": (1, 32, 128)}
 BASE = "llama-3.1-8b"
 """The model whose figures on one GPU predictions begin with."""
@@ -125,22 +127,29 @@ def measure(options: argparse.Namespace) -> None:
         settings = {"ranks": ranks, "tensor_parallel_size": tp}
         if {"links", "predict"} & options.sections:
             ranks.call(JOB, SIZES)
-            links = Links(links_of(ranks.world, SIZES))
-            print(
-                "  a sum in a graph: " + ", ".join(f"{n >> 10} KiB {s * 1e6:.1f} us" for n, s in links.seconds.items())
-            )
-            kept.put(f"tp{tp} links", {"sum_s": links.seconds})
+            times = links_of(ranks.world, SIZES)
+            for way, measured in (("NCCL", times.library), ("ours", times.own)):
+                shown = (f"{size >> 10} KiB {seconds * 1e6:.1f} us" for size, seconds in measured.items())
+                print(f"  a sum in a graph, {way}: {', '.join(shown)}", flush=True)
+            print(f"  {times.said}", flush=True)
+            kept.put(f"tp{tp} links", times._asdict())
+            links = Links(times.library) if options.nccl else times.best()
             if tp == 2:
-                said = kept.attempt("predicted", lambda: predict(model, batches, options.steps, links)) or {}
-    if not {"decode", "throughput"} & options.sections:
+                said = (
+                    kept.attempt(
+                        f"predicted{'-nccl' * options.nccl}", lambda: predict(model, batches, options.steps, links)
+                    )
+                    or {}
+                )
+    if not {"decode", "throughput", "trace"} & options.sections:
         return
     began = time.monotonic()
-    llm = engine(model, **settings)
+    llm = engine(model, gpu=GPUOptions(peer_sums=not options.nccl), **settings)
     print(f"  engine on {tp}: started in {time.monotonic() - began:.1f} s", flush=True)
 
     def attempt(name: str, work: Callable[[], Any]) -> None:
         if time.monotonic() < until:
-            kept.attempt(f"tp{tp} {name}", work)
+            kept.attempt(f"tp{tp}{'-nccl' * options.nccl} {name}", work)
         else:
             print(f"  no time is left for {name}", flush=True)
 
@@ -152,6 +161,9 @@ def measure(options: argparse.Namespace) -> None:
             )
     if "throughput" in options.sections:
         attempt("throughput", lambda: throughput(llm, model, tp, options.runs, said))
+    if "trace" in options.sections:
+        for batch in (min(batches), max(batches)):
+            attempt(f"trace {batch}", lambda batch=batch: traced_steps(llm, prompts(batch, 1), False))
 
 
 def main() -> None:
@@ -159,6 +171,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--model", default=BASE, choices=sorted(BATCHES))
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--nccl", action="store_true", help="sums by NCCL alone")
     parser.add_argument("--batches", help="such as 1,32; default: all that are kept")
     parser.add_argument("--steps", type=int, default=127)
     parser.add_argument("--runs", type=int, default=1)

@@ -8,7 +8,7 @@ import torch
 from transect.bench import collectives as collectives_of_bench
 from transect.engine.clock import WallClock
 from transect.engine.core import EngineCore
-from transect.engine.gpu.runner import GPURunner
+from transect.engine.gpu.measure import runner_of
 from transect.engine.request import Request
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
@@ -18,11 +18,15 @@ from transect.models.load import load_on_device
 from transect.models.resolve import resolve
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4_serving import Int4Products, ServingInt4, _gated_by_torch
+from transect.ops.comm import all_reduce
 from transect.ops.linear.packed import int4_matmul
+from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
+from transect.parallel.group import Group
 from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
+from transect.parallel.peer_sums import shared_sums
 from transect.parallel.world import Failure
 
 
@@ -55,11 +59,16 @@ def measure_with_other_numbers(world, plan):
         collectives_of_bench._numbers = numbers
 
 
+def layout_along(axis="tensor", *, size):
+    """So many ranks; those along the data axis share experts."""
+    return Layout(**{axis: size}, expert=axis == "data")
+
+
 def gpu_tokens(world, given):
     """The tokens of the executor for GPUs, on CPU tensors, over this rank's part of a model: layers fused, logits
     gathered. ``given``: the model's folder, and what kind its matrices are."""
-    path, quantization, prompts = given
-    source, mesh = resolve(path), Mesh(world, Layout(tensor=world.size))
+    path, quantization, prompts, *axis = given
+    source, mesh = resolve(path), Mesh(world, layout_along(*axis, size=world.size))
     ops = resolve_ops("cpu", batch_invariant=True)
     # torch computes: in the interpreter the kernels take minutes
     int4 = partial(ServingInt4, products=Int4Products(int4_matmul.reference, _gated_by_torch))
@@ -74,13 +83,18 @@ def gpu_tokens(world, given):
     caches = model.new_kv_cache(33, 16, torch.float32)
     for cache in caches:
         cache.zero_()
-    scheduler = Scheduler(SchedulerConfig(num_blocks=32, block_size=16, seed=3, **limits), WallClock())
-    core = EngineCore(scheduler, GPURunner(model, *caches, **limits), lag=1)
+    depth = mesh.pipeline.size
+    config = SchedulerConfig(num_blocks=32, block_size=16, seed=3, pipeline_depth=depth, **limits)
+    core = EngineCore(Scheduler(config, WallClock()), runner_of(model, caches, mesh, **limits), lag=1)
+    together = mesh.data if mesh.layout.expert else Group.alone()
+    core.idle = core.executor.idle if together.size > 1 else None
     for index, prompt in enumerate(prompts):
+        if index and index % together.size != together.rank:  # the first one is everybody's
+            continue
         params = SamplingParams(max_tokens=10, temperature=float(index % 2), logprobs=2 if index == 1 else None)
         core.add(Request(str(index), tuple(prompt), params))
     found = {}
-    while core.has_work:
+    while together.most(core.has_work):
         for output in core.step():
             found.setdefault(output.request_id, []).extend(output.new_token_ids)
     return found
@@ -90,3 +104,44 @@ class Alone:
     """A world of this process alone, for comparison."""
 
     rank, size, device, on_host = 0, 1, torch.device("cpu"), 1
+
+
+def own_sums(world, given):
+    """Sums of many sizes between GPUs in a CUDA graph, alone and in norms, while ranks and blocks dawdle; how many
+    numbers are wrong on each rank."""
+    group = Mesh(world, Layout(tensor=world.size)).tensor
+    if group.ranks not in world.sums:
+        world.sums[group.ranks] = shared_sums(world, group)
+    peers = world.sums[group.ranks].peers
+    shapes = [(1, 4096), (1, 64), (256, 4096), (33, 8192), (2, 64), (128, 4096)]
+    parts = []
+    for seed, shape in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        parts.append(torch.randn(world.size, *shape, generator=generator, dtype=torch.bfloat16).to(world.device))
+    mine = [part[world.rank].contiguous() for part in parts]
+    weights = [torch.ones(shape[1], dtype=torch.bfloat16, device=world.device) for shape in shapes]
+
+    def work():
+        found = []
+        for x, weight in zip(mine, weights, strict=True):
+            found += [peers.sum(x, delay=30_000), *peers.add_norm(x, x, weight, 1e-5, delay=30_000)]
+        return found
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    wrong = 0
+    with torch.cuda.stream(stream):
+        work()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outs = work()
+        for _ in range(20):
+            for out in outs:
+                out.zero_()
+            graph.replay()
+            for i, (part, x, weight) in enumerate(zip(parts, mine, weights, strict=True)):
+                total = all_reduce.reference(part)[0]
+                normed, stream_after = add_rms_norm.reference(total, x, weight, 1e-5)
+                found = outs[3 * i : 3 * i + 3]
+                wrong += int((found[0] != total).sum()) + int((found[2] != stream_after).sum())
+                wrong += int(((found[1].float() - normed.float()).abs() > 0.03).sum())
+    return world.exchange(wrong)

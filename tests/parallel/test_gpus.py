@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
+import parallel_jobs
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +33,10 @@ PROMPTS = [[5, 6, 7], list(range(20, 90)), [9] * 33, [1, 2]]
 def gpus():
     if dist.is_initialized():
         pytest.skip("this process has ranks on the CPU: run this file alone")
-    ranks = Ranks.start(2, "cuda")
+    helpers = str(Path(__file__).resolve().parents[1] / "helpers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])]))
+        ranks = Ranks.start(2, "cuda")
     yield ranks
     ranks.close()
 
@@ -97,7 +102,13 @@ def test_sums_in_a_graph_take_time(gpus):
     sizes = (8 << 10, 1 << 20)
     gpus.call(scaling.JOB, sizes)
     found = scaling.sum_times(gpus.world, sizes)
-    assert list(found) == list(sizes) and all(0 < seconds < 0.01 for seconds in found.values())
+    assert list(found.library) == list(sizes) and all(0 < seconds < 0.01 for seconds in found.library.values())
+    assert 8 << 10 in found.own, found.said
+
+
+def test_own_sums_are_right_whoever_is_late(gpus):
+    gpus.call("parallel_jobs:own_sums", None)
+    assert parallel_jobs.own_sums(gpus.world, None) == [0, 0]
 
 
 KILLED = """

@@ -19,6 +19,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from ..models.config import ModelConfig
 from ..models.cost import Row, Storage, least_cost
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
+from ..parallel.peer_sums import graph_seconds, shared_sums
 from ..parallel.world import World
 from .floors import Floor, Rates
 
@@ -138,7 +140,24 @@ def predicted_batch(
     return seconds
 
 
-def sum_times(world: World, sizes: Sequence[int] = SIZES) -> dict[int, float]:
+class SumTimes(NamedTuple):
+    """Seconds of an all-reduce by bytes."""
+
+    library: dict[int, float]
+    """By NCCL or gloo."""
+    own: dict[int, float]
+    """By our kernels (``parallel/peer_sums.py``), of the sizes that they are tried at."""
+    said: str
+    """Why they are not there, or up to which size they are quicker."""
+
+    def best(self) -> Links:
+        """The quicker of both."""
+        worst = float("inf")
+        sizes = {*self.library, *self.own}
+        return Links({n: min(self.library.get(n, worst), self.own.get(n, worst)) for n in sizes})
+
+
+def sum_times(world: World, sizes: Sequence[int] = SIZES) -> SumTimes:
     """The job of every rank: seconds of an all-reduce of bfloat16 by bytes, as a step has them. On GPUs that is inside
     a CUDA graph, one after another, without a launch from the host."""
     group = Mesh(world, Layout(tensor=world.size)).tensor
@@ -147,37 +166,22 @@ def sum_times(world: World, sizes: Sequence[int] = SIZES) -> dict[int, float]:
         x = torch.zeros(max(1, size // 2), dtype=torch.bfloat16, device=world.device)
         repeats = max(2, min(REPEATS, (1 << 30) // size))
 
-        def work(x: torch.Tensor = x, repeats: int = repeats) -> None:
-            for _ in range(repeats):
-                group.all_reduce(x)
+        def work(x: torch.Tensor = x) -> None:
+            group.all_reduce(x)
 
         work()
-        mine = _graph_seconds(work, world.device) if x.is_cuda else _seconds(work)
-        found[size] = max(world.exchange(mine)) / repeats
-    return found
+        mine = graph_seconds(work, world.device, repeats) if x.is_cuda else _seconds(work)
+        found[size] = max(world.exchange(mine))
+    if world.device.type != "cuda":
+        return SumTimes(found, {}, "our kernels are for GPUs")
+    if group.ranks not in world.sums:
+        world.sums[group.ranks] = shared_sums(world, group)
+    sums = world.sums[group.ranks]
+    own = {} if isinstance(sums, str) else {each.nbytes: each.own for each in sums.times}
+    return SumTimes(found, own, str(sums))
 
 
 def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _graph_seconds(work: Callable[[], object], device: torch.device, replays: int = 5) -> float:
-    """Seconds of ``work`` in a CUDA graph, the best of a few replays."""
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream(device))
-    best = float("inf")
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        work()
-        graph.capture_end()
-        graph.replay()
-        for _ in range(replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) / 1e3)
-    return best

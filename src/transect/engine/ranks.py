@@ -20,10 +20,12 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from ..ops.lang.jit import has_dependent_launch
 from ..parallel.launch import Ranks
 from ..parallel.layout import Place, under_torchrun
 from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
+from ..parallel.peer_sums import PeerSums, shared_sums
 from ..parallel.rank import serve_jobs
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__
@@ -100,8 +102,6 @@ def start_engine(
     own = ranks is None
     kind: Literal["cpu", "cuda"] = "cuda" if device_for(config)[0].type == "cuda" else "cpu"
     config = replace(config, device=kind)
-    if kind == "cuda" and config.pipeline_parallel_size > 1:
-        raise ValueError("pipeline stages run on CPUs so far: leave pipeline_parallel_size out, or give device='cpu'")
     leads = leads or ranks is not None or not under_torchrun()
     if ranks is None and under_torchrun():
         ranks = Ranks.join(kind)
@@ -216,6 +216,7 @@ def _build(
     try:
         mesh = Mesh(world, config.layout)
         seed = world.exchange(secrets.randbits(64) if config.seed is None else config.seed)[0]
+        sums = _own_sums(mesh, config)
         built = build_engine(config, compilers, began, mesh, seed)
     except SharedError:
         raise
@@ -224,11 +225,8 @@ def _build(
         raise
     world.agree(_facts(config, built))
     lines = world.exchange(_role(built, mesh))
-    times = mesh.link_times()
     if mesh.tensor.size > 1:
-        how = "NCCL" if world.device.type == "cuda" else "gloo"
-        said = ", ".join(f"{_size(size)} in {seconds * 1e6:.0f} us" for size, seconds in times.items())
-        lines.append(f"sums over {mesh.tensor.size} ranks by {how}: {said}")
+        lines.append(f"sums over {mesh.tensor.size} ranks {sums or _link_times(mesh)}")
     core = built.core
     if config.check_plans:
         core.executor = _Checked(core.executor, mesh)
@@ -249,6 +247,38 @@ def _facts(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:
         "the scheduler's limits": str(limits),
         "what computes": built.kernels,
     }
+
+
+def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
+    """Have GPUs of the tensor axis sum by our kernels where that is quicker. Returns what the start says of it.
+
+    Raises:
+        ValueError: NCCL alone can sum, and would do it in another order for other batches where that must not be.
+    """
+    group, world = mesh.tensor, mesh.world
+    if group.size == 1 or world.device.type != "cuda":
+        return ""
+    found: PeerSums | str = "that was asked for"
+    if config.gpu.peer_sums:
+        if group.ranks not in world.sums:
+            world.sums[group.ranks] = shared_sums(world, group)
+        found = world.sums[group.ranks]
+    if isinstance(found, PeerSums):
+        dependent = config.gpu.dependent_launch and has_dependent_launch(world.device)
+        group.sums = found.used(dependent_launch=dependent, exact=config.deterministic)
+        return str(group.sums)
+    if config.deterministic and group.size > 2:
+        raise ValueError(
+            f"NCCL alone can sum here ({found}), and over {group.size} GPUs it adds in another order for other "
+            "batches: leave out deterministic, or take two GPUs"
+        )
+    return f"by NCCL: {found}"
+
+
+def _link_times(mesh: Mesh) -> str:
+    how = "NCCL" if mesh.world.device.type == "cuda" else "gloo"
+    said = [f"{_size(size)} in {seconds * 1e6:.0f} us" for size, seconds in mesh.link_times().items()]
+    return f"by {how}: {', '.join(said)}"
 
 
 def _role(built: BuiltEngine, mesh: Mesh) -> str:

@@ -35,7 +35,7 @@ from .decoder import Decoder, Layer
 from .embedding import Embedding
 from .moe import MoE
 from .norm import RMSNorm
-from .weights.weight import Product, StreamProduct, Weight
+from .weights.weight import Product, StreamProduct, Unsummed, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,10 @@ class FusedStack:
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         if not isinstance(context, PagedContext):
             return self._run_layers(x_TD, positions_T, context)
-        x_TD, branch_TD = self._run(x_TD, self._rotations.index_select(0, positions_T), context)
-        return x_TD if branch_TD is None else x_TD + branch_TD
+        x_TD, branch_TD, unsummed = self._run(x_TD, self._rotations.index_select(0, positions_T), context)
+        if branch_TD is None:
+            return x_TD
+        return x_TD + (branch_TD if unsummed is None else unsummed.sum(branch_TD))
 
     def hidden(
         self, tokens: Tensor, positions_T: Tensor, context: AttentionContext, places_T: Tensor | None = None
@@ -115,27 +117,32 @@ class FusedStack:
         else:  # a rank has a part of the table
             x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
             rotations_Td = self._rotations.index_select(0, positions_T)
-        return self._add_norm(*self._run(x_TD, rotations_Td, context), self._norm)[1]
+        x_TD, branch_TD, unsummed = self._run(x_TD, rotations_Td, context)
+        return self._add_norm(x_TD, branch_TD, self._norm, unsummed)[1]
 
-    def _run(self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and what is still to be added to it."""
+    def _run(
+        self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext
+    ) -> tuple[Tensor, Tensor | None, Unsummed | None]:
+        """The residual stream, what is still to be added to it, and how that is summed if it is not."""
         cos, sin = rotations_Td.chunk(2, dim=-1)
         branch_TD: Tensor | None = None
+        unsummed: Unsummed | None = None
         wanted = context.wanted
         if wanted is None and self._on_stream is not None and self._on_stream.qkv.takes(x_TD, self._layers[0].sizes):
-            return self._run_streams(x_TD, (cos, sin), context)
+            return (*self._run_streams(x_TD, (cos, sin), context), None)
         for layer in self._in_turn(self._layers):
-            x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm)
+            x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm, unsummed)
             last = None if layer is not self._layers[-1] else wanted
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
                 x_TD = x_TD.index_select(0, last.tokens_R)
                 if not len(x_TD):
-                    return x_TD, None
+                    return x_TD, None, None
             branch_TD = layer.o(attended_THd.flatten(-2))
-            x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.mlp_norm)
+            x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.mlp_norm, layer.o_unsummed)
             branch_TD = layer.down(self._gated(layer, normed_TD)) if layer.experts is None else layer.experts(normed_TD)
-        return x_TD, branch_TD
+            unsummed = layer.down_unsummed
+        return x_TD, branch_TD, unsummed
 
     def _run_streams(
         self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
@@ -157,10 +164,17 @@ class FusedStack:
             x_TD = stream.total
         raise AssertionError("a decoder has layers")
 
-    def _add_norm(self, x_TD: Tensor, branch_TD: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def _add_norm(
+        self, x_TD: Tensor, branch_TD: Tensor | None, norm: RMSNorm, unsummed: Unsummed | None
+    ) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm)."""
         if branch_TD is None:
             return x_TD, norm(x_TD)
+        if unsummed is not None:
+            found = unsummed.add_norm(branch_TD, x_TD, norm.weight, norm.eps)
+            if found is not None:
+                return found[1], found[0]
+            branch_TD = unsummed.sum(branch_TD)
         if self._fusions.add_norm:
             normed_TD, x_TD = self._ops.add_rms_norm(branch_TD, x_TD, norm.weight, norm.eps)
             return x_TD, normed_TD
@@ -223,7 +237,8 @@ class _FusedLayer:
         qkv = attention.qkv
         self.experts: MoE | None = mlp if isinstance(mlp, MoE) else None
         self.qkv = qkv.product() if fusions.qkv else _together(qkv.products())
-        self.o = attention.o.product()
+        self.o, self.o_unsummed = _ended(attention.o, fusions)
+        self.down_unsummed: Unsummed | None = None
         self.gated: Product | None = None
         self.gate_up_apart: list[Product] = []
         self.sizes: list[tuple[int, int, bool]] = []
@@ -235,10 +250,16 @@ class _FusedLayer:
         # Parts are asked for their own products only where these run: one that is joined may need a copy for that.
         self.gated = gate_up.gated_product() if fusions.gate_up else None
         self.gate_up_apart = gate_up.products() if self.gated is None else []
-        self.down = mlp.down.product()
+        self.down, self.down_unsummed = _ended(mlp.down, fusions)
         projections = (qkv, attention.o, gate_up, mlp.down)
         self.sizes = [(*weight.shape, weight is gate_up) for weight in projections]
         self.on_stream = None if streams is None else _StreamLayer.of(projections, streams)
+
+
+def _ended(weight: Weight, fusions: Fusions) -> tuple[Product, Unsummed | None]:
+    """A product that ends at the residual stream, and its sum over ranks where that is apart."""
+    unsummed = weight.unsummed() if fusions.add_norm else None
+    return (weight.product(), None) if unsummed is None else (unsummed.product, unsummed)
 
 
 def _together(products: Sequence[Product]) -> Callable[[Tensor], Sequence[Tensor]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..formats.ggml_blocks import QuantizedTensor
 
 Values = Tensor | QuantizedTensor
+"""What a file holds for a matrix."""
 ALL = slice(None)
 
 
@@ -38,6 +39,7 @@ class Layout:
 class Codes8:
     """A matrix ``[O, I]`` of 8 bits: codes int8 (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]``."""
 
+    layout: Layout
     codes: Tensor
     scale: Tensor
 
@@ -53,6 +55,7 @@ class Codes4:
     float32 ``[O, G]``, of I / G neighbours each; ``order`` int64 ``[I]``: the input that a column of the codes is for,
     None: its own."""
 
+    layout: Layout
     codes: Tensor
     scale: Tensor
     zero: Tensor

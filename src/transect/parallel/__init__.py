@@ -7,7 +7,7 @@ Ranks, for serving and training alike:
   child runs
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
 * ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
-  collectives
+  collectives; ``peer_sums.py``: sums by kernels of our own, where those are quicker than NCCL
 
 A model on them:
 
@@ -19,8 +19,11 @@ A model on them:
 
 Training on them:
 
+* ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others
+* ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
+* ``part_names.py``: how ranks name parts of a tensor in files (no torch)
 * ``training_memory.py``: how a run may be spread, and what each rank then needs (no torch)
 
 Beyond the memory of a device: ``offload/``, pinned host memory and files past the page cache

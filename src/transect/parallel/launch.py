@@ -183,7 +183,10 @@ class Ranks:
             log.warning("NCCL has not let go within %g s: this process can start no other ranks", END_S)
 
     def _abort(self) -> None:
-        """End NCCL's kernels that wait for a rank which is gone, so that this process gets its GPU back."""
+        """End kernels that wait for a rank which is gone, so that this process gets its GPU back."""
+        for sums in self.world.sums.values():
+            if not isinstance(sums, str):
+                sums.stop()
         for group in list(dist.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-AXES = ("data", "pipeline", "tensor")
+AXES = ("data", "pipeline", "context", "tensor")
 """From the outermost to the innermost: ranks of one tensor group are neighbours, so they share a host's fast links."""
 
 
@@ -17,12 +17,14 @@ class Place(NamedTuple):
     data: int
     pipeline: int
     tensor: int
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the axes. The ranks count along ``tensor`` first, then ``pipeline``, then ``data``. ``expert``: the
-    ranks along ``tensor`` and ``data`` share the experts of a model, which are cut along ``tensor`` else.
+    """Sizes of the axes. The ranks count along ``tensor`` first, then ``context``, ``pipeline`` and ``data``.
+    ``expert``: the ranks along ``tensor`` and ``data`` share the experts of a model, which are cut along ``tensor``
+    else.
 
     Raises:
         ValueError: a size is no whole number of at least 1.
@@ -32,6 +34,7 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     expert: bool = False
+    context: int = 1
 
     def __post_init__(self) -> None:
         for name in AXES:
@@ -40,14 +43,14 @@ class Layout:
                 raise ValueError(f"{name}_parallel_size must be a whole number of at least 1, got {size!r}")
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, ...]:
         """In the order of ``AXES``."""
-        return self.data, self.pipeline, self.tensor
+        return self.data, self.pipeline, self.context, self.tensor
 
     @property
     def size(self) -> int:
         """All ranks."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.context * self.tensor
 
     def place(self, rank: int) -> Place:
         """Where ``rank`` is.
@@ -58,17 +61,19 @@ class Layout:
         if not 0 <= rank < self.size:
             raise ValueError(f"there is no rank {rank} in a layout of {self.size} ranks ({self})")
         rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
         data, pipeline = divmod(rest, self.pipeline)
-        return Place(data, pipeline, tensor)
+        return Place(data, pipeline, tensor, context)
 
     def rank(self, place: Place) -> int:
         """The rank at a place."""
-        return (place.data * self.pipeline + place.pipeline) * self.tensor + place.tensor
+        at = place.data * self.pipeline + place.pipeline
+        return (at * self.context + place.context) * self.tensor + place.tensor
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}" + (
-            ", experts shared" if self.expert else ""
-        )
+        context = f", context {self.context}" if self.context > 1 else ""
+        experts = ", experts shared" if self.expert else ""
+        return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}{context}{experts}"
 
 
 def share(size: int, part: int, parts: int) -> slice:

@@ -23,7 +23,9 @@ class Mesh:
     Attributes:
         layout: the sizes of the axes.
         place: where this rank is.
-        tensor, pipeline, data: the groups along the axes that this rank belongs to.
+        tensor, context, pipeline, data: the groups along the axes that this rank belongs to.
+        replicas: the ranks that have the same weights, along data and context.
+        parts: the ranks that have one whole model between them, along pipeline and tensor.
 
     Raises:
         ValueError: the layout has more or fewer ranks than there are.
@@ -37,26 +39,23 @@ class Mesh:
             )
         self.world, self.layout = world, layout
         self.place = layout.place(world.rank)
-        groups = {}
-        for axis in AXES:
-            groups[axis] = self._group(axis)
-        self.data, self.pipeline, self.tensor = (groups[axis] for axis in AXES)
+        self.data, self.pipeline, self.context, self.tensor = (self._group(axis) for axis in AXES)
+        self.replicas = self._group("data", "context")
+        self.parts = self._group("pipeline", "tensor")
 
-    def _group(self, axis: str) -> Group:
-        """The own group along an axis. Every rank makes all groups, in the same order, as torch demands."""
+    def _group(self, *axes: str) -> Group:
+        """The own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
         own = Group.alone()
-        if getattr(self.layout, axis) == 1:
+        if all(getattr(self.layout, axis) == 1 for axis in axes):
             return own
-        seen = set()
+        found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.layout.size):
-            place = self.layout.place(rank)
-            ranks = tuple(self.layout.rank(place._replace(**{axis: at})) for at in range(getattr(self.layout, axis)))
-            if ranks in seen:
-                continue
-            seen.add(ranks)
-            group = dist.new_group(list(ranks))
+            rest = self.layout.place(rank)._replace(**dict.fromkeys(axes, 0))
+            found.setdefault(tuple(rest), []).append(rank)
+        for ranks in found.values():
+            group = dist.new_group(ranks)
             if self.world.rank in ranks:
-                own = Group(ranks, ranks.index(self.world.rank), group)
+                own = Group(tuple(ranks), ranks.index(self.world.rank), group)
         return own
 
     @cached_property

@@ -116,16 +116,6 @@ class Replicas:
             parameter.grad = None
 
     @torch.no_grad()
-    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The 2-norm of all ranks' ``gradients`` together, a float32 scalar, the same to the bit on every rank."""
-        device = next(iter(self.parameters.values())).device
-        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32) if gradients else []
-        square = torch.stack(list(norms)).square().sum() if norms else torch.zeros((), device=device)
-        if not self.zero:
-            return square.sqrt()
-        return self.group.all_reduce(square.reshape(1))[0].sqrt()
-
-    @torch.no_grad()
     def share(self) -> None:
         """After a step: send what this rank has updated to the others."""
         if not self.zero:
@@ -138,17 +128,27 @@ class Replicas:
                 for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                     parameter.copy_(values.view_as(parameter))
 
+    def writes(self, name: str) -> bool:
+        """Whether this rank keeps the state of a parameter in a file. What all ranks have they share out."""
+        if self.zero:
+            return self.owner[name] == self.group.rank
+        return list(self.parameters).index(name) % self.group.size == self.group.rank
+
+    def stored_name(self, name: str) -> str:
+        """The name of a state (``parameter/kind``) in a file: it is whole."""
+        return name
+
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The optimizer's state of all ranks (``name/kind``) on the CPU of the first one; on others nothing. All call
         it."""
         if not self.zero:
-            return _on_cpu(tensors) if self.group.rank == 0 else {}
+            return on_cpu(tensors) if self.group.rank == 0 else {}
         return gather_tensors(self.group, tensors)
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of a whole state that belongs to this rank."""
         own = self.owned
-        return {name: tensor for name, tensor in tensors.items() if name.rpartition("/")[0] in own}
+        return {name: tensors[name] for name in tensors if name.rpartition("/")[0] in own}
 
     # Buckets on their way
 
@@ -224,7 +224,16 @@ def _buckets(parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], b
     return buckets
 
 
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def square_of(gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all gradients, a float32 scalar; 0 where there are none."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
+    return torch.stack(list(norms)).square().sum()
+
+
+def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
@@ -233,7 +242,7 @@ def gather_tensors(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     everybody: list[Any] = [None] * group.size
     dist.all_gather_object(everybody, mine, group=group.group)
-    found = _on_cpu(tensors) if group.rank == 0 else {}
+    found = on_cpu(tensors) if group.rank == 0 else {}
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     for rank in range(1, group.size):
         for name, (shape, dtype) in everybody[rank].items():

@@ -197,6 +197,13 @@ class Shard:
         _, layer, inner = name.split(".", 2)
         return f"layers.{int(layer) - self.layers.start}.{inner}"
 
+    def whole_name(self, own: str) -> str:
+        """The other way round: the name in the whole model of a weight of this rank's model."""
+        if not own.startswith("layers."):
+            return own
+        _, layer, inner = own.split(".", 2)
+        return f"layers.{int(layer) + self.layers.start}.{inner}"
+
     def _even(self, size: int, of_key_heads: bool = False) -> slice:
         parts = min(self.ranks, self.model.n_kv_heads) if of_key_heads else self.ranks
         at = self.rank * parts // self.ranks

@@ -5,9 +5,11 @@ goes straight into this rank's heads or feed-forward units. These two do:
 
 * ``SummedShard`` around a matrix that is cut by its inputs (o, down): its product ends in an all-reduce;
 * ``GatheredShard`` around the rows of the head that a rank has: the logits of all ranks are gathered, so each of them
-  draws from the whole vocabulary, and all draw the same token.
+  draws from the whole vocabulary, and all draw the same token. This is for inference: gathered logits have no gradient,
+  and training takes ``split_loss.py``.
 
-The matrix inside may be of any kind. They are for inference; a product has no gradient here.
+The matrix inside may be of any kind. In training ``parallelize.py`` adds what the backward pass needs where a layer's
+cut part begins; with sequence parallelism a sum ends in the rank's own rows.
 
 Shapes: T tokens, I inputs, O outputs, V vocabulary.
 """
@@ -24,9 +26,11 @@ from torch import Tensor, nn
 from ..models.decoder import Decoder
 from ..models.staging import Staging
 from ..models.storage import WeightFormat
+from ..models.stored import Layout
 from ..models.weights.dense import Dense
-from ..models.weights.weight import Kinds, Product, Values, Weight, WeightKind
+from ..models.weights.weight import Kinds, Product, Unsummed, Values, Weight, WeightKind
 from ..ops.opset import OpSet
+from .differentiable import scattered, summed
 from .group import Group
 from .shards import Shard, vocabulary_share
 
@@ -38,6 +42,9 @@ class ShardKind(Weight):
 
     def load(self, values: Values, staging: Staging) -> None:
         self.inner.load(values, staging)
+
+    def takes(self, layout: Layout) -> bool:
+        return self.inner.takes(layout)
 
     def dense(self) -> Tensor:
         return self.inner.dense()
@@ -68,14 +75,28 @@ class ShardKind(Weight):
 class SummedShard(ShardKind):
     """``[O, I / ranks]`` of a matrix ``[O, I]``. The bias is whole on every rank, and added after the sum."""
 
-    def __init__(self, inner: Weight, group: Group, bias: Tensor | None) -> None:
+    def __init__(self, inner: Weight, group: Group, bias: Tensor | None, sequence: bool = False) -> None:
         super().__init__(inner.out_features, inner.in_features)
-        self.inner, self.group = inner, group
+        self.inner, self.group, self.sequence = inner, group, sequence
         self.add_bias(bias)
 
+    def refuses_merging(self) -> str | None:
+        return "its products end in sums over the ranks of parallel.tensor"
+
     def _after(self, y: Tensor) -> Tensor:
-        y = self.group.all_reduce(y)
+        y = _total(y, self.group, self.sequence)
         return y if self.bias is None else y + self.bias
+
+    def unsummed(self) -> Unsummed | None:
+        sums = self.group.sums
+        if sums is None or sums.exact or self.bias is not None:
+            return None
+        found = sums
+
+        def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+            return found.add_norm(x, residual, weight, eps) if found.takes(x, norm=True) else None
+
+        return Unsummed(self.inner.product(), self.group.all_reduce, add_norm)
 
 
 class GatheredShard(ShardKind):
@@ -107,18 +128,19 @@ class ShardedEmbedding(nn.Module):
 
     Args:
         table: a module that gathers rows of this rank's part.
+        sequence: a rank gets its own rows of the result alone.
     """
 
-    def __init__(self, table: nn.Module, group: Group, tokens: slice) -> None:
+    def __init__(self, table: nn.Module, group: Group, tokens: slice, sequence: bool = False) -> None:
         super().__init__()
-        self.table, self.group = table, group
+        self.table, self.group, self.sequence = table, group, sequence
         self.start, self.count = tokens.start, tokens.stop - tokens.start
 
     def forward(self, index_T: Tensor) -> Tensor:
         own_T = index_T - self.start
         inside_T = (own_T >= 0) & (own_T < self.count)
         rows_TD = self.table(own_T.clamp(0, self.count - 1))
-        return self.group.all_reduce(torch.where(inside_T[:, None], rows_TD, 0))
+        return _total(torch.where(inside_T[:, None], rows_TD, 0), self.group, self.sequence)
 
     @property
     def weight(self) -> nn.Parameter | None:
@@ -140,11 +162,19 @@ class ShardedEmbedding(nn.Module):
         self.table.load(values, staging)  # type: ignore[operator]
 
 
-def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group) -> Kinds:
+def _total(y: Tensor, group: Group, sequence: bool) -> Tensor:
+    """The sum of all ranks' y, or the own rows of it."""
+    if sequence:
+        return scattered(y, group)
+    return summed(y, group) if y.requires_grad else group.all_reduce(y)
+
+
+def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group, *, sequence: bool = False) -> Kinds:
     """The kinds of a model that is ``shard.local``, with those above around the matrices that need one.
 
     Args:
         kinds: what the matrices are inside; None: all are dense.
+        sequence: between layers each rank has its own rows (tokens) alone.
     """
     inner_kind: Kinds = kinds or _dense
 
@@ -153,7 +183,7 @@ def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group) -> Kinds:
         if group.size == 1:
             return made
         if name in ("attention.o", "mlp.down"):
-            return _wrapped(made, lambda inner, bias: SummedShard(inner, group, bias))
+            return _wrapped(made, lambda inner, bias: SummedShard(inner, group, bias, sequence))
         if name == "mlp.experts_down" and shard.rank and shard.expert_ranks == 1:
             return _without_bias(made)  # their sums have that of rank 0
         if name == "head":

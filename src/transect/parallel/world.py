@@ -15,11 +15,14 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .peer_sums import PeerSums
 
 T = TypeVar("T")
 
@@ -61,6 +64,8 @@ class World:
         self.device = device
         self.on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         """How many ranks share this host."""
+        self.sums: dict[tuple[int, ...], PeerSums | str] = {}
+        """By the ranks of a group: sums through memory that its GPUs share, or why there are none."""
         self._sent: list[tuple[dist.Work, Tensor]] = []
         """Messages on their way, kept until they are there."""
         self._control = dist.new_group(backend="gloo", timeout=FOR_EVER)

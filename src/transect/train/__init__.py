@@ -20,13 +20,11 @@
   is, measured through the engine.
 * ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy. ``optim/``: AdamW, 8-bit AdamW, Muon.
   ``schedule.py``: the learning rate.
-* ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
+* ``checkpoint.py``: atomic, asynchronous, checksummed directories; ``parts.py``: of several ranks;
+  ``stored_state.py``: their tensors. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
-<<<<<<< HEAD
 * ``best.py``: the best checkpoint, and early stopping. ``samples.py``: answers while training.
-=======
 * ``export.py``: adapters and merged models for other programs.
->>>>>>> main
 * ``crew.py``: the ranks that train together, as the loop sees them; ``follow.py``: how they are started, and what all
   but the first do.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.

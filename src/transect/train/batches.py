@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .mixing import mixed
@@ -64,6 +65,23 @@ class Batch:
             for x in (self.tokens_T, self.labels_T, self.positions_T, self.cu_seqlens)
         )
         return Batch(tokens, labels, positions, bounds, self.num_labels, self.longest)
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """The batch with so many tokens more, in a document of their own and without labels, that their number is a
+    multiple."""
+    more = -batch.num_tokens % multiple
+    if not more:
+        return batch
+    count = batch.num_tokens + more
+    return Batch(
+        F.pad(batch.tokens_T, (0, more)),
+        F.pad(batch.labels_T, (0, more), value=IGNORE),
+        torch.cat((batch.positions_T, torch.arange(more, device=batch.positions_T.device))),
+        F.pad(batch.cu_seqlens, (0, 1), value=count),
+        batch.num_labels,
+        max(batch.longest, more),
+    )
 
 
 def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:

@@ -2,8 +2,8 @@
 
 ``Crew`` is what the loop knows of other ranks. Alone it sums micro-batches, and is all there is. With others every
 rank runs the same ``Trainer`` over the same data, computes its share of each step's micro-batches, and takes the same
-step; what is written and shown is the first rank's business. How gradients are summed and what each rank keeps is in
-``parallel/replicas.py`` and ``parallel/sharded.py``.
+step; what is written and shown is the first rank's business. What each rank has of the model, and how gradients are
+summed, is the business of ``parallel/parallelize.py``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..parallel.group import Group
-from ..parallel.layout import Layout, check_shares
+from ..models.stored import StoredWeights
+from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
+from ..parallel.parallelize import Parallel, Plan, parallelize
 from ..parallel.replicas import Replicas
 from ..parallel.sharded import Sharded
 from ..parallel.world import World
@@ -43,25 +45,55 @@ class Crew:
 
     def __init__(self, config: TrainConfig, world: World | None) -> None:
         check(config)
+        layout = config.parallel.layout
         size = 1 if world is None else world.size
-        if size != config.parallel.data:
+        if size != layout.size:
             raise ValueError(
-                f"parallel.data is {config.parallel.data}, and {size} ranks were started: start as many, or set "
-                f"parallel.data to {size}"
+                f"the run is for {layout.size} ranks ({layout}), and {size} were started: start as many, or make the "
+                f"sizes under parallel multiply to {size}"
             )
         self.config, self.world = config, world
-        self.group = Group.alone() if world is None else Mesh(world, Layout(data=size)).data
-        self.spread: Replicas | Sharded | None = None
+        self.mesh = None if world is None else Mesh(world, layout)
+        self.parallel: Parallel | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.world is None else self.world.rank
+
+    @property
+    def _writers(self) -> Replicas | Sharded | None:
+        """The ranks that keep their part of the state in a checkpoint; None: the first one keeps all of it."""
+        parallel = self.parallel
+        return None if parallel is None or parallel.cut else parallel.spread
+
+    @property
+    def writers(self) -> int:
+        """How many ranks keep a part of the state in a checkpoint."""
+        return 1 if self._writers is None else self._writers.group.size
 
     @property
     def leads(self) -> bool:
         """Whether this rank writes and shows things."""
-        return self.group.rank == 0
+        return self.world is None or self.world.rank == 0
+
+    def cut(self, trainable: Trainable) -> Trainable:
+        """This rank's part of a model that all ranks have with the same weights. ValueError if it cannot be cut so."""
+        if self.mesh is None:
+            return trainable
+        parallel = self.config.parallel
+        plan = Plan(zero=parallel.zero, reduce_dtype=REDUCE[parallel.reduce], sequence=parallel.sequence)
+        found = self.parallel = parallelize(trainable.model, self.mesh, plan)
+        return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
+
+    def local(self, weights: StoredWeights) -> StoredWeights:
+        """Of the weights of a whole model those that this rank has."""
+        return weights if self.parallel is None else self.parallel.local(weights)
 
     def take(
         self, trainable: Trainable, recompute: bool
     ) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Sequence[int]]]:
-        """Spread a model, which all ranks have with the same weights, over them.
+        """Share the work on what ``cut`` gave, when all weights are there.
 
         Args:
             recompute: layers are computed again in the backward pass; looked at where weights are sharded.
@@ -69,29 +101,24 @@ class Crew:
         Returns:
             What the optimizer of this rank updates, and the shapes of all the run's parameters.
         """
-        parallel = self.config.parallel
-        if self.group.size == 1:
-            return trainable.parameters, {name: p.shape for name, p in trainable.parameters.items()}
-        if parallel.zero == 3:
-            self.spread = Sharded(
-                self.group, trainable.model, recompute=recompute, reduce_dtype=REDUCE[parallel.reduce]
-            )
-        else:
-            self.spread = Replicas(self.group, trainable.parameters, parallel.zero, REDUCE[parallel.reduce])
-        return self.spread.owned, {name: p.shape for name, p in self.spread.parameters.items()}
+        shapes = {name: parameter.shape for name, parameter in trainable.parameters.items()}
+        if self.parallel is None:
+            return trainable.parameters, shapes
+        return self.parallel.share(trainable.parameters, recompute), shapes
 
     def offload(self) -> Offload | None:
         """How this rank offloads its optimizer; None: it does not."""
         parallel = self.config.parallel
         if parallel.offload == "none":
             return None
-        rank = self.group.rank if self.world is None else self.world.rank
-        cores = self.config.threads or len(os.sched_getaffinity(0)) // self.group.size
+        rank, ranks = (0, 1) if self.world is None else (self.world.rank, self.world.on_host)
+        alone = self.parallel is None or self.parallel.spread is None
+        cores = self.config.threads or len(os.sched_getaffinity(0)) // ranks
         return Offload(
             folder=str(Path(parallel.offload_path) / f"rank-{rank}") if parallel.offload_path else "",
             delay=parallel.delayed_update,
-            watch=self.spread is None,
-            wide=self.spread is not None or self.config.accumulate > 1,
+            watch=self.parallel is None,
+            wide=not alone or self.config.accumulate > 1,
             threads=max(1, cores),
         )
 
@@ -109,37 +136,55 @@ class Crew:
             The global norm of the gradient, a float32 scalar.
         """
         labels = sum(batch.num_labels for batch in batches)
-        if self.spread is None:
+        if self.parallel is None or self.parallel.spread is None:
             for index, batch in enumerate(batches):
                 if batch.num_labels:
                     _backward(loss_of(index, batch), batch.num_labels / labels, losses[index])
                     if len(batches) > 1:
                         optimizer.gather()
-            return optimizer.gradient_norm()
-        check_shares(len(batches), self.group.size)
-        todo = list(enumerate(batches))[self.group.rank :: self.group.size]
-        if isinstance(self.spread, Sharded):  # every rank runs as many, also one whose share has no labels
+            if self.parallel is None:
+                return optimizer.gradient_norm()
+            gradients = optimizer.gradients()
+        else:
+            gradients = self._shared(self.parallel.spread, batches, labels, loss_of, losses)
+        self.parallel.complete(gradients)
+        optimizer.give(gradients)
+        return self.parallel.norm(gradients)
+
+    def _shared(
+        self,
+        spread: Replicas | Sharded,
+        batches: Sequence[Batch],
+        labels: int,
+        loss_of: Callable[[int, Batch], Tensor],
+        losses: Tensor,
+    ) -> dict[str, Tensor]:
+        """The own micro-batches of a step, and the sum of all ranks' gradients."""
+        assert self.mesh is not None
+        place, size = self.mesh.place.data, self.mesh.layout.data
+        check_shares(len(batches), size)
+        todo = list(enumerate(batches))[place::size]
+        if isinstance(spread, Sharded):  # every rank runs as many, also one whose share has no labels
             some = next(batch for batch in batches if batch.num_labels)
             todo = [(index, batch if batch.num_labels else some) for index, batch in todo]
         else:
             todo = [(index, batch) for index, batch in todo if batch.num_labels]
-        for place, (index, batch) in enumerate(todo):
-            last = place + 1 == len(todo)
-            with self.spread.last() if last else nullcontext():
+        for number, (index, batch) in enumerate(todo, 1):
+            last = number == len(todo)
+            with spread.last() if last else nullcontext():
                 _backward(loss_of(index, batch), batches[index].num_labels / labels, losses[index])
             if not last:
-                self.spread.collect()
-        gradients = self.spread.reduce()
-        self.group.all_reduce(losses)
-        optimizer.give(gradients)
-        return self.spread.norm(gradients)
+                spread.collect()
+        gradients = spread.reduce()
+        self.mesh.replicas.all_reduce(losses)
+        return gradients
 
     def stepped(self, optimizer: Optimizer) -> None:
         """After the optimizer's step: have everybody's updates, and forget the gradients."""
         optimizer.zero_grad()
-        if self.spread is not None:
-            self.spread.share()
-            self.spread.clear()
+        if self.parallel is not None and self.parallel.spread is not None:
+            self.parallel.spread.share()
+            self.parallel.spread.clear()
 
     def any(self, flag: bool) -> bool:
         """Whether a rank says so; all ask together."""
@@ -158,17 +203,23 @@ class Crew:
     def snapshot(self, trainable: Trainable) -> Callable[[Path], None]:
         """What writes the weights of now into a directory, see ``Trainable.snapshot``; of use on the first rank alone.
         All ask together."""
-        if isinstance(self.spread, Sharded):
-            return trainable.snapshot(self.spread.state())
+        parallel = self.parallel
+        if parallel is None or (parallel.spread is None and not parallel.cut):
+            return trainable.snapshot()
+        weights = parallel.weights()
+        if weights is not None:
+            return trainable.snapshot(weights)
         return trainable.snapshot() if self.leads else lambda directory: None
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """The optimizer's whole state, as of a run on one rank, on the CPU of the first rank, nothing on the others;
-        all ask together."""
-        tensors = optimizer.state_tensors()
-        if self.spread is not None:
-            return self.spread.whole_state(tensors)
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        """This rank's part of the optimizer's state, on the CPU, by the names that ``StoredTensors`` reads; all ask
+        together. Where the model is cut the first rank has all of it."""
+        spread = self._writers
+        if spread is not None:
+            return {spread.stored_name(name): part for name, part in optimizer.lent(spread.writes).items()}
+        if self.parallel is not None:
+            return self.parallel.whole_state(optimizer.state_tensors())
+        return optimizer.lent()
 
     def load_state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Put back this rank's part of a whole state, of a run on however many ranks.
@@ -176,7 +227,7 @@ class Crew:
         Raises:
             ValueError: it is of another run.
         """
-        optimizer.load_state_tensors(tensors if self.spread is None else self.spread.own_state(tensors), steps)
+        optimizer.load_state_tensors(tensors if self.parallel is None else self.parallel.own_state(tensors), steps)
 
 
 def check(config: TrainConfig) -> None:
@@ -188,11 +239,13 @@ def check(config: TrainConfig) -> None:
     parallel = config.parallel
     if parallel.offload != "none":
         _check_offload(config)
-    if parallel.data == 1:
+    if parallel.layout.size == 1:
         return
     check_shares(config.accumulate, parallel.data)
     if config.objective == "grpo":
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
+    if parallel.tensor > 1:
+        _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
     if parallel.zero == 3 and config.task in ("lora", "qlora"):
         raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
     if parallel.zero == 3 and config.samples.prompts:
@@ -202,6 +255,22 @@ def check(config: TrainConfig) -> None:
             f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{config.optimizer.name}" cannot: '
             'set parallel.zero to 2, or optimizer.name to "adamw"'
         )
+
+
+def _check_cut(config: TrainConfig, what: str, key: str) -> None:
+    """See that a run is one whose model can be cut; ``what`` cuts it, and ``key`` set to 1 would not."""
+    instead = f"set {key} to 1, and parallel.data to the number of ranks"
+    if config.task in ("lora", "qlora"):
+        raise ValueError(f"{what} is for runs that train all weights, and adapters stand beside whole ones: {instead}")
+    if config.objective != "next_token":
+        raise ValueError(f'{what} is for objective = "next_token", not {config.objective!r}: {instead}')
+    if config.optimizer.name != "adamw":
+        raise ValueError(
+            f'{what} updates parts of matrices, which optimizer.name = "{config.optimizer.name}" cannot: {instead}, '
+            'or optimizer.name to "adamw"'
+        )
+    if config.samples.prompts:
+        raise ValueError(f"samples are drawn from a whole model, and {what} cuts it: {instead}")
 
 
 def _check_offload(config: TrainConfig) -> None:

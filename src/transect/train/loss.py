@@ -13,7 +13,8 @@ from ..models.decoder import Decoder
 from ..ops.loss.linear_cross_entropy_cpu import LinearCrossEntropy
 from ..ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from ..ops.registry import Unavailable, get
-from .batches import IGNORE, Batch
+from ..parallel.parallelize import Parallel
+from .batches import IGNORE, Batch, padded
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +38,27 @@ def token_loss(device: torch.device) -> TokenLoss:
     return loss
 
 
-def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss) -> Tensor:
-    """Mean loss over the batch's labels, a scalar. The batch is on the model's device."""
+def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel | None = None) -> Tensor:
+    """Mean loss over the batch's labels, a scalar. The batch is on the model's device; ``parallel`` has the ranks that
+    compute it together."""
+    if parallel is not None:
+        batch = padded(batch, parallel.token_multiple)
     context = VarlenContext(batch.cu_seqlens, model.ops)
     hidden_TD = model(batch.tokens_T, batch.positions_T, context)
+    if parallel is not None:
+        return parallel.loss(hidden_TD, batch.labels_T, IGNORE, loss)
     return loss(hidden_TD, model.head.dense(), batch.labels_T, IGNORE)
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, batches: Iterable[Batch], loss: TokenLoss) -> tuple[float, int]:
+def evaluate(
+    model: Decoder, batches: Iterable[Batch], loss: TokenLoss, parallel: Parallel | None = None
+) -> tuple[float, int]:
     """Mean loss in nats over all labels of the batches, and how many labels that is."""
     total, count = 0.0, 0
     device = model.norm.weight.device
     for batch in batches:
         if batch.num_labels:
-            total += float(batch_loss(model, batch.to(device), loss)) * batch.num_labels
+            total += float(batch_loss(model, batch.to(device), loss, parallel)) * batch.num_labels
             count += batch.num_labels
     return total / max(count, 1), count

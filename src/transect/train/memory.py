@@ -81,7 +81,14 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
     parallel = config.parallel
     elsewhere = parallel.offload != "none" and (device.type == "cuda" or bool(parallel.offload_path))
     reduce = 4 if parallel.reduce == "float32" else 2
-    return Spread(data=parallel.data, zero=parallel.zero, reduce=reduce, host_state=elsewhere)
+    return Spread(
+        data=parallel.data,
+        zero=parallel.zero,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        reduce=reduce,
+        host_state=elsewhere,
+    )
 
 
 def _numbers(model: ModelConfig) -> int:

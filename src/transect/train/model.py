@@ -20,6 +20,7 @@ from ..models.stored import StoredWeights
 from ..models.weights.dropout import Moment
 from ..models.weights_hf import save_hf
 from ..ops.opset import OpSet, resolve_ops
+from ..parallel.parallelize import Parallel
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.model_text import template_text
@@ -53,6 +54,9 @@ class Trainable:
     moment: Moment
     """The place in the run, for dropout; the trainer moves it."""
     own_template: str = ""
+    parallel: Parallel | None = None
+    """The ranks that the model is spread over, where there are others; ``model`` and ``parameters`` are then this
+    rank's part."""
 
     @property
     def adapted(self) -> bool:

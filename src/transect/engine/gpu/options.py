@@ -21,6 +21,7 @@ class GPUOptions:
         prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
+        peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
 
     Raises:
         ValueError: a switch is neither True nor False.
@@ -33,6 +34,7 @@ class GPUOptions:
     prompt_attention: bool = True
     prune_last_layer: bool = True
     copy_kernels: bool = True
+    peer_sums: bool = True
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -26,12 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
 from ...ops.moe.triton import triton_grouped_linear
@@ -40,13 +39,12 @@ from ...ops.registry import Cost
 from ..cost import product_cost
 from ..staging import Staging
 from ..storage import WeightFormat
+from ..stored import Layout, Values
 
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import Size, Stream, StreamProducts
 
-Values = Tensor | QuantizedTensor
-"""What a file holds for a matrix."""
 Product = Callable[[Tensor], Tensor]
 Dimension = Literal["out", "in"]
 
@@ -66,6 +64,17 @@ class StreamProduct(Protocol):
     def plain(self, x: Tensor) -> Tensor: ...
 
     def gated(self, stream: Stream) -> Tensor: ...
+
+
+class Unsummed(NamedTuple):
+    """A product without the sum over ranks, which can be part of the residual add and norm behind it."""
+
+    product: Product
+    sum: Product
+    """The sum over ranks alone."""
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor] | None]
+    """``(branch, residual, weight, eps) -> (RMSNorm of total, total)`` with total = residual + the sum of ``branch``;
+    None where that is not quicker than one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +189,10 @@ class Weight(nn.Module):
         """
         raise ValueError(f"{type(self).__name__} is not filled from files")
 
+    def takes(self, layout: Layout) -> bool:
+        """Whether ``load`` takes a matrix as a checkpoint packs it, ``Stored.codes``, and not only its values."""
+        return False
+
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
         """Random values, normal with deviation ``std``."""
         like = self.training_part().like
@@ -209,6 +222,10 @@ class Weight(nn.Module):
 
     def stream_product(self, products: StreamProducts) -> StreamProduct | None:
         """Its products on the residual stream by ``products``."""
+        return None
+
+    def unsummed(self) -> Unsummed | None:
+        """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
         return None
 
     def join(self) -> Weight | None:

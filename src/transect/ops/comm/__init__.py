@@ -1,4 +1,6 @@
-"""Copies between memories.
+"""Copies between memories, and sums between GPUs.
 
-* ``ring_copy.py``  a step's inputs from the host and its results back, as kernels of the step's CUDA graph
+* ``ring_copy.py``   a step's inputs from the host and its results back, as kernels of the step's CUDA graph
+* ``all_reduce.py``  sums over ranks, with the residual add and norm that follow (``all_reduce.cu``);
+  ``peer_memory.py``: the memory that they go through
 """

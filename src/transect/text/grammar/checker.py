@@ -28,6 +28,8 @@ SLOWEST_MASK_S = 0.1
 PATIENCE_S = 30.0
 """For the process to start and take in the vocabulary."""
 POLL_S = 0.02
+BUSY = 6
+"""How much longer than its processor time compiling may take."""
 LENGTH_BYTES = 8
 _CHECK, _TRANSLATE, _RIGHT, _WRONG = b"c", b"t", b"+", b"-"
 """How messages and answers begin."""
@@ -76,7 +78,9 @@ class Checker:
     """One such process, started when it is first needed; for one thread.
 
     Args:
-        seconds, nbytes: what compiling may take, in time and in memory beyond what the process has anyway.
+        seconds: of processor time that compiling may take, and a sixth of what it may take on a machine that is busy
+            with other things.
+        nbytes: of memory that it may take beyond what the process has anyway.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, seconds: float = 1.5, nbytes: int = 512 * 2**20) -> None:
@@ -145,9 +149,9 @@ class Checker:
         return process
 
     def _answer(self, process: subprocess.Popen[bytes]) -> bytes:
-        deadline = time.monotonic() + self._seconds
+        latest, most = time.monotonic() + BUSY * self._seconds, _processor_seconds(process.pid) + self._seconds
         while not _readable(process, POLL_S):
-            if time.monotonic() > deadline:
+            if _processor_seconds(process.pid) > most or time.monotonic() > latest:
                 self.close()
                 raise ValueError(f"compiling it takes longer than {self._seconds:g} s: make it simpler")
             if _memory(process.pid) > self._resting + self._nbytes:
@@ -169,6 +173,15 @@ def _memory(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def _processor_seconds(pid: int) -> float:
+    """What a process has used; 0 where that is not told."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _write(pipe: IO[bytes] | None, data: bytes) -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ...parallel.layout import Layout
 from .parse import positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Data parallelism: each rank computes some micro-batches of a step, and all take the step of their sum.
+    """How a run is spread over ranks, each with a device of its own. A step is the same, to rounding, however it is
+    spread. There are ``data * tensor`` ranks.
 
     Attributes:
-        data: ranks, each with a device of its own. A step is the same, to rounding, for any number of them: they share
-            its ``accumulate`` micro-batches.
-        zero: what is cut over the ranks: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
+        data: ranks that share the ``accumulate`` micro-batches of a step.
+        zero: what is cut over these: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
             gathered layer by layer. Each needs less memory and sends more.
-        reduce: what gradients are summed in: ``float32`` or ``bfloat16``.
+        reduce: what gradients are summed in over these: ``float32`` or ``bfloat16``.
+        tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
+        sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
+            them, and their results are kept once.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload).
         offload_path: a folder on a fast disk (NVMe) in place of host memory, where the states are in a file while the
@@ -31,14 +35,18 @@ class ParallelConfig:
     data: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     reduce: Literal["float32", "bfloat16"] = "float32"
+    tensor: int = 1
+    sequence: bool = False
     offload: Literal["none", "optimizer"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
 
     def __post_init__(self) -> None:
-        positive(self, "data")
+        positive(self, "data", "tensor")
         if self.zero and self.data == 1:
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence shares tokens between ranks of parallel.tensor: set that to 2 or more")
         for name in ("offload_path", "delayed_update"):
             if getattr(self, name) and self.offload == "none":
                 raise ValueError(
@@ -46,3 +54,8 @@ class ParallelConfig:
                 )
         if self.delayed_update and self.offload_path:
             raise ValueError("parallel.delayed_update is for states in host memory: leave parallel.offload_path out")
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks along each axis."""
+        return Layout(tensor=self.tensor, data=self.data)

@@ -67,7 +67,7 @@ class NextToken(Objective):
 
     def loss(self, batch: Batch) -> Tensor:
         with self._balance.watching():
-            loss = batch_loss(self._trainable.model, batch, self._loss)
+            loss = batch_loss(self._trainable.model, batch, self._loss, self._trainable.parallel)
         return loss + self._balance.loss()
 
     def metrics(self) -> Mapping[str, float]:
@@ -76,7 +76,8 @@ class NextToken(Objective):
     def evaluate(self) -> Evaluation | None:
         if self.validation is None:
             return None
-        loss, labels = evaluate(self._trainable.model, self.validation.one_epoch(), self._loss)
+        own = self._trainable
+        loss, labels = evaluate(own.model, self.validation.one_epoch(), self._loss, own.parallel)
         if self._validation_bytes is None:
             self._validation_bytes = self._count_bytes(self.validation)
         return Evaluation(loss, labels, self._validation_bytes)

@@ -1,0 +1,53 @@
+"""Memory of a GPU that other processes of the host can write to, by CUDA's handles (``cudaIpcGetMemHandle``)."""
+
+from __future__ import annotations
+
+import ctypes
+
+from ..lang.cuda import bind
+
+HANDLE = 64
+"""Bytes of a handle."""
+
+
+class PeerMemory:
+    """So many bytes on the current GPU, as ``all_reduce.cu`` begins with them.
+
+    Raises:
+        Unavailable: no GPU, or nothing to build ``all_reduce.cu`` with.
+        RuntimeError: CUDA refused; some virtual machines and containers do not share memory between processes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(HANDLE)
+        make = bind("all_reduce", "transect_peer_make", "lpp")
+        _check("shared", make(nbytes, ctypes.addressof(pointer), ctypes.addressof(handle)))
+        assert pointer.value is not None
+        self.address, self.handle, self.nbytes = pointer.value, handle.raw, nbytes
+
+    @staticmethod
+    def opened(handle: bytes) -> int:
+        """The address, here, of the memory of another process.
+
+        Raises:
+            RuntimeError: CUDA refused.
+        """
+        pointer, copy = ctypes.c_void_p(), ctypes.create_string_buffer(handle, HANDLE)
+        open_ = bind("all_reduce", "transect_peer_open", "pp")
+        _check("opened", open_(ctypes.addressof(copy), ctypes.addressof(pointer)))
+        assert pointer.value is not None
+        return pointer.value
+
+    @staticmethod
+    def close(address: int) -> None:
+        """Let go of the memory of another process."""
+        _check("closed", bind("all_reduce", "transect_peer_close", "p")(address))
+
+    def free(self) -> None:
+        """Give the memory back, when no other process has it open."""
+        _check("freed", bind("all_reduce", "transect_peer_free", "p")(self.address))
+
+
+def _check(what: str, code: int) -> None:
+    if code:
+        raise RuntimeError(f"memory of a GPU could not be {what} between processes: CUDA error {code}")

@@ -1,0 +1,44 @@
+"""Runs on several ranks, and what is compared of them."""
+
+import torch
+from safetensors.torch import load_file
+
+from transect.train import checkpoint
+from transect.train.follow import JOB, Run
+
+
+def curve(pair, config, found=None):
+    """Losses and norms of a run, spread where it asks for ranks; and its last checkpoint."""
+    run = Run(config.to_dict(), None if found is None else found.path)
+    spread = config.parallel.layout.size > 1
+    if spread:
+        pair.call(JOB, run)
+    log = []
+
+    class Listener:
+        def step(self, record):
+            log.append((record.loss, record.gradient_norm))
+
+        def evaluation(self, record):
+            log.append((record.loss, 0.0))
+
+    path = run.trainer(pair.world if spread else None).run([Listener()])
+    return log, checkpoint.newest(path)
+
+
+def tensors_of(found):
+    """Weights and optimizer state by name."""
+    return {**found.tensors, **load_file(found.path / "model.safetensors")}
+
+
+def same_runs(one, two):
+    """Two results of ``curve`` agree: losses, norms, weights, the optimizer's state."""
+    (mine, found), (theirs, other) = one, two
+    assert len(mine) == len(theirs)
+    for column, tolerance in ((0, {"rtol": 0, "atol": 1e-5}), (1, {"rtol": 1e-3, "atol": 1e-6})):
+        ours, ones = (torch.tensor([record[column] for record in log]) for log in (mine, theirs))
+        torch.testing.assert_close(ours, ones, **tolerance)
+    here, there = tensors_of(found), tensors_of(other)
+    assert here.keys() == there.keys()
+    for name in here:
+        torch.testing.assert_close(here[name], there[name], rtol=1e-3, atol=1e-5)

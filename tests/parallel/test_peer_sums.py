@@ -1,0 +1,113 @@
+"""Which sums go through our kernels, and a stack that leaves its sums to the norms behind them. On real ranks:
+``test_gpus.py``."""
+
+import pytest
+import torch
+
+from transect.models.config import ModelConfig
+from transect.models.context import PagedContext
+from transect.models.decoder import Decoder
+from transect.models.fused_stack import FusedStack
+from transect.ops.norm import add_rms_norm
+from transect.ops.opset import resolve_ops
+from transect.parallel.group import Group
+from transect.parallel.peer_sums import MOST_BYTES, PeerSums, Timed, quicker_up_to
+from transect.parallel.shards import Shard
+from transect.parallel.tensor import sharded_kinds
+
+KIB = 1024
+TINY = ModelConfig(
+    architecture="llama", vocab_size=64, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96,
+    max_position=64,
+)  # fmt: skip
+
+
+def test_the_first_size_that_nccl_is_quicker_with_ends_it():
+    times = [Timed(8 * KIB, 4e-6, 7e-6), Timed(64 * KIB, 6e-6, 8e-6), Timed(512 * KIB, 12e-6, 10e-6)]
+    assert quicker_up_to(times) == 64 * KIB
+    assert quicker_up_to(times[:2]) == MOST_BYTES
+    assert quicker_up_to(times[2:]) == 0
+    said = str(PeerSums(FakePeers(), 64 * KIB, times))
+    assert said == (
+        "up to 64 KiB by our kernel: 8 KiB in 4.0 us (NCCL 7.0), 64 KiB in 6.0 us (NCCL 8.0), "
+        "512 KiB in 12.0 us (NCCL 10.0)"
+    )
+
+
+class FakePeers:
+    """Two ranks that have the same, or four; counts what is asked of it."""
+
+    def __init__(self, ranks=2):
+        self.ranks, self.calls = ranks, []
+
+    def refusal(self, x, norm=False):
+        return None
+
+    def sum(self, x, out=None, **how):
+        self.calls.append(("sum", x.nbytes))
+        return x.mul_(self.ranks)
+
+    def add_norm(self, x, residual, weight, eps, **how):
+        self.calls.append(("add_norm", x.nbytes))
+        return add_rms_norm.reference(self.ranks * x, residual, weight, eps)
+
+
+class OnHost(PeerSums):
+    """Takes tensors of the host as if a GPU had them."""
+
+    def takes(self, x, norm=False):
+        return super().takes(_OnGPU(x), norm)
+
+
+class _OnGPU:
+    is_cuda = True
+
+    def __init__(self, x):
+        self._x = x
+
+    def __getattr__(self, name):
+        return getattr(self._x, name)
+
+
+def test_exact_sums_of_many_ranks_never_go_another_way():
+    large = torch.ones(3 * MOST_BYTES // 4 + 16)
+    four = OnHost(FakePeers(4), 8 * KIB, exact=True)
+    assert four.takes(large) and not four.takes(large, norm=True)
+    assert bool((four.sum(large) == 4).all()) and len(four.peers.calls) == 4
+    two = OnHost(FakePeers(2), 8 * KIB, exact=True)
+    assert not two.takes(large) and two.takes(large[: 2 * KIB])
+    assert not OnHost(FakePeers(4), 8 * KIB).takes(large)
+
+
+def stack_of(sums):
+    """This rank's part of a model of two ranks, the other of which is the same, and a step for it."""
+    group = Group((0, 1), 0, None)
+    group.sums = sums
+    ops = resolve_ops("cpu")
+    torch.manual_seed(0)
+    shard = Shard(TINY, 0, 2)
+    model = Decoder(shard.local, "cpu", torch.float32, ops=ops, kinds=sharded_kinds(None, shard, group))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    caches = model.new_kv_cache(4, 16, torch.float32)
+    table, starts, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([[0], [1]], [0, 3, 5], [3, 2]))
+    context = PagedContext(*caches, table, starts, lengths, ops, max_query_len=3)
+    return FusedStack(model.requires_grad_(False), max_positions=64), context
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20], ids=["apart", "in the norm"])
+def test_sums_in_norms_change_nothing(most):
+    tokens, positions = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 1, 2, 0, 1])
+    found = []
+    for norms in (False, True):
+        peers = FakePeers()
+        sums = OnHost(peers, 1 << 20)
+        if norms:
+            sums.takes = lambda x, norm=False: not norm or x.nbytes <= most
+        else:
+            sums.exact = True
+        stack, context = stack_of(sums)
+        found.append(stack.hidden(tokens, positions, context))
+        kinds = [kind for kind, _ in peers.calls]
+        assert kinds.count("add_norm") == (4 if norms and most else 0) and len(kinds) == 4
+    torch.testing.assert_close(found[0], found[1])

@@ -1,0 +1,98 @@
+"""Training where ranks share every matrix: the steps of one rank, checkpoints of any layout."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from parallel_runs import curve, same_runs, tensors_of
+from tiny_llm import save_tiny_llm
+from training_runs import tiny_run
+
+from transect.models.presets import PRESETS
+from transect.parallel.layout import Layout
+from transect.parallel.parallelize import Plan, refusal
+from transect.train.crew import check
+
+torch.set_num_threads(1)
+STEPS = 50
+HOW = {"steps": STEPS, "accumulate": 2, "eval_every": 25, "data": {"seq_len": 32, "micro_batch": 65}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one rank to compare with."""
+    tmp_path = tmp_path_factory.mktemp("alone")
+    return tmp_path, curve(None, tiny_run(tmp_path, **HOW))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_fifty_steps_are_those_of_one_rank(pair, alone, sequence):
+    tmp_path, one = alone
+    parallel = {"tensor": 2, "sequence": sequence}
+    same_runs(one, curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / f"cut{sequence}"), parallel=parallel, **HOW)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}],
+    ids=["tied", "biases"],
+)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_models_are_trained_as_on_one_rank(pair, tmp_path, changes, sequence):
+    (tmp_path / "model").mkdir()
+    save_tiny_llm(tmp_path / "model", **changes)
+    how = {"steps": 3, "data": {"seq_len": 32, "micro_batch": 65}}
+    one = curve(None, tiny_run(tmp_path, **how))
+    parallel = {"tensor": 2, "sequence": sequence}
+    same_runs(one, curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)))
+
+
+def test_a_run_goes_on_in_another_layout(pair, tmp_path):
+    """Two steps cut by tensors, two on one rank, two on two that share micro-batches; and all on one."""
+    how = {"accumulate": 2, "data": {"seq_len": 32, "micro_batch": 64}, "schedule": {"kind": "constant"}}
+    whole, _ = curve(None, tiny_run(tmp_path, steps=6, run_dir=str(tmp_path / "whole"), **how))
+    log, found = [], None
+    for steps, parallel in ((2, {"tensor": 2}), (4, {}), (5, {"data": 2, "zero": 1}), (6, {"tensor": 2})):
+        config = tiny_run(tmp_path, steps=steps, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)
+        more, found = curve(pair, config, found)
+        log += more
+    assert [loss for loss, _ in log] == pytest.approx([loss for loss, _ in whole], abs=1e-5)
+
+
+def test_the_same_layout_goes_on_to_the_bit(pair, tmp_path):
+    how = {"parallel": {"tensor": 2, "sequence": True}, "precision": "mixed", "schedule": {"kind": "constant"}}
+    whole, end = curve(pair, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "whole"), **how))
+    first, found = curve(pair, tiny_run(tmp_path, steps=2, run_dir=str(tmp_path / "cut"), **how))
+    second, other = curve(pair, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "cut"), **how), found)
+    assert first + second == whole
+    one, two = tensors_of(end), tensors_of(other)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "lora"}, r"set parallel\.tensor to 1, and parallel\.data to the number of ranks"),
+        ({"objective": "dpo"}, r"set parallel\.tensor to 1"),
+        ({"optimizer": {"name": "muon"}}, 'or optimizer.name to "adamw"'),
+        ({"samples": {"prompts": ["a"]}}, "samples are drawn from a whole model"),
+        ({"parallel": {"tensor": 1, "sequence": True}}, "set that to 2 or more"),
+    ],
+)
+def test_runs_that_cannot_be_cut_are_refused_with_what_can(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check(tiny_run(tmp_path, **{"parallel": {"tensor": 2}} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "plan", "message"),
+    [
+        ({}, Layout(tensor=4), Plan(), r"2 key heads cannot be cut for 4 ranks: set parallel\.tensor to 2"),
+        ({"ffn_dim": 97}, Layout(tensor=2), Plan(), r"97 feed-forward units .* set parallel\.tensor to 1"),
+        ({}, Layout(tensor=2, data=2), Plan(zero=3), r"set parallel\.zero to 2"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused_with_the_nearest_layout(changes, layout, plan, message):
+    config = replace(PRESETS["llama-3.2-1b"], n_heads=4, n_kv_heads=2, ffn_dim=96)
+    assert re.search(message, refusal(replace(config, **changes), layout, plan))
