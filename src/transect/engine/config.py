@@ -56,7 +56,7 @@ class EngineConfig:
             stream to it in every step (``models/streaming/``); more than the layers have: all of them stream.
         offload_folder: a folder on a fast disk, in which those layers live in place of host memory.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
-        max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256, or 512 where steps are sized by time (servers).
+        max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256, in servers there 512.
         max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
             max_num_seqs if larger.
         max_mixed_tokens: tokens of one step in which sequences decode; None: max_num_batched_tokens. With fewer the
