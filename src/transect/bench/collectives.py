@@ -16,8 +16,8 @@ send_recv       what a rank sends to the next   1
 Out of place the result is another buffer than the input; in place it is the same (of all_gather and reduce_scatter: the
 rank's own part of it). torch's all_reduce works in place, so out of place it is a copy and then that. What has no such
 form is left out. ``all_reduce_ours`` is that of ``ops/comm/all_reduce.py``, between GPUs, for sizes that its memory
-takes. The floor is what has to cross a rank's link, at the rate at which GPUs copy. The numbers in the buffers are small
-whole ones, so sums are exact in every dtype and every order.
+takes. The floor is what has to cross a rank's link, at the rate at which GPUs copy. Buffers hold small
+whole numbers, so sums are exact in every dtype and every order.
 """
 
 from __future__ import annotations
