@@ -238,15 +238,16 @@ class Parallel:
             return on_cpu(tensors) if self.mesh.world.rank == 0 else {}
         return self._together(tensors)
 
-    def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Of a whole state what this rank updates."""
-        found = dict(tensors)
+        found = tensors
         if self.cut:
-            found = {}
+            cut: dict[str, Tensor] = {}
             for name, tensor in tensors.items():
                 part = self.shard.part(name.rpartition("/")[0], tuple(tensor.shape))
                 if part is not None:
-                    found[name] = tensor[part[:2][: tensor.ndim]]
+                    cut[name] = tensor[part[:2][: tensor.ndim]].clone()
+            found = cut
         return found if self.spread is None else self.spread.own_state(found)
 
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
