@@ -43,11 +43,13 @@ class Plan:
         zero: what is cut over the ranks that share micro-batches, see ``replicas.py``.
         reduce_dtype: what gradients are summed in over them.
         sequence: ranks of a tensor group share the tokens between matrices.
+        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time.
     """
 
     zero: int = 0
     reduce_dtype: torch.dtype = torch.float32
     sequence: bool = False
+    host: bool = False
 
 
 def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
@@ -193,7 +195,9 @@ class Parallel:
         if group.size == 1:
             return trained
         if plan.zero == 3:
-            self.spread = Sharded(group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype)
+            self.spread = Sharded(
+                group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype, host=plan.host
+            )
         else:
             self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype)
         return self.spread.owned
@@ -213,7 +217,12 @@ class Parallel:
         """The 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on all."""
         first = self.mesh.tensor.rank == 0
         mine = {name: g for name, g in gradients.items() if first or not self._replicated(name)}
-        square = square_of(mine, self.model.device).reshape(1)
+        return self.norm_of(square_of(mine, self.model.device))
+
+    @torch.no_grad()
+    def norm_of(self, square: Tensor) -> Tensor:
+        """``norm`` of gradients whose squares add up to ``square`` on this rank."""
+        square = square.reshape(1).to(self.model.device)
         if self.spread is not None and self.plan.zero:
             self.mesh.replicas.all_reduce(square)
         return self.mesh.parts.all_reduce(square)[0].sqrt()
@@ -238,15 +247,16 @@ class Parallel:
             return on_cpu(tensors) if self.mesh.world.rank == 0 else {}
         return self._together(tensors)
 
-    def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Of a whole state what this rank updates."""
-        found = dict(tensors)
+        found = tensors
         if self.cut:
-            found = {}
+            cut: dict[str, Tensor] = {}
             for name, tensor in tensors.items():
                 part = self.shard.part(name.rpartition("/")[0], tuple(tensor.shape))
                 if part is not None:
-                    found[name] = tensor[part[:2][: tensor.ndim]]
+                    cut[name] = tensor[part[:2][: tensor.ndim]].clone()
+            found = cut
         return found if self.spread is None else self.spread.own_state(found)
 
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

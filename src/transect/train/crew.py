@@ -57,6 +57,22 @@ class Crew:
         self.parallel: Parallel | None = None
 
     @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.world is None else self.world.rank
+
+    @property
+    def _writers(self) -> Replicas | Sharded | None:
+        """The ranks that keep their part of the state in a checkpoint; None: the first one keeps all of it."""
+        parallel = self.parallel
+        return None if parallel is None or parallel.cut else parallel.spread
+
+    @property
+    def writers(self) -> int:
+        """How many ranks keep a part of the state in a checkpoint."""
+        return 1 if self._writers is None else self._writers.group.size
+
+    @property
     def leads(self) -> bool:
         """Whether this rank writes and shows things."""
         return self.world is None or self.world.rank == 0
@@ -66,7 +82,12 @@ class Crew:
         if self.mesh is None:
             return trainable
         parallel = self.config.parallel
-        plan = Plan(zero=parallel.zero, reduce_dtype=REDUCE[parallel.reduce], sequence=parallel.sequence)
+        plan = Plan(
+            zero=parallel.zero,
+            reduce_dtype=REDUCE[parallel.reduce],
+            sequence=parallel.sequence,
+            host=parallel.offload == "all",
+        )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
 
@@ -130,7 +151,13 @@ class Crew:
                 return optimizer.gradient_norm()
             gradients = optimizer.gradients()
         else:
-            gradients = self._shared(self.parallel.spread, batches, labels, loss_of, losses)
+            spread = self.parallel.spread
+            leave = isinstance(spread, Sharded) and optimizer.sink is not None
+            if isinstance(spread, Sharded):
+                spread.send_to(optimizer.sink)
+            gradients = self._shared(spread, batches, labels, loss_of, losses)
+            if leave:
+                return self.parallel.norm_of(optimizer.gradient_norm().square())
         self.parallel.complete(gradients)
         optimizer.give(gradients)
         return self.parallel.norm(gradients)
@@ -196,12 +223,14 @@ class Crew:
         return trainable.snapshot() if self.leads else lambda directory: None
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """The optimizer's whole state, as of a run on one rank, on the CPU of the first rank, nothing on the others;
-        all ask together."""
-        tensors = optimizer.state_tensors()
+        """This rank's part of the optimizer's state, on the CPU, by the names that ``StoredTensors`` reads; all ask
+        together. Where the model is cut the first rank has all of it."""
+        spread = self._writers
+        if spread is not None:
+            return {spread.stored_name(name): part for name, part in optimizer.lent(spread.writes).items()}
         if self.parallel is not None:
-            return self.parallel.whole_state(tensors)
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            return self.parallel.whole_state(optimizer.state_tensors())
+        return optimizer.lent()
 
     def load_state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Put back this rank's part of a whole state, of a run on however many ranks.
@@ -261,6 +290,10 @@ def _check_offload(config: TrainConfig) -> None:
         raise ValueError(f'parallel.offload is for AdamW: set optimizer.name to "adamw", {none}')
     if config.task in ("lora", "qlora"):
         raise ValueError('parallel.offload is for runs that train all weights: set it to "none", adapters are small')
+    if config.parallel.offload == "all" and config.parallel.zero != 3:
+        raise ValueError(
+            'parallel.offload = "all" is for sharded weights: set parallel.zero to 3, or take offload = "optimizer"'
+        )
     if config.precision == "bfloat16":
         raise ValueError(f'parallel.offload keeps float32 states: set precision to "mixed", {none}')
 

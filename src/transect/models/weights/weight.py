@@ -17,6 +17,7 @@ ability                what it returns                                          
 ``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
 ``tie``                whether it can share an embedding's table                            ``Decoder``
 ``grouped``            the product of each row with the matrix of its expert                ``MoE``
+``grouped_gate_up``    the same of gate and of another weight, up, with SwiGLU after both   ``MoE``
 =====================  ===================================================================  ==================
 
 Shapes: T tokens, I inputs, O outputs.
@@ -31,7 +32,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
 from ...ops.moe.triton import triton_grouped_linear
@@ -40,13 +40,12 @@ from ...ops.registry import Cost
 from ..cost import product_cost
 from ..staging import Staging
 from ..storage import WeightFormat
+from ..stored import Layout, Values
 
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import Size, Stream, StreamProducts
 
-Values = Tensor | QuantizedTensor
-"""What a file holds for a matrix."""
 Product = Callable[[Tensor], Tensor]
 Dimension = Literal["out", "in"]
 
@@ -191,6 +190,10 @@ class Weight(nn.Module):
         """
         raise ValueError(f"{type(self).__name__} is not filled from files")
 
+    def takes(self, layout: Layout) -> bool:
+        """Whether ``load`` takes a matrix as a checkpoint packs it, ``Stored.codes``, and not only its values."""
+        return False
+
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
         """Random values, normal with deviation ``std``."""
         like = self.training_part().like
@@ -224,6 +227,10 @@ class Weight(nn.Module):
 
     def unsummed(self) -> Unsummed | None:
         """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
+        return None
+
+    def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """As experts' gate: ``(x, starts, order) -> silu(gate) * up`` of each row's expert, in one operator."""
         return None
 
     def join(self) -> Weight | None:

@@ -23,7 +23,8 @@ class ParallelConfig:
         sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
             them, and their results are kept once.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
-            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload).
+            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
+            weights to compute with too, with ``zero`` 3, which come to the device a layer at a time.
         offload_path: a folder on a fast disk (NVMe) in place of host memory, where the states are in a file while the
             run lasts (ZeRO-Infinity); empty: host memory.
         delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
@@ -37,7 +38,7 @@ class ParallelConfig:
     reduce: Literal["float32", "bfloat16"] = "float32"
     tensor: int = 1
     sequence: bool = False
-    offload: Literal["none", "optimizer"] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
 
