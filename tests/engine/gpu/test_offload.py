@@ -53,19 +53,19 @@ def test_nobody_overtakes(expected, late):
     quantization, wanted = expected
     llm = LLM("qwen3-0.6b", quantization=quantization, cpu_offload_gb=1000.0, **SETTINGS)
     stream = llm._core.executor._model.offloaded
-    send, leave = stream._homes.send, stream._leave
+    send, arrive = stream._homes.send, stream._arrive
 
     def late_copy(place, slot):
         torch.cuda._sleep(LATE)
         send(place, slot)
 
     def late_kernels(place):
+        arrive(place)
         torch.cuda._sleep(LATE)
-        leave(place)
 
     if late == "copies":
         stream._homes.send = late_copy
     else:
-        stream._leave = late_kernels
+        stream._arrive = late_kernels
     assert tokens(llm) == wanted
     llm.close()
