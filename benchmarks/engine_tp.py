@@ -2,7 +2,7 @@
 
     python benchmarks/engine_tp.py [SECTION ...] [--model llama-3.1-8b] [--tp 2] [--batches 1,32] [--out DIRECTORY]
 
-Sections: links, predict, decode, throughput. Random weights of true shapes; the work is that of ``engine_gpu.py``.
+Sections: links, predict, decode, throughput, trace. Random weights of true shapes; the work of ``engine_gpu.py``.
 Predictions (``transect.bench.scaling``) are made of the figures of one GPU that are kept there and of the links, and
 written down before the engine starts; 4 and 8 GPUs are predicted from two. Each section is kept as soon as it is
 measured, in ``DIRECTORY/tp_MODEL.json``. No new section begins after ``--seconds``.
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
 from engine_gpu import PROMPT, RATES, Kept, engine, prompts
+from engine_trace import traced_steps
 from transect.bench.offline import decode_steps, run_all
 from transect.bench.scaling import JOB, SIZES, Links, batch_rank_floor, predicted_batch, predicted_step, rank_floor
 from transect.bench.scaling import sum_times as links_of
@@ -35,7 +36,7 @@ from transect.models.cost import Row
 from transect.models.presets import PRESETS
 from transect.parallel.launch import Ranks
 
-SECTIONS = ("links", "predict", "decode", "throughput")
+SECTIONS = ("links", "predict", "decode", "throughput", "trace")
 BATCHES = {"llama-3.1-8b": (1, 32, 64, 128, 256), "llama-3.3-70b": (1, 32, 128)}
 BASE = "llama-3.1-8b"
 """The model whose figures on one GPU predictions begin with."""
@@ -140,7 +141,7 @@ def measure(options: argparse.Namespace) -> None:
                     )
                     or {}
                 )
-    if not {"decode", "throughput"} & options.sections:
+    if not {"decode", "throughput", "trace"} & options.sections:
         return
     began = time.monotonic()
     llm = engine(model, gpu=GPUOptions(peer_sums=not options.nccl), **settings)
@@ -160,6 +161,9 @@ def measure(options: argparse.Namespace) -> None:
             )
     if "throughput" in options.sections:
         attempt("throughput", lambda: throughput(llm, model, tp, options.runs, said))
+    if "trace" in options.sections:
+        for batch in (min(batches), max(batches)):
+            attempt(f"trace {batch}", lambda batch=batch: traced_steps(llm, prompts(batch, 1), False))
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from transect.engine.llm import LLM
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
 from transect.models.storage import Storage, storage_for
-from transect.models.weights.int4_serving import kinds_for
+from transect.models.weights.kinds import kinds_for
 from transect.ops.opset import resolve_ops
 
 FORMATS: dict[str, dict[str, Any]] = {

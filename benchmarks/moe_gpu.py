@@ -2,17 +2,21 @@
 
     python benchmarks/moe_gpu.py [SECTION ...] [--model qwen3-30b-a3b] [--batches 1,16,64,256] [--out FILE]
 
-Sections: ops, decode, prefill. Random weights of a true shape. ``ops``: the products of one layer's experts as
-``ops/moe`` computes them, beside ``torch.nn.functional.grouped_mm`` on rows that are sorted already, and beside the
-floor of the experts that the rows touch. ``decode``: prompts of 512 tokens, 64 steps; wall time of a step as the caller
-of ``LLM.step`` sees it, the floor of the experts that a step touched (counted by layers in steps after it), and the
-share of a step that each kind of kernel takes. ``prefill``: 64 prompts of 512 tokens. Rates as in ``engine_gpu.py``.
+Sections: ops, decode, prefill; and layouts, on two GPUs. Random weights of a true shape. ``ops``: the
+products of one layer's experts as ``ops/moe`` computes them, beside ``torch.nn.functional.grouped_mm`` on
+rows that are sorted already, and beside the floor of the experts that the rows touch. ``decode``: prompts of
+512 tokens, 64 steps; wall time of a step as the caller of ``LLM.step`` sees it, the floor of the experts that
+a step touched (counted by layers in steps after it), and the share of a step that each kind of kernel takes.
+``prefill``: 64 prompts of 512 tokens. ``layouts``: decode with experts cut between two GPUs, shared by them,
+or in two stages of layers; tokens a second of all sequences, and half of the floor of one GPU. Rates as in
+``engine_gpu.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +43,15 @@ from transect.ops.counting import touched
 from transect.ops.moe.ordering import draw
 from transect.ops.registry import get
 from transect.ops.tools.timing import time_graph
+from transect.parallel.launch import Ranks
 
 SECTIONS = ("ops", "decode", "prefill")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor 2": {"tensor_parallel_size": 2},
+    "tensor 2, experts shared": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "stages 2": {"pipeline_parallel_size": 2},
+    "data 2, experts shared": {"data_parallel_size": 2, "enable_expert_parallel": True},
+}
 STEPS, COPIES = 64, 6
 KINDS = {
     "products of experts": ("_grouped",),
@@ -161,6 +172,52 @@ def decode(llm: LLM, config: ModelConfig, batch: int, runs: int) -> dict[str, An
     }  # fmt: skip
 
 
+def layout(model: str, name: str, batch: int, llm: LLM) -> dict[str, Any]:
+    """Tokens a second of a steady decode: so many steps of a sequence, counted from outside."""
+    generator = torch.Generator().manual_seed(batch)
+    given = torch.randint(0, 10000, (batch, 128), generator=generator).tolist()
+    names = [llm.submit(prompt, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)) for prompt in given]
+    begun: set[str] = set()
+    while len(begun) < batch:
+        begun |= {output.request_id for output in llm.step()}
+    for _ in range(24):
+        llm.step()
+    drawn, start = 0, time.perf_counter()
+    while time.perf_counter() - start < 1.0:
+        drawn += sum(len(output.new_token_ids) for output in llm.step())
+    seconds = time.perf_counter() - start
+    for each in names:
+        llm.abort(each)
+    while llm.has_work:
+        llm.step()
+    one = step_floor(PRESETS[model], [Row(1, 180)] * batch, RATES).seconds
+    rate, least = drawn / seconds, one / 2
+    print(
+        f"  {name}, batch {batch}: {rate:,.0f} tok/s, {batch / rate * 1e3:.3f} ms a token of a sequence; half of one "
+        f"GPU's floor {least * 1e3:.3f}",
+        flush=True,
+    )
+    return {"layout": name, "batch": batch, "tokens_per_s": rate, "token_s": batch / rate, "half_floor_s": least}
+
+
+def layouts(model: str, batches: list[int], keep: Callable[[Any], object]) -> None:
+    """Every layout on two GPUs, one engine after another."""
+    ranks = Ranks.start(2, "cuda")
+    for name, sizes in LAYOUTS.items():
+        try:
+            llm = engine(model, cuda_graphs="lazy", max_num_seqs=256, kv_cache_tokens=131072, ranks=ranks, **sizes)
+            try:
+                for batch in batches:
+                    keep(layout(model, name, batch, llm))
+            finally:
+                llm.close()
+                del llm
+                release()
+        except Exception:
+            traceback.print_exc()
+    ranks.close()
+
+
 def prefill(llm: LLM, config: ModelConfig, runs: int) -> dict[str, Any]:
     """64 prompts of 512 tokens, one token drawn for each."""
     prefill_seconds(llm, prompts(32, 90))
@@ -187,6 +244,7 @@ def main() -> None:
         "model": options.model,
         "ops": [],
         "decode": [],
+        "layouts": [],
     }
 
     def attempt(work: Callable[[], Any], keep: Callable[[Any], object]) -> None:
@@ -196,6 +254,12 @@ def main() -> None:
             traceback.print_exc()
         record.write(options.out, result)
 
+    def keep_layout(found: dict[str, Any]) -> None:
+        result["layouts"].append(found)
+        record.write(options.out, result)
+
+    if "layouts" in sections:
+        layouts(options.model, batches, keep_layout)
     if "ops" in sections:
         for tokens in (*batches, 8192):
             attempt(lambda tokens=tokens: products(config, tokens), result["ops"].append)

@@ -60,8 +60,8 @@ def adamw(numbers: int, teams: list[int]) -> list[dict[str, Any]]:
     """Numbers per second of the kernel and of torch's fused AdamW, and bytes per second of copies, by threads."""
     import torch
 
+    from transect.hardware.host_memory import host_tensor
     from transect.ops.cpu.adamw import HostStep, corrections, host_kernels
-    from transect.parallel.offload.pinned import host_tensor
 
     w, m, v, wide = host_tensor((4, numbers), torch.float32)
     gradient, out = host_tensor((2, numbers), torch.bfloat16)
@@ -105,7 +105,7 @@ def link(nbytes: int = 2**28) -> dict[str, float]:
     """Bytes per second between pinned memory and the GPU, each way."""
     import torch
 
-    from transect.parallel.offload.pinned import host_memory
+    from transect.hardware.host_memory import host_memory
 
     host, device = host_memory(nbytes, pin=True), torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
@@ -121,8 +121,8 @@ def link(nbytes: int = 2**28) -> dict[str, float]:
 
 def disk(folder: str, nbytes: int) -> dict[str, Any]:
     """Bytes per second of a file as large as there is time for: written, read, and both at once, as a step does."""
-    from transect.parallel.offload.files import DirectFile
-    from transect.parallel.offload.pinned import host_memory
+    from transect.hardware.direct_file import DirectFile
+    from transect.hardware.host_memory import host_memory
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     file = DirectFile(Path(folder) / "rate", nbytes, temporary=True)

@@ -116,6 +116,26 @@ def random_tokens(folder: str, length: int) -> str:
     return str(path)
 
 
+def predicted(work: str, way: str, ranks: int) -> dict[str, float] | None:
+    """What the planner expects of a way on H200s, before anything runs; None: of the peers."""
+    import torch
+
+    from transect.hardware.presets import preset
+    from transect.models.presets import PRESETS
+    from transect.plan.machine import Machine
+    from transect.plan.step import predict
+    from transect.train.config import TrainConfig
+    from transect.train.memory import fit, plan_of, spread_of
+
+    if way.startswith("fsdp2"):
+        return None
+    config, gpu = TrainConfig.from_dict(configuration(work, way, ranks, tempfile.mkdtemp())), torch.device("cuda")
+    model, machine = PRESETS[SHAPES[work]], Machine.of(preset("h200"))
+    plan, spread = plan_of(config, model, gpu), spread_of(config, gpu)
+    memory = fit(config, model, gpu, free=machine.memory_bytes)
+    return {**predict(model, plan, spread, machine).to_dict(), "peak_bytes": memory.estimate.peak}
+
+
 # One way, on all its ranks
 
 
@@ -341,6 +361,12 @@ def race(arguments: argparse.Namespace) -> None:
 
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
+    before: dict[str, Any] = {}
+    if not arguments.smallest:
+        for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
+            before[f"{work} {way}"] = predicted(work, way, 1 if way == "one" else arguments.ranks)
+        print("predicted:", json.dumps(before), flush=True)
+        arguments.out.write_text(json.dumps({"predictions": before}, indent=1) + "\n")
     for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
         if time.perf_counter() - began > arguments.until:
             print("no time left for", work, way, flush=True)
@@ -349,6 +375,10 @@ def race(arguments: argparse.Namespace) -> None:
         alone = next((r for r in rows if r["work"] == work and r["way"] == "one" and "error" not in r), None)
         if alone is not None and "error" not in row:
             row["times_one"] = row["tokens_per_second"] / alone["tokens_per_second"]
+        if (expected := before.get(f"{work} {way}")) is not None and "error" not in row:
+            row["predicted_seconds"] = expected["seconds"]
+            row["prediction_off"] = expected["seconds"] / row["step_seconds"]["median"] - 1
+            row["memory_off"] = expected["peak_bytes"] / max(row["peak_bytes"]) - 1
         rows.append(row)
         shown = {key: value for key, value in row.items() if key not in ("step_seconds", "reserved_bytes")}
         print(json.dumps(shown), flush=True)
@@ -356,6 +386,7 @@ def race(arguments: argparse.Namespace) -> None:
             "command": "python benchmarks/train_parallel.py OUT.json",
             "method": "each way in processes of its own, 2 x 4096 random tokens a rank and step, bfloat16 weights and "
             "AdamW state; medians of a step's time on the slowest rank; exposed: only NCCL's kernels run",
+            "predictions": before,
             "rows": rows,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "environment": environment(("torch", "triton", "transformers", "liger-kernel")),

@@ -14,7 +14,8 @@ from transect.models.fused_stack import FusedStack
 from transect.models.load import fill, load_model, stored_weights
 from transect.models.resolve import resolve
 from transect.models.storage import storage_for
-from transect.models.weights.int4_serving import ServingInt4, kinds_for
+from transect.models.weights.int4_serving import ServingInt4
+from transect.models.weights.kinds import kinds_for
 from transect.models.weights.measure import storage_of_model
 from transect.models.weights.packed import Packed
 from transect.ops.lang.jit import INTERPRETED

@@ -8,7 +8,7 @@ import torch
 from transect.bench import collectives as collectives_of_bench
 from transect.engine.clock import WallClock
 from transect.engine.core import EngineCore
-from transect.engine.gpu.runner import GPURunner
+from transect.engine.gpu.measure import runner_of
 from transect.engine.request import Request
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
@@ -22,6 +22,7 @@ from transect.ops.comm import all_reduce
 from transect.ops.linear.packed import int4_matmul
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
+from transect.parallel.group import Group
 from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
@@ -58,11 +59,16 @@ def measure_with_other_numbers(world, plan):
         collectives_of_bench._numbers = numbers
 
 
+def layout_along(axis="tensor", *, size):
+    """So many ranks; those along the data axis share experts."""
+    return Layout(**{axis: size}, expert=axis == "data")
+
+
 def gpu_tokens(world, given):
     """The tokens of the executor for GPUs, on CPU tensors, over this rank's part of a model: layers fused, logits
     gathered. ``given``: the model's folder, and what kind its matrices are."""
-    path, quantization, prompts = given
-    source, mesh = resolve(path), Mesh(world, Layout(tensor=world.size))
+    path, quantization, prompts, *axis = given
+    source, mesh = resolve(path), Mesh(world, layout_along(*axis, size=world.size))
     ops = resolve_ops("cpu", batch_invariant=True)
     # torch computes: in the interpreter the kernels take minutes
     int4 = partial(ServingInt4, products=Int4Products(int4_matmul.reference, _gated_by_torch))
@@ -77,13 +83,18 @@ def gpu_tokens(world, given):
     caches = model.new_kv_cache(33, 16, torch.float32)
     for cache in caches:
         cache.zero_()
-    scheduler = Scheduler(SchedulerConfig(num_blocks=32, block_size=16, seed=3, **limits), WallClock())
-    core = EngineCore(scheduler, GPURunner(model, *caches, **limits), lag=1)
+    depth = mesh.pipeline.size
+    config = SchedulerConfig(num_blocks=32, block_size=16, seed=3, pipeline_depth=depth, **limits)
+    core = EngineCore(Scheduler(config, WallClock()), runner_of(model, caches, mesh, **limits), lag=1)
+    together = mesh.data if mesh.layout.expert else Group.alone()
+    core.idle = core.executor.idle if together.size > 1 else None
     for index, prompt in enumerate(prompts):
+        if index and index % together.size != together.rank:  # the first one is everybody's
+            continue
         params = SamplingParams(max_tokens=10, temperature=float(index % 2), logprobs=2 if index == 1 else None)
         core.add(Request(str(index), tuple(prompt), params))
     found = {}
-    while core.has_work:
+    while together.most(core.has_work):
         for output in core.step():
             found.setdefault(output.request_id, []).extend(output.new_token_ids)
     return found

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from quantized_files import GROUP, awq, fp8, gptq, int8, packed
 from safetensors.torch import load_file, save_file
 from tiny_llm import save_tiny_llm
 
@@ -14,91 +15,7 @@ from transect.models.quantized_layouts import mxfp4_values
 from transect.models.resolve import resolve
 from transect.models.weights_hf import stored_hf
 
-GROUP = 16
 Q = "model.layers.0.self_attn.q_proj"
-
-
-def word(codes):
-    """Eight codes as an int32, the first in the lowest bits."""
-    number = sum(int(code) << (4 * place) for place, code in enumerate(codes))
-    return number - 2**32 if number >= 2**31 else number
-
-
-def groups_of(inputs, order):
-    """The group of each input; with act-order they are shuffled."""
-    group = torch.arange(inputs) // GROUP
-    return group[torch.randperm(inputs, generator=torch.Generator().manual_seed(7))] if order else group
-
-
-def four_bits(weight, group):
-    """(codes, zeros, scales, values): asymmetric, ``[O, I]`` and ``[O, G]``."""
-    count = int(group.max()) + 1
-    codes = torch.zeros_like(weight, dtype=torch.int64)
-    zeros = torch.zeros(len(weight), count, dtype=torch.int64)
-    scales = torch.zeros(len(weight), count)
-    for g in range(count):
-        part = weight[:, group == g]
-        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
-        scales[:, g] = ((high - low) / 15).clamp(min=1e-3).half().float()
-        zeros[:, g] = (-low / scales[:, g]).round().clamp(1, 15)
-        codes[:, group == g] = (part / scales[:, g, None] + zeros[:, g, None]).round().clamp(0, 15).long()
-    values = (codes - zeros[:, group]).float() * scales[:, group]
-    return codes, zeros, scales, values
-
-
-def gptq(weight, order=False):
-    group = groups_of(weight.shape[1], order)
-    codes, zeros, scales, values = four_bits(weight, group)
-    outputs, inputs = weight.shape
-    qweight = [[word(codes[o, i : i + 8]) for o in range(outputs)] for i in range(0, inputs, 8)]
-    qzeros = [[word(zeros[o : o + 8, g] - 1) for o in range(0, outputs, 8)] for g in range(zeros.shape[1])]
-    return values, {
-        "qweight": torch.tensor(qweight, dtype=torch.int32), "qzeros": torch.tensor(qzeros, dtype=torch.int32),
-        "scales": scales.T.contiguous().half(), "g_idx": group.int(),
-    }  # fmt: skip
-
-
-def awq(weight):
-    codes, zeros, scales, values = four_bits(weight, groups_of(weight.shape[1], False))
-    outputs, inputs = weight.shape
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    qweight = [[word([codes[o + p, i] for p in order]) for o in range(0, outputs, 8)] for i in range(inputs)]
-    qzeros = [[word([zeros[o + p, g] for p in order]) for o in range(0, outputs, 8)] for g in range(zeros.shape[1])]
-    return values, {
-        "qweight": torch.tensor(qweight, dtype=torch.int32), "qzeros": torch.tensor(qzeros, dtype=torch.int32),
-        "scales": scales.T.contiguous().half(),
-    }  # fmt: skip
-
-
-def packed(weight):
-    scales = (weight.unflatten(1, (-1, GROUP)).abs().amax(-1) / 7).bfloat16()
-    wide = scales.float().repeat_interleave(GROUP, 1)
-    codes = (weight / wide).round().clamp(-8, 7).long()
-    words = [[word(row[i : i + 8] + 8) for i in range(0, len(row), 8)] for row in codes]
-    return codes * wide, {
-        "weight_packed": torch.tensor(words, dtype=torch.int32), "weight_scale": scales,
-        "weight_shape": torch.tensor(weight.shape),
-    }  # fmt: skip
-
-
-def fp8(weight, rows, columns, name="weight_scale"):
-    """A scale for each block of ``rows`` by ``columns``; at the ends blocks are cut off."""
-    outputs, inputs = weight.shape
-    scale = torch.zeros(-(-outputs // rows), -(-inputs // columns))
-    values, codes = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
-    for r in range(scale.shape[0]):
-        for c in range(scale.shape[1]):
-            block = (slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns))
-            scale[r, c] = weight[block].abs().max() / 448
-            codes[block] = (weight[block] / scale[r, c]).to(torch.float8_e4m3fn)
-            values[block] = codes[block].float() * scale[r, c]
-    return values, {"weight": codes, name: scale.reshape(1) if scale.numel() == 1 else scale}
-
-
-def int8(weight):
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    codes = (weight / scale).round().to(torch.int8)
-    return codes.float() * scale, {"weight": codes, "weight_scale": scale}
 
 
 FORMATS = {

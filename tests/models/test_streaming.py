@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from transect.hardware import direct_file
 from transect.models.config import ModelConfig, RopeConfig
 from transect.models.config_moe import MoEConfig
 from transect.models.context import PagedContext
@@ -13,7 +14,6 @@ from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions
 from transect.models.load import allocated, fill
 from transect.models.storage import Storage
-from transect.models.streaming import file_reads
 from transect.models.streaming.plan import layer_bytes, plan_stream
 from transect.models.weights.int4_serving import kinds_for
 from transect.models.weights.weight import Weight
@@ -135,7 +135,7 @@ def test_a_step_that_failed_harms_no_other(where, tmp_path):
 
 
 def test_pieces_are_read_in_parts(monkeypatch, tmp_path):
-    monkeypatch.setattr(file_reads, "PART", 4096)
+    monkeypatch.setattr(direct_file, "PART_BYTES", 4096)
     expected = hidden(made())
     model = made(plan=plans(folder=str(tmp_path))[1])
     assert all(torch.equal(hidden(model), expected) for _ in range(3))

@@ -262,6 +262,21 @@ def test_the_executor_for_gpus_on_ranks(checkpoints, pair, tmp_path, family, qua
     assert all(len(tokens) == 10 or tokens[-1] == 2 for tokens in spread.values()) and len(spread) == len(PROMPTS)
 
 
+@pytest.mark.parametrize(
+    ("family", "axis"),
+    [("qwen3", "pipeline"), ("qwen3-moe", "pipeline"), ("qwen3-moe", "tensor"), ("qwen3-moe", "data")],
+)
+def test_the_executors_for_stages_and_shared_experts(checkpoints, pair, family, axis):
+    """Those for GPUs, on CPU tensors: each stage plans for itself and hands hidden states on; ranks that share experts
+    run their own requests, and take part in steps of the others."""
+    given = (checkpoints(family), None, PROMPTS, axis)
+    pair.call("parallel_jobs:gpu_tokens", given)
+    spread = parallel_jobs.gpu_tokens(pair.world, given)
+    alone = parallel_jobs.gpu_tokens(parallel_jobs.Alone(), given[:3])
+    assert spread == {name: tokens for name, tokens in alone.items() if name in spread}
+    assert len(spread) == (len(PROMPTS) if axis != "data" else 3)
+
+
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_tokens_that_a_grammar_forces(checkpoints, pair, axis):
     """They are computed together, on every rank."""

@@ -12,6 +12,8 @@ from transect.text import template_sandbox
 from transect.text.chat_template import ChatTemplate
 from transect.text.inert import chat_tokens as served_tokens
 from transect.text.tokenizer import Tokenizer
+from transect.text.tools.generic import taught
+from transect.text.tools.spec import tool_use
 from transect.train import checkpoint
 from transect.train.chat import continues, run_template
 from transect.train.config import DataConfig, TrainConfig
@@ -205,6 +207,34 @@ def test_tools_reach_the_template_whatever_the_objective(tmp_path) -> None:
             "grpo": lambda o: o._prompts[0],
         }[objective](found)
         assert Tokenizer.from_hf(tmp_path / "model").decode(ids).startswith("Tadd<|im_end|>;"), objective
+
+
+def test_a_template_without_tools_is_taught_as_a_server_does(tokenizer) -> None:
+    template = ChatTemplate(CHAT_TEMPLATE)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    ids, trained = chat_tokens(turns, tokenizer, template, tools=[tool])
+    text = tokenizer.decode(ids)
+    assert '{"name": "add", "description"' in text and "<tool_response>\n2" in text
+    assert said(ids, trained, tokenizer) == (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>It is 2.<|im_end|>'
+    )
+    use = tool_use([tool])
+    assert (
+        ids[: len(served_tokens(template, tokenizer, taught(turns[:1], use))[1])]
+        == (served_tokens(template, tokenizer, taught(turns[:1], use))[1])
+    )
+    last = chat_tokens(turns, tokenizer, template, tools=[tool], first=3)[1]
+    assert said(ids, last, tokenizer) == "It is 2.<|im_end|>"
+    assert said(*answers_apart(turns, tokenizer, template, tools=[tool], first=3)[0], tokenizer) == "It is 2.<|im_end|>"
+    with pytest.raises(ValueError, match=r"tools\[0\] must have a name"):
+        chat_tokens(turns, tokenizer, template, tools=[{"type": "function"}])
 
 
 def test_tokenizing_keeps_the_day_on_which_it_began(tmp_path, monkeypatch) -> None:

@@ -4,9 +4,10 @@
   a model.
 * ``serve.py``: the OpenAI-compatible server. ``demo.py``: that server answering eight people at once.
 * ``train.py``: train or fine-tune a model; ``sweep.py``: over a grid of settings.
-* ``data.py``: prepare what it is trained on. ``plot.py``: its
-  curves. ``memory.py``: what training or serving will need. ``eval.py``: how good a model is. ``export.py``: a run's
-  adapter or model for other programs; ``quantize.py``: a model in fewer bits.
+* ``data.py``: prepare what it is trained on. ``plot.py``: its curves. ``predicted.py``: what was expected of its steps.
+  ``memory.py``: what training or serving will need. ``plan.py``: the best way to spread a run.
+* ``eval.py``: how good a model is. ``export.py``: a run's adapter or model for other programs; ``quantize.py``: a model
+  in fewer bits.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
   ``roofline.py``: what a device allows.
@@ -86,6 +87,7 @@ def _application() -> Any:
         inspect,
         memory,
         models,
+        plan,
         plot,
         pull,
         quantize,
@@ -146,6 +148,7 @@ def _application() -> Any:
         application.command(module.__name__.rsplit(".", 1)[-1], cls=settings.Command)(module.command)
     application.add_typer(bench.application, name="bench")
     application.add_typer(data.application, name="data")
+    application.add_typer(plan.application, name="plan")
     application.add_typer(explain.application, name="explain")
     return application
 

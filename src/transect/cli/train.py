@@ -73,6 +73,7 @@ def _run(trainer: Trainer) -> int:
     """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
     from ..train.report import RunLog, Terminal
     from ..train.trackers import trackers
+    from .predicted import Pace, compared
 
     settings = trainer.config
     asked: list[int] = []
@@ -89,15 +90,18 @@ def _run(trainer: Trainer) -> int:
     board = "tensorboard" in settings.log_to
     run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer), tensorboard=board)
     followers = trackers(settings)
+    pace = Pace()
     try:
         with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
-            last = trainer.run([run_log, terminal, *followers], lambda: bool(asked))
+            last = trainer.run([run_log, terminal, pace, *followers], lambda: bool(asked))
     finally:
         run_log.close()
         for follower in followers:
             follower.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+    if said := compared(trainer, pace):
+        print(said)
     if not trainer.finished:
         print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
         return 128 + asked[0]

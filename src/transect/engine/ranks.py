@@ -102,8 +102,6 @@ def start_engine(
     own = ranks is None
     kind: Literal["cpu", "cuda"] = "cuda" if device_for(config)[0].type == "cuda" else "cpu"
     config = replace(config, device=kind)
-    if kind == "cuda" and config.pipeline_parallel_size > 1:
-        raise ValueError("pipeline stages run on CPUs so far: leave pipeline_parallel_size out, or give device='cpu'")
     leads = leads or ranks is not None or not under_torchrun()
     if ranks is None and under_torchrun():
         ranks = Ranks.join(kind)

@@ -26,7 +26,7 @@ from .runner import Done, Runner
 
 
 @dataclass(slots=True)
-class _Elsewhere:
+class Elsewhere:
     """The handle of a step whose tokens the last stage draws."""
 
     mesh: Mesh
@@ -69,17 +69,15 @@ class StageRunner(Runner):
         model = self._model
         tokens_T, positions_T, context, starts = self._inputs(batch)
         if self._first:
-            x_TD = model.embed(tokens_T)
-            if model.position_embed is not None:
-                x_TD = x_TD + model.position_embed(positions_T)
+            x_TD = model.begin(tokens_T, positions_T)
         else:
             x_TD = torch.empty(len(tokens_T), model.config.dim, dtype=self._dtype)
             self._mesh.pipeline.receive(x_TD, self._before)
         x_TD = model.stack(x_TD, positions_T, context)
         if self._last:
-            return self._finish(batch, model.norm(x_TD), starts)
+            return self._finish(batch, model.finish(x_TD), starts)
         self._send(x_TD.to(self._dtype).contiguous())
-        return _Elsewhere(self._mesh, batch.step, self._last_rank)
+        return Elsewhere(self._mesh, batch.step, self._last_rank)
 
     def _send(self, x_TD: Tensor) -> None:
         while self._sent and (self._sent[0][0] is None or self._sent[0][0].is_completed()):

@@ -135,17 +135,17 @@ class Decoder(nn.Module):
         if whole is not None:
             return whole(tokens_T, positions_T, context, places_T)
         x_TD = self.begin(tokens_T if places_T is None else placed(tokens_T, places_T), positions_T)
-        return self.end(self.stack(x_TD, positions_T, context))
+        return self.finish(self.stack(x_TD, positions_T, context))
 
     def begin(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """What goes into the first layer, ``[T, D]``."""
+        """What comes before the layers: tokens and positions ``[T]`` int64 -> ``[T, D]``."""
         x_TD = self.embed(tokens_T)
         if self.config.embed_scale != 1.0:  # rounded as the makers round it
             x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype, device=x_TD.device)
         return x_TD if self.position_embed is None else x_TD + self.position_embed(positions_T)
 
-    def end(self, x_TD: Tensor) -> Tensor:
-        """What the last layer gives -> hidden states after the final norm, ``[T, D]``."""
+    def finish(self, x_TD: Tensor) -> Tensor:
+        """What comes after the layers, before the head: ``[T, D] -> [T, D]``."""
         hidden_TD = self.norm(x_TD)
         return hidden_TD if self.config.logit_scale == 1.0 else hidden_TD * self.config.logit_scale
 

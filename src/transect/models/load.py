@@ -28,6 +28,7 @@ from .cost import weight_bytes
 from .decoder import Decoder
 from .fused_stack import FusedStack, Fusions
 from .fused_stack import refusal as refusal_to_fuse
+from .layouts import held_layouts
 from .native import (
     keep_packed,
     native_model,
@@ -44,8 +45,9 @@ from .stored import ALL, Stored, StoredWeights, Values
 from .streaming.plan import StreamPlan
 from .streaming.stream import offload
 from .weights.int4_serving import rounded
+from .weights.kinds import kinds_for
 from .weights.scaled8 import EIGHT_BITS, kinds_of_8_bits
-from .weights.weight import Kinds, part_of
+from .weights.weight import Kinds, Weight, part_of
 from .weights_dummy import dummy_weights
 from .weights_gguf import stored_gguf
 from .weights_hf import stored_hf
@@ -109,8 +111,12 @@ def fill(
         for name, stored in weights:
             target = _target(model, name)
             part = _part(name, stored.shape, target.shape, rank, ranks)
-            packed = stored.codes is not None and getattr(target, "takes_codes", False)
-            values: Any = stored.codes(*part) if packed and stored.codes is not None else stored.read(*part)
+            values: Any
+            if stored.layout is not None and isinstance(target, Weight) and target.takes(stored.layout):
+                assert stored.codes is not None
+                values = stored.codes(*part)
+            else:
+                values = stored.read(*part)
             if isinstance(target, Tensor):
                 staging.copy(dense_values(values), target)
             else:
@@ -262,6 +268,9 @@ def _load_torch(
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     kinds = kinds_of_8_bits(quantization) if quantization in EIGHT_BITS else None
+    packed = quantization is None and source.adapter is None and stream is None
+    if packed and number_type is not torch.float32:
+        kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))
     model = allocated(Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds), device, stream, join=False)
     weights = stored_weights(source, seed)
     if kinds is not None:

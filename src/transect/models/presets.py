@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ops.shapes import LLAMA_1B, LLAMA_8B, LLAMA_70B, QWEN3_0_6B, QWEN3_8B, ModelShape
+from ..ops.shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B, LLAMA_70B, QWEN3_0_6B, QWEN3_8B, ModelShape
 from .config import ModelConfig, RopeConfig
 from .config_moe import MoEConfig
 
@@ -67,6 +67,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
 PRESETS: dict[str, ModelConfig] = {
     LLAMA_8B.name: _llama(LLAMA_8B, 8.0, tied=False),
     LLAMA_1B.name: _llama(LLAMA_1B, 32.0, tied=True),
+    LLAMA_3B.name: _llama(LLAMA_3B, 32.0, tied=True),
     LLAMA_70B.name: _llama(LLAMA_70B, 8.0, tied=False),
     QWEN3_0_6B.name: _qwen3(QWEN3_0_6B, tied=True),
     QWEN3_8B.name: _qwen3(QWEN3_8B, tied=False),

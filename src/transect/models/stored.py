@@ -16,6 +16,7 @@ from torch import Tensor
 from ..formats.ggml_blocks import QuantizedTensor
 
 Values = Tensor | QuantizedTensor
+"""What a file holds for a matrix."""
 ALL = slice(None)
 
 
@@ -32,12 +33,15 @@ class Layout:
     """Of int4: the inputs of a group are not neighbours (act-order)."""
     rounds_inputs: bool = True
     """Of 8 bits: who made it expects activations to be rounded too."""
+    blocks_of_gguf: bool = False
+    """It is read from blocks of a GGUF file, which the C++ kernels take as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes8:
     """A matrix ``[O, I]`` of 8 bits: codes int8 (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]``."""
 
+    layout: Layout
     codes: Tensor
     scale: Tensor
 
@@ -53,6 +57,7 @@ class Codes4:
     float32 ``[O, G]``, of I / G neighbours each; ``order`` int64 ``[I]``: the input that a column of the codes is for,
     None: its own."""
 
+    layout: Layout
     codes: Tensor
     scale: Tensor
     zero: Tensor

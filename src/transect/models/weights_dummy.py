@@ -28,12 +28,19 @@ def dummy_weights(
     does not matter. A GPU draws other numbers than the CPU does.
     """
 
+    last: dict[str, Tensor] = {}
+    """The matrix that was drawn last: parts of it are often asked for one after another."""
+
     def drawn(name: str, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+        if name in last:
+            return last[name][rows, columns]
         weight = torch.empty(shape, dtype=dtype, device=device)
         if len(shape) == 1:
             return weight.fill_(0.0 if name.endswith(".bias") else 1.0)[rows]
         generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        return weight.normal_(0.0, STD, generator=generator)[rows, columns]
+        last.clear()
+        last[name] = weight.normal_(0.0, STD, generator=generator)
+        return weight[rows, columns]
 
     for name, shape in weight_shapes(config).items():
         yield name, Stored(shape, partial(drawn, name, shape))

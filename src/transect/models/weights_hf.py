@@ -30,7 +30,7 @@ from .quantize_out import encoded
 from .shapes import projection_shapes, weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import expert_tensor
-from .weights_hf_quantized import with_values
+from .weights_hf_quantized import packed_reader, with_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SINGLE = "model.safetensors"
@@ -217,7 +217,8 @@ def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack
             elif place.stacked:
                 yield name, Stored(shape, partial(_read_stack, found[place.tensor], place, shape))
             else:
-                yield name, Stored(shape, partial(_read, found[place.tensor], place, shape))
+                layout, codes = packed_reader(found[place.tensor], place.first, shape[0], place.transposed)
+                yield name, Stored(shape, partial(_read, found[place.tensor], place, shape), layout, codes)
 
 
 def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from ..formats.fields import Fields
 from .config_quantized import check_method
+from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, side
 from .quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
+from .stored import Codes4, Codes8, Layout, within
 
 _SUFFIXES = (
     "weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
@@ -29,20 +31,22 @@ _CODES = ("F8_E4M3", "I8")
 class StoredTensor(Protocol):
     """A tensor of an open file."""
 
-    file: Any
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    @property
+    def file(self) -> Any: ...
+    @property
+    def path(self) -> Path: ...
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """Stands for a file and a tensor of it: ``get_tensor`` and ``get_slice`` give values."""
+    """Stands for a file and a tensor of it: ``get_tensor`` and ``get_slice`` give values. Where a kind of weight can
+    hold it packed, it has a ``layout``, and ``packed(rows, columns)`` reads some of it so."""
 
     rows: Callable[[slice], Tensor]
     file_path: Path
     tensor: str
+    layout: Layout | None = None
+    packed: Callable[[slice, slice], Codes8 | Codes4] | None = None
 
     def get_tensor(self, name: str) -> Tensor:
         """All values, float32."""
@@ -63,6 +67,26 @@ class QuantizedMatrix:
         return values
 
 
+def packed_reader(
+    stored: StoredTensor, first: int, rows: int, transposed: bool
+) -> tuple[Layout, Packed] | tuple[None, None]:
+    """How a matrix of ``rows`` rows from ``first`` on of a quantized one is packed, and what reads it so; (None, None):
+    it is not packed, or not so that a kind of weight holds it."""
+    matrix = stored.file
+    if not isinstance(matrix, QuantizedMatrix) or matrix.layout is None or matrix.packed is None or transposed:
+        return None, None
+    packed = matrix.packed
+
+    def read(part: slice, columns: slice) -> Codes8 | Codes4:
+        own = within(rows, part)
+        try:
+            return packed(slice(first + own.start, first + own.stop), columns)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{stored.path} cannot be read: {error}") from None
+
+    return matrix.layout, read
+
+
 def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """The tensors of a checkpoint where each quantized matrix is one tensor of its values, under the name that it would
     have unquantized. ``make(file, path, name, shape, dtype)`` is a tensor.
@@ -81,14 +105,18 @@ def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callab
         elif suffix == "weight_packed":
             matrix = (f"{prefix}.weight", *_packed(found, prefix))
         elif suffix == "weight" and found[name].dtype in _CODES:
-            matrix = (name, *_scaled(found, prefix, _block(settings)))
+            matrix = (name, *_scaled(found, prefix, block_of(settings)))
         elif suffix.endswith("_blocks"):
             matrix = (name.removesuffix("_blocks"), *_mxfp4(found, name))
         if matrix is None:
             continue
         own, shape, rows = matrix
         out.pop(name)
-        whole = QuantizedMatrix(rows, found[name].path, own)
+        if suffix.endswith("_blocks"):
+            whole = QuantizedMatrix(rows, found[name].path, own)
+        else:
+            layout, packed = codes_of(found, prefix, suffix, shape, settings)
+            whole = QuantizedMatrix(rows, found[name].path, own, layout, packed)
         out[own] = make(whole, found[name].path, own, shape, "F32")
     return {name: each for name, each in out.items() if not _is_side(name, found)}
 
@@ -101,64 +129,33 @@ def _is_side(name: str, found: Mapping[str, Any]) -> bool:
     return suffix in _SUFFIXES
 
 
-def _side(found: Mapping[str, Any], prefix: str, suffix: str, shape: tuple[int, ...] | None = None) -> Any:
-    """A tensor that belongs to a matrix.
-
-    Raises:
-        ValueError: it is missing, or of another shape.
-    """
-    name = f"{prefix}.{suffix}"
-    stored = found.get(name)
-    if stored is None:
-        raise ValueError(f"the tensor {name!r} is missing, without which {prefix!r} has no values; download it again")
-    if shape is not None and stored.shape != shape:
-        raise ValueError(
-            f"{stored.path}: the tensor {name!r} should have shape {list(shape)} and has {list(stored.shape)}; the "
-            "group size in config.json and the weights do not belong together"
-        )
-    return stored
-
-
-def _all(stored: Any) -> Tensor:
-    values: Tensor = stored.file.get_tensor(stored.name)
-    return values
-
-
-def _groups(settings: Mapping[str, Any], inputs: int, name: str) -> int:
-    group = Fields(settings, "quantization_config of config.json").integer("group_size", 128, low=-1)
-    group = inputs if group == -1 else group
-    if group <= 0 or inputs % group:
-        raise ValueError(f"groups of {group} (group_size in config.json) do not fit the {inputs} inputs of {name!r}")
-    return inputs // group
-
-
 def _gptq(
     found: Mapping[str, Any], prefix: str, settings: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
     qweight = found[f"{prefix}.qweight"]
     words, outputs = qweight.shape
     inputs = words * PER_WORD
-    groups = _groups(settings, inputs, f"{prefix}.qweight")
-    qzeros = _side(found, prefix, "qzeros", (groups, outputs // PER_WORD))
-    scales = _side(found, prefix, "scales", (groups, outputs))
+    groups = groups_of(settings, inputs, f"{prefix}.qweight")
+    qzeros = side(found, prefix, "qzeros", (groups, outputs // PER_WORD))
+    scales = side(found, prefix, "scales", (groups, outputs))
     order = found.get(f"{prefix}.g_idx")
     if order is not None:
-        order = _side(found, prefix, "g_idx", (inputs,))
+        order = side(found, prefix, "g_idx", (inputs,))
     zero_step = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
 
     def rows(part: slice) -> Tensor:
-        g_idx = torch.arange(inputs) // (inputs // groups) if order is None else _all(order)
+        g_idx = torch.arange(inputs) // (inputs // groups) if order is None else all_of(order)
         if order is not None and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
             raise ValueError(f"the tensor {f'{prefix}.g_idx'!r} names groups that are not there")
         own = slice(*part.indices(outputs))
         codes = qweight.file.get_slice(qweight.name)[:, own]
         wide = slice(own.start // PER_WORD * PER_WORD, -(-own.stop // PER_WORD) * PER_WORD)
-        zeros = _all(qzeros)[:, wide.start // PER_WORD : wide.stop // PER_WORD]
+        zeros = all_of(qzeros)[:, wide.start // PER_WORD : wide.stop // PER_WORD]
         lead = own.start - wide.start
         if lead or own.stop != wide.stop:  # zeros share words with neighbours
-            return gptq_values(qweight.file.get_slice(qweight.name)[:, wide], zeros, _all(scales)[:, wide], g_idx,
+            return gptq_values(qweight.file.get_slice(qweight.name)[:, wide], zeros, all_of(scales)[:, wide], g_idx,
                                zero_step=zero_step)[lead : lead + own.stop - own.start]  # fmt: skip
-        return gptq_values(codes, zeros, _all(scales)[:, own], g_idx, zero_step=zero_step)
+        return gptq_values(codes, zeros, all_of(scales)[:, own], g_idx, zero_step=zero_step)
 
     return (outputs, inputs), rows
 
@@ -168,15 +165,15 @@ def _awq(
 ) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
     qweight = found[f"{prefix}.qweight"]
     inputs, words = qweight.shape
-    groups = _groups(settings, inputs, f"{prefix}.qweight")
-    qzeros = _side(found, prefix, "qzeros", (groups, words))
-    scales = _side(found, prefix, "scales", (groups, words * PER_WORD))
+    groups = groups_of(settings, inputs, f"{prefix}.qweight")
+    qzeros = side(found, prefix, "qzeros", (groups, words))
+    scales = side(found, prefix, "scales", (groups, words * PER_WORD))
 
     def rows(part: slice) -> Tensor:
         own = slice(*part.indices(words * PER_WORD))
         first, last = own.start // PER_WORD, -(-own.stop // PER_WORD)
         codes = qweight.file.get_slice(qweight.name)[:, first:last]
-        wide = awq_values(codes, _all(qzeros)[:, first:last], _all(scales)[:, first * PER_WORD : last * PER_WORD])
+        wide = awq_values(codes, all_of(qzeros)[:, first:last], all_of(scales)[:, first * PER_WORD : last * PER_WORD])
         return wide[own.start - first * PER_WORD : own.stop - first * PER_WORD]
 
     return (words * PER_WORD, inputs), rows
@@ -184,11 +181,11 @@ def _awq(
 
 def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
     packed = found[f"{prefix}.weight_packed"]
-    scale = _side(found, prefix, "weight_scale")
+    scale = side(found, prefix, "weight_scale")
     shape = found.get(f"{prefix}.weight_shape")
     outputs, inputs = packed.shape[0], packed.shape[1] * PER_WORD
     if shape is not None:
-        told = [int(size) for size in _all(shape).tolist()]
+        told = [int(size) for size in all_of(shape).tolist()]
         if len(told) != 2 or told[0] != outputs or not inputs - PER_WORD < told[1] <= inputs:
             raise ValueError(
                 f"{packed.path}: {prefix}.weight_shape says {told}, and the codes are {list(packed.shape)}"
@@ -203,10 +200,10 @@ def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Cal
 
     def rows(part: slice) -> Tensor:
         values = packed_values(
-            _all(packed),
-            _all(scale),
-            None if zero is None else _all(zero),
-            None if order is None else _all(order),
+            all_of(packed),
+            all_of(scale),
+            None if zero is None else all_of(zero),
+            None if order is None else all_of(order),
             inputs,
         )
         return values[part]
@@ -219,7 +216,7 @@ def _scaled(
 ) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
     codes = found[f"{prefix}.weight"]
     inverse = f"{prefix}.weight_scale_inv" in found
-    scale = _side(found, prefix, "weight_scale_inv" if inverse else "weight_scale")
+    scale = side(found, prefix, "weight_scale_inv" if inverse else "weight_scale")
     outputs, inputs = codes.shape
     try:
         spread(torch.ones(scale.shape), outputs, inputs, block)
@@ -227,25 +224,11 @@ def _scaled(
         raise ValueError(f"{scale.path}: {scale.name}: {error}; download it again") from None
 
     def rows(part: slice) -> Tensor:
-        wide = spread(_all(scale), outputs, inputs, block)
+        wide = spread(all_of(scale), outputs, inputs, block)
         values = codes.file.get_slice(codes.name)[part].float()
         return values * (wide if wide.shape[0] == 1 else wide[part])
 
     return (outputs, inputs), rows
-
-
-def _block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, where it is for blocks."""
-    found = settings.get("weight_block_size")
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        found = found or (weights.get("block_structure") if isinstance(weights, Mapping) else None)
-    if found is None:
-        return None
-    if not isinstance(found, list) or len(found) != 2 or any(not isinstance(n, int) or n <= 0 for n in found):
-        raise ValueError(f"the block of scales in config.json must be two numbers, rows and columns, not {found!r}")
-    return found[0], found[1]
 
 
 def _mxfp4(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callable[..., Tensor]]:
@@ -257,7 +240,7 @@ def _mxfp4(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callab
         )
     experts, outputs, groups, _ = blocks.shape
     prefix, _, last = name.rpartition(".")
-    scales = _side(found, prefix, f"{last.removesuffix('_blocks')}_scales", (experts, outputs, groups))
+    scales = side(found, prefix, f"{last.removesuffix('_blocks')}_scales", (experts, outputs, groups))
     return (experts, groups * MX_BLOCK, outputs), partial(_mxfp4_expert, blocks, scales)
 
 

@@ -33,6 +33,7 @@ class ModelShape:
 
 LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 14336, 32, 32, 8, 128, 128256)
 LLAMA_1B = ModelShape("llama-3.2-1b", 2048, 8192, 16, 32, 8, 64, 128256)
+LLAMA_3B = ModelShape("llama-3.2-3b", 3072, 8192, 28, 24, 8, 128, 128256)
 QWEN3_0_6B = ModelShape("qwen3-0.6b", 1024, 3072, 28, 16, 8, 128, 151936, qk_norm=True)
 QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 36, 32, 8, 128, 151936, qk_norm=True)
 LLAMA_70B = ModelShape("llama-3.3-70b", 8192, 28672, 80, 64, 8, 128, 128256)

@@ -314,15 +314,17 @@ class Parallel:
             return on_cpu(tensors) if self.mesh.world.rank == 0 else {}
         return self._together(tensors)
 
-    def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Of a whole state what this rank updates."""
-        found = dict(tensors)
+        found = tensors
         if self.cut:
-            found = {}
-            for name, tensor in tensors.items():
-                part = self._part_of(name.rpartition("/")[0], self.shards)
+            cut: dict[str, Tensor] = {}
+            for name in tensors:
+                parameter = name.rpartition("/")[0]
+                part = self._part_of(parameter, self.shards) if parameter in self.parameters else None
                 if part is not None:
-                    found[name] = tensor[part]
+                    cut[name] = tensors[name][part].clone()
+            found = cut
         return found if self.spread is None else self.spread.own_state(found)
 
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ class Pipeline:
             came = x_TD = self._receive("F", shape, part.norm.weight, chunk).requires_grad_(train)
         x_TD = part.stack(x_TD, piece.positions_T, piece.context)
         if self._is_last(chunk):
-            return came, piece.loss(part.end(x_TD))
+            return came, piece.loss(part.finish(x_TD))
         self._send("F", x_TD.detach(), chunk)
         return came, x_TD
 

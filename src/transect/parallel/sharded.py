@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
 from .group import Group
+from .part_names import part_name
 from .replicas import gather_tensors
 
 ALIGN = 64
@@ -185,6 +187,11 @@ class Sharded:
         pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
         return {name: pieces[name] for name in self.parameters if name in pieces}
 
+    @cached_property
+    def _bounds(self) -> dict[str, tuple[int, int]]:
+        """Where the own part of each parameter lies within it."""
+        return {name: ends for unit in self.units for name, ends in unit.bounds.items()}
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each whole parameter."""
@@ -262,6 +269,15 @@ class Sharded:
             unit.release()
         return {name: found[name] for name in self.parameters if name in found}
 
+    def writes(self, name: str) -> bool:
+        """Whether this rank keeps its state of a parameter in a file: what it has, nobody else has."""
+        return True
+
+    def stored_name(self, name: str) -> str:
+        """The name of the own part of a state (``parameter/kind``) in a file."""
+        parameter = name.rpartition("/")[0]
+        return part_name(name, self._bounds[parameter][0], self.shapes[parameter])
+
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The optimizer's state of all ranks (``name/kind``, of pieces) put together, on the CPU of the first rank; on
         others nothing. All call it."""
@@ -274,13 +290,12 @@ class Sharded:
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of a whole state that belongs to this rank's pieces."""
-        bounds = {name: ends for unit in self.units for name, ends in unit.bounds.items()}
         found = {}
-        for name, tensor in tensors.items():
+        for name in tensors:
             parameter = name.rpartition("/")[0]
-            if parameter in bounds:
-                begin, end = bounds[parameter]
-                found[name] = tensor.reshape(-1)[begin:end]
+            if parameter in self._bounds:
+                begin, end = self._bounds[parameter]
+                found[name] = tensors[name].reshape(-1)[begin:end].clone()
         return found
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..models.decoder import Decoder
 from ..models.staging import Staging
 from ..models.storage import WeightFormat
+from ..models.stored import Layout
 from ..models.weights.dense import Dense
 from ..models.weights.weight import Kinds, Product, Unsummed, Values, Weight, WeightKind
 from ..ops.opset import OpSet
@@ -41,6 +42,9 @@ class ShardKind(Weight):
 
     def load(self, values: Values, staging: Staging) -> None:
         self.inner.load(values, staging)
+
+    def takes(self, layout: Layout) -> bool:
+        return self.inner.takes(layout)
 
     def dense(self) -> Tensor:
         return self.inner.dense()

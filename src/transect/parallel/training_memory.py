@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..models.config import ModelConfig
 from ..models.memory.part import Part
@@ -63,8 +64,11 @@ class Spread:
     @property
     def settings(self) -> str:
         """The settings that differ from one device, as the file of a run names them."""
-        shown = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name != "reduce")
-        return ", ".join(f"{name} {value}" for name, value, default in shown if value != default) or "one device"
+        sizes = ("data", "zero", "tensor", "pipeline", "context")
+        found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
+        found += ["sequence = true"] if self.sequence else []
+        found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data > 1 else []
+        return ", ".join([*found, *(['offload = "optimizer"'] if self.host_state else [])])
 
     def __str__(self) -> str:
         names = (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context))
@@ -122,8 +126,7 @@ def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
 
 def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> Part:
     """What the first rank of a stage has."""
-    shard = Shard(config, 0, spread.tensor, stage, spread.pipeline)
-    shapes = {shard.own_name(name): shape for name, shape in shard.shapes().items()}
+    shard, shapes = _stage(config, spread.tensor, stage, spread.pipeline)
     owned = None
     if spread.zero in (1, 2):
         trained = trained_shapes(shard.local, plan) if plan.adapted else shapes
@@ -147,6 +150,13 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
         owned=owned,
         host_state=spread.host_state,
     )
+
+
+@lru_cache(maxsize=256)
+def _stage(config: ModelConfig, tensor: int, stage: int, stages: int) -> tuple[Shard, dict[str, tuple[int, ...]]]:
+    """The first rank of a stage, and its part of every weight."""
+    shard = Shard(config, 0, tensor, stage, stages)
+    return shard, {shard.own_name(name): shape for name, shape in shard.shapes().items()}
 
 
 def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:

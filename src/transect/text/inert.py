@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+from .tools.registry import for_template
+
 _KEY_DIGITS, _NUMBER_DIGITS = 30, 6
 _LEFT_ALONE = ("role", "type")
 """Keys whose values templates compare, and do not print as a message's text: the ends of these are not hidden."""
@@ -27,6 +29,8 @@ _LEFT_ALONE = ("role", "type")
 class Template(Protocol):
     """What is needed of a chat template."""
 
+    @property
+    def source(self) -> str: ...
     def render(self, messages: Any, add_generation_prompt: bool = ..., **kwargs: Any) -> str: ...
 
 
@@ -222,12 +226,14 @@ def chat_tokens(
         messages: see ``ChatTemplate.render``.
         add_special_tokens: put around it what the model expects around a text; most templates bring that themselves.
         continue_final_message: end where the last message's text ends, so that the model goes on with it.
-        kwargs: further variables of the template, treated as messages are.
+        kwargs: further variables of the template, treated as messages are; ``tools`` become text where the template
+            does not mention them.
 
     Raises:
         ValueError: see ``ChatTemplate.render`` and ``Tokenizer.encode``.
     """
-    rendering = ChatRendering(tokenizer, messages, kwargs, continue_final_message=continue_final_message)
+    messages, variables = for_template(template.source, messages, kwargs)
+    rendering = ChatRendering(tokenizer, messages, variables, continue_final_message=continue_final_message)
     try:
         text = template.render(rendering.messages, add_generation_prompt, **rendering.variables)
     except ValueError as error:

@@ -63,6 +63,22 @@ class Crew:
         self._token_loss: TokenLoss | None = None
 
     @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.world is None else self.world.rank
+
+    @property
+    def _writers(self) -> Replicas | Sharded | None:
+        """The ranks that keep their part of the state in a checkpoint; None: the first one keeps all of it."""
+        parallel = self.parallel
+        return None if parallel is None or parallel.cut else parallel.spread
+
+    @property
+    def writers(self) -> int:
+        """How many ranks keep a part of the state in a checkpoint."""
+        return 1 if self._writers is None else self._writers.group.size
+
+    @property
     def leads(self) -> bool:
         """Whether this rank writes and shows things."""
         return self.world is None or self.world.rank == 0
@@ -246,12 +262,14 @@ class Crew:
         return trainable.snapshot() if self.leads else lambda directory: None
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """The optimizer's whole state, as of a run on one rank, on the CPU of the first rank, nothing on the others;
-        all ask together."""
-        tensors = optimizer.state_tensors()
+        """This rank's part of the optimizer's state, on the CPU, by the names that ``StoredTensors`` reads; all ask
+        together. Where the model is cut the first rank has all of it."""
+        spread = self._writers
+        if spread is not None:
+            return {spread.stored_name(name): part for name, part in optimizer.lent(spread.writes).items()}
         if self.parallel is not None:
-            return self.parallel.whole_state(tensors)
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            return self.parallel.whole_state(optimizer.state_tensors())
+        return optimizer.lent()
 
     def load_state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Put back this rank's part of a whole state, of a run on however many ranks.

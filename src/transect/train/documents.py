@@ -15,6 +15,7 @@ from typing import Any
 from ..text.chat_template import ChatTemplate
 from ..text.inert import ChatRendering
 from ..text.tokenizer import Tokenizer
+from ..text.tools.registry import for_template
 from .files import DataFile, Row
 from .layouts import Completion, Form, Layout, Preference, Rated, Text, detect
 
@@ -172,7 +173,9 @@ def chat_tokens(
             )
         before, answer = chat.encode(opened[len(done) :]), chat.encode(answered[len(opened) :])
         ids += before + answer
-        trained += [False] * len(before) + (said(answer, tokenizer) if turn >= first else [False] * len(answer))
+        trained += [False] * len(before) + (
+            said(answer, tokenizer) if turn >= first + chat.added else [False] * len(answer)
+        )
         done = answered
     chat.check(trained)
     return ids, trained
@@ -186,7 +189,7 @@ def answers_apart(
     chat = _Rendered(messages, tokenizer, template, tools)
     made = []
     for turn in chat.answers:
-        if turn < first:
+        if turn < first + chat.added:
             continue
         opened, answered = chat.opened(turn), chat.answered(turn)
         if not answered.startswith(opened):
@@ -201,7 +204,10 @@ class _Rendered:
     """A chat whose messages can spell no special token, and the texts of its beginnings."""
 
     def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
-        self._inert = ChatRendering(tokenizer, messages, {"tools": tools} if tools else {})
+        told, variables = for_template(template.source, messages, {"tools": tools} if tools else {})
+        self.added = len(told) - len(messages) if told is not messages else 0
+        """Messages before the chat's own: one that describes its tools."""
+        self._inert = ChatRendering(tokenizer, told, variables)
         self._template = template
         self._messages: Any = self._inert.messages
         turns = self._messages if isinstance(self._messages, list) else []

@@ -11,7 +11,8 @@ from transect.models.fused_stack import FusedStack
 from transect.models.load import allocated, fill, stored_weights
 from transect.models.resolve import resolve
 from transect.models.staging import Staging
-from transect.models.weights.int4_serving import ServingInt4, kinds_for, rounded
+from transect.models.weights.int4_serving import ServingInt4, rounded
+from transect.models.weights.kinds import kinds_for
 from transect.ops.opset import resolve_ops
 
 pytestmark = [

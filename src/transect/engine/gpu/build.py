@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...models.layouts import held_layouts
 from ...models.resolve import ModelSource
 from ...models.storage import Storage
 from ...parallel.load import shard_of
@@ -90,18 +91,19 @@ def build_gpu(
         times.done("torch")
     shard = None if mesh is None else shard_of(source.config, mesh)
     on_host = 1 if mesh is None else mesh.world.on_host
-    setup = set_up(config, source.config if shard is None else shard.local, device, shard, ranks=on_host)
+    model = source.config if shard is None else shard.local
+    setup = set_up(config, model, device, shard, ranks=on_host, layouts=held_layouts(source))
     times.done("CUDA")
     loaded = load(setup, source, compilers, times, mesh)
     if mesh is not None:
         mesh.world.exchange(None)  # rank 0 has had the kernels compiled, and the others find them in the cache
         times.done("other ranks")
-    measured = measure(setup, loaded.model)
+    measured = measure(setup, loaded.model, mesh)
     times.done("dry run")
     account, cache = size(setup, loaded, measured)
     if mesh is not None:
         cache = KVSize.least(mesh.world.exchange(cache))
-    runner, cache_bytes = capture(setup, loaded.model, cache, times)
+    runner, cache_bytes = capture(setup, loaded.model, cache, times, mesh)
     report = (*account.lines(cache_bytes), f"start-up: {times}")
     for line in report:
         log.info("%s", line)
@@ -113,6 +115,8 @@ def _description(setup: Setup) -> str:
     name = torch.cuda.get_device_name(setup.device)
     how = [f"{kernels} on {name} in {str(setup.dtype).removeprefix('torch.')}"]
     how += [] if setup.config.quantization is None else [f"the layers' weights in {setup.config.quantization}"]
+    held = sorted({layout.format for _, layout in setup.layouts})
+    how += [f"the layers' weights in {' and '.join(held)}, as in the checkpoint"] if held else []
     how += [] if setup.stream is None else [str(setup.stream)]
     how += [f"CUDA graphs {setup.config.cuda_graphs}"]
     how += ["batch-invariant"] if setup.config.deterministic else []

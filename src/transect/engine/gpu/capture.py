@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ...models.decoder import Decoder
+from ...parallel.mesh import Mesh
 from ...text.grammar.constraint import MaskFiller
 from ..kv_size import KVSize
+from .measure import runner_of
 from .runner import GPURunner
 from .setup import Setup
 from .startup_times import StartupTimes
@@ -14,17 +16,19 @@ WARM_WIDTHS = 2
 """Widths of block tables whose graphs are captured at the start where no server waits (contexts up to 4096 tokens)."""
 
 
-def capture(setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes) -> tuple[GPURunner, int]:
+def capture(
+    setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes, mesh: Mesh | None = None
+) -> tuple[GPURunner, int]:
     """The runner, and the bytes of its KV cache, which has one block more than ``cache`` says, for padding."""
     config = setup.config
-    keys, values = caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.dtype)
+    caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.dtype)
     for each in caches:
         each[:, -1].zero_()
     limits = setup.limits | {"max_model_len": cache.max_model_len}
-    runner = GPURunner(
+    runner = runner_of(
         model,
-        keys,
-        values,
+        caches,
+        mesh,
         **limits,
         graphs=config.cuda_graphs != "off",
         sample_on_device=config.gpu.device_sampling,

@@ -14,7 +14,7 @@ from ...models.decoder import Decoder
 from ...models.fused_stack import Fusions
 from ...models.load import load_on_device
 from ...models.resolve import ModelSource
-from ...models.weights.int4_serving import kinds_for
+from ...models.weights.kinds import kinds_for
 from ...parallel.load import load_shard_on_device
 from ...parallel.mesh import Mesh
 from . import warm_kernels
@@ -74,6 +74,7 @@ def load(
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
         quantization=config.quantization,
+        layouts=setup.layouts,
         **setup.limits,
     )
     warming = warm_kernels.start(work, setup.ops, setup.device, compilers, setup.asked)
@@ -87,7 +88,12 @@ def load(
         max_positions=setup.limits["max_model_len"],
         seed=config.seed or 0,
         fusions=Fusions.all(config.gpu.fused_operators),
-        kinds=kinds_for(config.quantization, setup.device, dependent_launch=config.gpu.dependent_launch),
+        kinds=kinds_for(
+            config.quantization,
+            setup.device,
+            dependent_launch=config.gpu.dependent_launch,
+            layouts=setup.layouts,
+        ),
         stream=setup.stream,
     )
     times.done("weights")

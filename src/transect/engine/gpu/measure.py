@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...models.decoder import Decoder
+from ...parallel.experts import meeting
+from ...parallel.mesh import Mesh
 from ..batch import Draw, ScheduledBatch, ScheduledRow
 from ..sampling_params import SamplingParams
 from .runner import GPURunner
 from .setup import Setup
+from .sharing_runner import GPUSharingRunner
+from .stage_runner import GPUStageRunner
 
 
 class Measured(NamedTuple):
@@ -22,10 +27,10 @@ class Measured(NamedTuple):
     """Activations and logits."""
 
 
-def measure(setup: Setup, model: Decoder) -> Measured:
-    """Run the largest steps once, on a cache of two blocks."""
+def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
+    """Run the largest steps once, on a cache of two blocks. All ranks of a ``mesh`` do."""
     held = torch.cuda.memory_allocated(setup.device)
-    runner = trial_runner(model, setup.config.block_size, setup.dtype, **setup.tricks, **setup.limits)
+    runner = trial_runner(model, setup.config.block_size, setup.dtype, mesh, **setup.tricks, **setup.limits)
     tables = torch.cuda.memory_allocated(setup.device) - held
     torch.cuda.reset_peak_memory_stats(setup.device)
     run_largest_steps(runner, **setup.limits)
@@ -36,13 +41,29 @@ def measure(setup: Setup, model: Decoder) -> Measured:
 
 
 def trial_runner(
-    model: Decoder, block_size: int, dtype: torch.dtype, *, sample_on_device: bool = True, **settings: Any
+    model: Decoder,
+    block_size: int,
+    dtype: torch.dtype,
+    mesh: Mesh | None = None,
+    *,
+    sample_on_device: bool = True,
+    **settings: Any,
 ) -> GPURunner:
     """A runner without graphs on a cache of two blocks, to try steps with; ``settings`` as for ``GPURunner``."""
     caches = model.new_kv_cache(2, block_size, dtype)
     for cache in caches:
         cache.zero_()
-    return GPURunner(model, *caches, graphs=False, sample_on_device=sample_on_device, **settings)
+    return runner_of(model, caches, mesh, graphs=False, sample_on_device=sample_on_device, **settings)
+
+
+def runner_of(model: Decoder, caches: tuple[Tensor, Tensor], mesh: Mesh | None, **options: Any) -> GPURunner:
+    """The executor of a model, or of a stage of one; ``options`` as for ``GPURunner``."""
+    if mesh is not None and mesh.pipeline.size > 1:
+        return GPUStageRunner(model, *caches, mesh, **options)
+    sharing = meeting(model)
+    if sharing is not None:
+        return GPUSharingRunner(model, *caches, sharing, **options)
+    return GPURunner(model, *caches, **options)
 
 
 def run_largest_steps(runner: GPURunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:

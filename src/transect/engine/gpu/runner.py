@@ -114,11 +114,6 @@ class _Pending:
         return result
 
 
-def _key(plan: StepPlan, variant: Variant, generation: int) -> Hashable:
-    """What steps that can replay one graph have in common."""
-    return plan.layout, variant, generation, plan.prune, plan.chunk_rows
-
-
 class GPURunner:
     """Runs batches on the device of the caches, each within ``submit`` as far as the host is concerned.
 
@@ -141,6 +136,7 @@ class GPURunner:
         fill_masks: makes the masks of draws under a grammar.
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
             kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
+        in_flight: steps whose results are not taken yet, at the most.
     """
 
     def __init__(
@@ -161,6 +157,7 @@ class GPURunner:
         copy_kernels: bool | None = None,
         pad_tokens: int | None = None,
         fill_masks: MaskFiller = fill_each,
+        in_flight: int = 2,
     ) -> None:
         self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
@@ -184,7 +181,8 @@ class GPURunner:
         self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(self._graph_tokens))
+        most = max(most, token_bucket(self._graph_tokens, 0))
+        self._most_tokens = most
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
         nbytes = self._inputs_at + whole_lines(largest.nbytes)
@@ -193,7 +191,7 @@ class GPURunner:
         self._drawn = Drawn.tensors(self._arena, self._max_draws)
         cuda = self._device.type == "cuda"
         kernels = cuda if copy_kernels is None else copy_kernels
-        self._ring = StepRing(self._arena, self._inputs_at, kernels=kernels)
+        self._ring = StepRing(self._arena, self._inputs_at, kernels=kernels, rows=in_flight + 1)
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what has been filled so far
@@ -289,7 +287,7 @@ class GPURunner:
         if self.graphs is None:
             return
         with self._on_stream():
-            key, work = _key(plan, plan.variant, 0), partial(self._step, plan, False)
+            key, work = self._key(plan, plan.variant, 0), partial(self._step, plan, False)
             try:
                 self.graphs.prepare(key, work)
             except RuntimeError:  # a kernel that could not be loaded within a capture
@@ -388,9 +386,13 @@ class GPURunner:
         variant = Variant(masked=True) if waits else plan.variant
         generation = self._adjust.generation if variant.adjust else 0
         self._ring.send(plan.layout.nbytes)
-        key = _key(plan, variant, generation)
+        key = self._key(plan, variant, generation)
         hidden, sampled = self._launch(key, partial(self._step, plan, waits), plan, eager)
         return None if waits else self._ring.ended(), hidden, sampled
+
+    def _key(self, plan: StepPlan, variant: Variant, generation: int) -> Hashable:
+        """What steps that can replay one graph have in common."""
+        return plan.layout, variant, generation, plan.prune, plan.chunk_rows
 
     def _launch(self, key: Hashable, work: Callable[[], Any], plan: StepPlan, eager: bool = False) -> Any:
         """Run work of a step, by a graph if it is of a kind that comes again."""
@@ -427,19 +429,7 @@ class GPURunner:
         arena, and logprobs returned (or, where the host draws, the logits). ``waits``: the logits are left for
         ``_second_part``."""
         fields = self._fields(plan.layout)
-        context = PagedContext(
-            self._k_cache,
-            self._v_cache,
-            fields.table,
-            fields.start,
-            fields.length,
-            self._model.ops,
-            max_query_len=1 if plan.decode else plan.layout.tokens,
-            whole=plan.whole,
-            chunk_rows=plan.chunk_rows,
-            wanted=self._wanted(fields) if plan.prune else None,
-        )
-        hidden_TD = self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
+        hidden_TD = self._hidden(plan, self._context(plan))
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
@@ -451,6 +441,26 @@ class GPURunner:
             return hidden_TD, None
         adjusts, wants_logprobs, _ = plan.variant
         return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, adjusts, wants_logprobs)
+
+    def _context(self, plan: StepPlan) -> PagedContext:
+        fields = self._fields(plan.layout)
+        return PagedContext(
+            self._k_cache,
+            self._v_cache,
+            fields.table,
+            fields.start,
+            fields.length,
+            self._model.ops,
+            max_query_len=1 if plan.decode else plan.layout.tokens,
+            whole=plan.whole,
+            chunk_rows=plan.chunk_rows,
+            wanted=self._wanted(fields) if plan.prune else None,
+        )
+
+    def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:
+        """From a step's tokens to hidden states, after the final norm."""
+        fields = self._fields(plan.layout)
+        return self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
 
     def _wanted(self, fields: Fields) -> Wanted:
         """The tokens that the draws need: the last token of each draw's sequence, which then is ``draw_position``

@@ -12,6 +12,7 @@ import torch
 
 from ...models.config import ModelConfig
 from ...models.cost import kv_bytes_per_token, weight_bytes
+from ...models.layouts import Layouts, storage_held
 from ...models.load import kv_dtype
 from ...models.storage import Storage, storage_for
 from ...models.streaming.plan import StreamPlan
@@ -34,7 +35,7 @@ pays (``ops/attention/packed/hopper.py``) with 16 heads and more."""
 
 LAUNCHES = 9
 """Kernels of a layer."""
-LAUNCH_SECONDS, MULTIPLIES = 70e-6, 600e12
+LAUNCH_SECONDS, MULTIPLIES = 150e-6, 600e12
 """Seconds in which the host launches a kernel, FLOPs of a product in a second: an H200 and its host."""
 
 
@@ -56,6 +57,8 @@ class Setup:
     model: ModelConfig
     dtype: torch.dtype
     storage: Storage
+    layouts: Layouts
+    """How the checkpoint packs the matrices that stay so."""
     device: torch.device
     ops: OpSet
     limits: dict[str, Any]
@@ -83,10 +86,16 @@ class Setup:
 
 
 def set_up(
-    config: EngineConfig, model: ModelConfig, device: torch.device, shard: Shard | None = None, *, ranks: int = 1
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    shard: Shard | None = None,
+    *,
+    ranks: int = 1,
+    layouts: Layouts = (),
 ) -> Setup:
     """Decide what an engine of ``config`` on ``device`` does. ``shard``: the part of a model that this rank has;
-    ``model`` has its sizes. ``ranks``: how many are on this host.
+    ``model`` has its sizes. ``ranks``: how many are on this host. ``layouts``: how the checkpoint packs its matrices.
 
     Raises:
         ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
@@ -98,7 +107,12 @@ def set_up(
     max_seqs, max_tokens = config.limits("cuda")
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config)
-    storage = storage_for(dtype.itemsize, config.quantization)
+    layouts = layouts if config.quantization is None and dtype != torch.float32 else ()
+    if layouts and (config.deterministic or config.cpu_offload_gb):
+        why = "deterministic" if config.deterministic else "cpu_offload_gb"
+        log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
+        layouts = ()
+    storage = storage_held(storage_for(dtype.itemsize, config.quantization), layouts)
     shapes = None if shard is None else shard.shapes()
     stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
     needed = weight_bytes(model, storage, shapes)
@@ -114,6 +128,7 @@ def set_up(
         model=model,
         dtype=dtype,
         storage=storage,
+        layouts=layouts,
         device=device,
         ops=ops,
         limits={"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest},
@@ -174,7 +189,8 @@ def runner_tricks(
     switches = config.gpu
     return {
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
-        "prune_last_layer": switches.prune_last_layer,
+        # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
+        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not config.shares_data,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": switches.copy_kernels and not by_torch(ops),
@@ -204,6 +220,7 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     if storage.streamed:  # a step of many tokens takes no longer then
         return None
     asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
+    asked = asked and config.layout.pipeline == 1  # stages have weights of different sizes
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 
 

@@ -183,6 +183,8 @@ class StepPlanner:
         """What the last step decoded, if it did nothing else."""
         self.step = 0
         """Steps planned so far."""
+        self.feeds = True
+        """Tokens that the step before draws are read where it leaves them on the device."""
 
     def plan(self, batch: ScheduledBatch, memory: StepMemory) -> StepPlan:
         """The next step, its numbers in ``memory``."""
@@ -212,7 +214,7 @@ class StepPlanner:
         layout = StepLayout(bucket, bucket, bucket, width)
         fields = memory.fields(layout)
         fields.position[:count], fields.length[:count] = starts, ends
-        fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts)
+        fed = (table.drawn_step[slots] == step - 1) & (table.drawn_position[slots] == starts) & self.feeds
         source = self.token_source(layout)
         source[:count][fed] = table.drawn_index[slots[fed]]
         source[count:] = -1  # no token: zeros all the way, which take less power than numbers

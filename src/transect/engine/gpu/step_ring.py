@@ -1,6 +1,6 @@
 """Host memory of the steps that are under way, and how it gets to the device and back.
 
-Each of RING steps has a row of pinned memory for its inputs and one for what it draws, and they take turns. On the
+Each step under way has a row of pinned memory for its inputs and one for what it draws, and they take turns. On the
 device the inputs lie in one place, the ``arena``, behind the tokens that steps draw.
 
 With ``kernels`` both copies are kernels of the step (``ops/comm/ring_copy.py``), so of its CUDA graph, and the device
@@ -35,16 +35,17 @@ class StepRing:
     Args:
         arena: uint8 on the device; results, ``inputs_at`` bytes of them, then inputs.
         kernels: see above; only for a GPU, or Triton's interpreter.
+        rows: steps whose memory is apart.
     """
 
-    def __init__(self, arena: Tensor, inputs_at: int, *, kernels: bool) -> None:
+    def __init__(self, arena: Tensor, inputs_at: int, *, kernels: bool, rows: int = RING) -> None:
         cuda = arena.is_cuda
         self._drawn, self._inputs = arena[:inputs_at], arena[inputs_at:]
         sizes = len(self._inputs), inputs_at
-        self._sent, self._given = (torch.zeros((RING, n), dtype=torch.uint8, pin_memory=cuda) for n in sizes)
+        self._sent, self._given = (torch.zeros((rows, n), dtype=torch.uint8, pin_memory=cuda) for n in sizes)
         self._memory = [StepMemory(row.numpy()) for row in self._sent]
         self._results = [row.numpy() for row in self._given]
-        self._busy: list[torch.cuda.Event | None] = [None] * RING
+        self._busy: list[torch.cuda.Event | None] = [None] * rows
         self._turn = 0
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=arena.device) if kernels else None
         self._words = [t.view(torch.int64) for t in (self._sent, self._inputs, self._drawn, self._given)]
@@ -79,7 +80,7 @@ class StepRing:
     def ended(self) -> int:
         """A step has been launched: it is the next one's turn. Returns the turn of the step."""
         turn = self._turn
-        self._turn = (turn + 1) % RING
+        self._turn = (turn + 1) % len(self._memory)
         return turn
 
     def failed(self) -> None:

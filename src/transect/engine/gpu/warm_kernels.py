@@ -22,8 +22,9 @@ import torch
 from ...models.config import ModelConfig
 from ...models.decoder import Decoder
 from ...models.fused_stack import FusedStack, Fusions, refusal
+from ...models.layouts import Layouts
 from ...models.load import allocated
-from ...models.weights.int4_serving import kinds_for
+from ...models.weights.kinds import kinds_for
 from ...ops.lang.collecting import CollectedKernel, collected
 from ...ops.lang.jit import INTERPRETED
 from ...ops.opset import OpSet
@@ -52,6 +53,7 @@ class Work:
     fine_rows: bool = False
     copy_kernels: bool = False
     quantization: str | None = None
+    layouts: Layouts = ()
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
-    kinds = kinds_for(work.quantization, device, dependent_launch=work.dependent_launch)
+    kinds = kinds_for(work.quantization, device, dependent_launch=work.dependent_launch, layouts=work.layouts)
     model = allocated(Decoder(config, "meta", work.dtype, ops=ops, kinds=kinds), device)
     stacks: list[FusedStack] = []
     if refusal(config) is None:

@@ -92,7 +92,7 @@ class Part:
         return self.pieces(self.outside) + sum(map(self.pieces, self.layers))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gradients:
     """How many bytes gradients take on a rank, by the table above.
 
@@ -108,12 +108,12 @@ class Gradients:
     element: int
     several: bool
 
-    @property
+    @cached_property
     def numbers(self) -> int:
         """All of them."""
         return count(self.trained)
 
-    @property
+    @cached_property
     def owned(self) -> int:
         """Those that this rank steps with."""
         if self.part.zero == 3:
@@ -121,12 +121,12 @@ class Gradients:
         names = self.part.owned
         return self.numbers if names is None else count({n: s for n, s in self.trained.items() if n in names})
 
-    @property
+    @cached_property
     def bucket(self) -> int:
         """W: what travels together at most, about."""
         return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, self.largest))
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Numbers of the largest parameter."""
         return max(map(math.prod, self.trained.values()))

@@ -6,7 +6,6 @@ long as that link needs for their bytes, however many tokens it has; large batch
 
 * ``plan.py``: which layers stream, what they take here and there, and what a step costs (no torch)
 * ``placed.py``: the matrices of a layer in one piece of memory, whatever kinds of ``Weight`` they are
-* ``homes.py``: where layers live: pinned host memory, or a file
-* ``file_reads.py``: a file read ahead of its use, by several threads, past the page cache
+* ``homes.py``: where layers live: pinned host memory, or a file that is read ahead of its use
 * ``stream.py``: ``LayerStream``, which has a layer there when its turn comes
 """

@@ -1,25 +1,30 @@
-"""Where layers that stream live: pinned host memory, or a file on a disk."""
+"""Where layers that stream live: in pinned host memory, or in a file on a disk.
+
+A file is read ahead of its use into a few pieces of pinned memory, by threads and past the page cache
+(``hardware/direct_file.py``): what is read once a step would only push other pages out.
+"""
 
 from __future__ import annotations
 
-import logging
-import mmap
 import os
-import tempfile
+import uuid
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .file_reads import ReadAhead
-
-log = logging.getLogger(__name__)
+from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.host_memory import Ring, host_memory
 
 PINNERS = 4
-"""Threads that pin memory while weights are loaded."""
+"""Layers whose memory is pinned at the same time, while others are loaded."""
+AHEAD = 3
+"""Layers of a file that are read, or sent, at the same time."""
 
 
 class Homes(Protocol):
@@ -27,6 +32,10 @@ class Homes(Protocol):
 
     def memory(self, place: int) -> Tensor:
         """Where a layer's bytes are written to when a model is loaded; uint8."""
+        ...
+
+    def written(self, place: int) -> None:
+        """All of a layer has been written, or will have been when the current stream of a GPU is done."""
         ...
 
     def settle(self) -> None:
@@ -43,7 +52,7 @@ class Homes(Protocol):
 
 
 class HostHomes:
-    """In host memory, pinned for a GPU: piece by piece, in threads of their own, while weights are being loaded.
+    """In host memory, pinned for a GPU: layer by layer, in threads, while weights are being loaded.
 
     Args:
         sizes: bytes of each layer.
@@ -53,21 +62,14 @@ class HostHomes:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._device = device
         pinners = ThreadPoolExecutor(PINNERS, thread_name_prefix="pin")
-        self._memory: list[Future[Tensor]] = [pinners.submit(self._make, size) for size in sizes]
+        self._memory: list[Future[Tensor]] = [pinners.submit(_memory, size, device) for size in sizes]
         pinners.shutdown(wait=False)
-
-    def _make(self, size: int) -> Tensor:
-        memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        made = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            made[:: mmap.PAGESIZE].zero_()  # so that its pages are there, which pinning does more slowly
-            _pin(made, self._device)
-        return made
 
     def memory(self, place: int) -> Tensor:
         return self._memory[place].result()
+
+    def written(self, place: int) -> None:
+        """It is where it is to be."""
 
     def settle(self) -> None:
         """Nothing is left to do."""
@@ -78,19 +80,6 @@ class HostHomes:
     def send(self, place: int, slot: Tensor) -> None:
         memory = self.memory(place)
         slot[: len(memory)].copy_(memory, non_blocking=True)
-
-
-def _pin(memory: Tensor, device: torch.device) -> None:
-    """Register memory with the driver, and take that back when the tensor goes. Pinned memory from torch's own
-    allocator would be rounded up to a power of two.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
-    runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1)))
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 class FileHomes:
@@ -106,39 +95,86 @@ class FileHomes:
     """
 
     def __init__(self, sizes: Sequence[int], folder: str, device: torch.device) -> None:
-        self._sizes = list(sizes)
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + size)
-        try:
-            number, path = tempfile.mkstemp(prefix="transect-layers-", dir=folder)
-        except OSError as error:
-            raise ValueError(f"offload_folder {folder!r} cannot be written to ({error}): give another") from error
-        try:
-            try:
-                os.posix_fallocate(number, 0, starts[-1])
-            except OSError as error:
-                raise ValueError(
-                    f"offload_folder {folder!r} has no room for {starts[-1] / 2**30:.1f} GiB ({error}): give another"
-                ) from error
-            whole = torch.from_file(path, shared=True, size=starts[-1], dtype=torch.uint8)
-            self._reads = ReadAhead(path, list(zip(starts, sizes, strict=False)), device)
-        finally:
-            os.unlink(path)
-        self._file = number
-        weakref.finalize(self, os.close, number).atexit = False
-        self._memory: list[Tensor] = list(whole.split(self._sizes))
+        self._sizes, self._device = list(sizes), device
+        self._starts = [sum(self._sizes[:place]) for place in range(len(sizes))]
+        path = os.path.join(folder, f"transect-layers-{uuid.uuid4().hex}")
+        self._file = DirectFile(path, sum(self._sizes), temporary=True)
+        weakref.finalize(self, self._file.close)
+        self._writing: dict[int, Tensor] = {}
+        """Layers of which something has been loaded."""
+        self._written: deque[tuple[Pending, Tensor]] = deque()
+        """Memory that is free once it is written."""
+        self._ring: Ring | None = None
+        self._reading: deque[tuple[int, Tensor, Pending]] = deque()
+        """Layers that are read, in their order."""
+        self._next: int | None = None
+        """The layer to be read into the memory of the one that was sent last."""
 
     def memory(self, place: int) -> Tensor:
-        return self._memory[place]
+        if place not in self._writing:
+            if self._written:
+                pending, memory = self._written.popleft()
+                pending.wait()
+            else:
+                memory = _memory(max(self._sizes), self._device)
+            self._writing[place] = memory
+        return self._writing[place][: self._sizes[place]]
+
+    def written(self, place: int) -> None:
+        """Begin to write it to the file."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        memory = self._writing.pop(place)
+        self._written.append((self._file.write(self._starts[place], memory[: self._sizes[place]]), memory))
 
     def settle(self) -> None:
-        """On the disk, and out of this process's memory."""
-        os.fsync(self._file)
-        self._memory.clear()
+        """Everything is on the disk, and out of this process's memory."""
+        for place in list(self._writing):
+            self.written(place)
+        for pending, _ in self._written:
+            pending.wait()
+        self._written.clear()
+        self._file.flush()
+        with _on(self._device):
+            self._ring = Ring(AHEAD, max(self._sizes), pin=self._device.type == "cuda")
 
     def ready(self, place: int) -> bool:
-        return self._reads.ready(place)
+        return bool(self._reading) and self._reading[0][0] == place and self._reading[0][2].done
 
     def send(self, place: int, slot: Tensor) -> None:
-        self._reads.send(place, slot)
+        assert self._ring is not None
+        if self._next is not None:
+            self._read(self._next)
+        if not self._reading or self._reading[0][0] != place:
+            self._begin(place)
+        _, memory, pending = self._reading.popleft()
+        pending.wait()
+        slot[: len(memory)].copy_(memory, non_blocking=True)
+        if self._device.type == "cuda":
+            sent = next(each for each in self._ring.slots if each.memory.data_ptr() == memory.data_ptr())
+            sent.busy_until(torch.cuda.current_stream(self._device))
+        self._next = (place + AHEAD) % len(self._sizes)
+
+    def _begin(self, place: int) -> None:
+        """Forget what is being read: another layer is wanted than the one whose turn it is."""
+        for _, _, pending in self._reading:
+            pending.wait()
+        self._reading.clear()
+        for ahead in range(AHEAD):
+            self._read((place + ahead) % len(self._sizes))
+
+    def _read(self, place: int) -> None:
+        assert self._ring is not None
+        memory = self._ring.take().memory[: self._sizes[place]]
+        self._reading.append((place, memory, self._file.read(self._starts[place], memory)))
+        self._next = None
+
+
+def _memory(size: int, device: torch.device) -> Tensor:
+    with _on(device):
+        return host_memory(size, pin=device.type == "cuda", threads=max(1, (os.cpu_count() or 1) // PINNERS))
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Memory is pinned by the context of this device: a thread that says nothing makes one on the first GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -40,6 +40,8 @@ class LayerStream:
         self._places = {layer: place for place, layer in enumerate(plan.layers)}
         sizes = [PlacedLayer(layers[layer]).nbytes for layer in plan.layers]
         self._placed: dict[int, PlacedLayer] = {}
+        self._awaited: dict[int, set[int]] = {}
+        """Tensors of each layer, by their id, that have not been loaded yet."""
         self._slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._homes: Homes = HostHomes(sizes, device) if plan.folder is None else FileHomes(sizes, plan.folder, device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -71,6 +73,9 @@ class LayerStream:
             self._placed[place] = placed = PlacedLayer(module)
             assert placed.nbytes <= self._slots[0].nbytes
             placed.move(self._slots[place % SLOTS])
+            self._awaited[place] = {
+                id(tensor) for tensor in (*module.parameters(), *module.buffers()) if tensor in placed
+            }
 
     def keep(self, name: str, model: nn.Module) -> None:
         """Take home what has just been loaded into a slot: the weight of this canonical name, if its layer streams."""
@@ -86,6 +91,10 @@ class LayerStream:
             # Only what was read just now: another layer may have been in the slot since the rest was.
             if tensor in placed and (tensor is bias) == (leaf == "bias"):
                 placed.copy(tensor, self._homes.memory(place))
+                self._awaited[place].discard(id(tensor))
+        if place in self._awaited and not self._awaited[place]:
+            del self._awaited[place]
+            self._homes.written(place)
 
     # ---- while it runs
 

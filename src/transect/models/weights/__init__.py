@@ -7,6 +7,7 @@
 * ``scaled8.py``: fp8 or whole numbers of 8 bits, with a scale for each output
 * ``nf4.py``: 4-bit NormalFloat with double quantization, rebuilt for each product (training)
 * ``packed.py``: the formats of GGUF files on the C++ CPU kernels
+* ``as_stored.py``: whichever of these a checkpoint packs a matrix as; ``kinds.py``: which a model has
 * ``measure.py``: what a model's weights take, as a ``Storage``
 * ``adapted.py``: a low-rank adapter beside any of them; ``adapted_product.py``: both as one operator on a CPU;
   ``dropout.py``: of its input. ``adapted_embedding.py``: the same beside an embedding's table

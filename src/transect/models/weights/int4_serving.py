@@ -30,10 +30,9 @@ from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, WeightFormat, int4_format
-from .dense import Dense
+from ..stored import Codes4, Layout
 from .int4 import codes_of
-from .scaled8 import EIGHT_BITS, Products8, kinds_of_8_bits
-from .weight import Dimension, Kinds, Product, TrainingPart, Values, Weight, WeightKind, part_of, shard_bias
+from .weight import Dimension, Product, TrainingPart, Values, Weight, part_of, shard_bias
 
 SCALES = torch.bfloat16
 PANEL = 32
@@ -87,7 +86,7 @@ class Int4Stream:
         if x.dtype != torch.bfloat16 or not 0 < len(x) <= int4_rows.ROWS[0]:
             return False
         gated = [(n, k) for n, k, gate in sizes if gate]
-        return all(self._kernel.gates(len(x), n, k, SERVING_GROUP, x.device) is not None for n, k in gated)
+        return all(self._kernel.gates(len(x), n, k, self._weight.group, x.device) is not None for n, k in gated)
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
@@ -122,6 +121,8 @@ class ServingInt4(Weight):
     others, a view along its second dimension."""
 
     arranged: Tensor
+    order: Tensor | None
+    """Of the columns: the inputs that they are for, where a checkpoint's groups are not of neighbours (act-order)."""
 
     def __init__(
         self,
@@ -130,18 +131,34 @@ class ServingInt4(Weight):
         bias: bool = False,
         *,
         products: Int4Products,
+        group: int = SERVING_GROUP,
+        ordered: bool = False,
         ops: OpSet | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(out_features, in_features)
         self._products, self._dtype = products, dtype or torch.get_default_dtype()
-        self.in_turns = False
-        shape = (-(-in_features // CHUNK), -(-out_features // BLOCK), 256 + BLOCK * CHUNK // SERVING_GROUP)
+        self.group, self.in_turns = group, False
+        shape = (-(-in_features // CHUNK), -(-out_features // BLOCK), 256 + BLOCK * CHUNK // group)
         self.register_buffer("arranged", torch.empty(shape, dtype=torch.int32, device=device))
+        order = torch.empty(in_features, dtype=torch.int64, device=device) if ordered else None
+        self.register_buffer("order", order)
         self.add_bias(bias, device, dtype)
 
-    def load(self, values: Values, staging: Staging) -> None:
+    def takes(self, layout: Layout) -> bool:
+        return (layout.format, layout.group, layout.ordered) == ("int4", self.group, self.order is not None)
+
+    def load(self, values: Values | Codes4, staging: Staging) -> None:
+        if isinstance(values, Codes4):
+            codes, *numbers = (staging.bring(t) for t in (values.codes, values.scale, values.zero))
+            scale, zero = (F.pad(t, (0, self._spare // self.group)) for t in numbers)
+            self.arranged.copy_(arrange_codes(F.pad(codes, (0, self._spare)), scale, zero))
+            if self.order is not None and values.order is not None:
+                self.order.copy_(values.order)
+            return
+        if self.group != SERVING_GROUP or self.order is not None:
+            raise ValueError("other groups than of 128 neighbours are read, not made: the file holds plain numbers")
         codes, scale, zero = served_codes(staging.bring(dense_values(values)))
         self.arranged.copy_(arrange_codes(codes, scale, zero))
 
@@ -150,6 +167,8 @@ class ServingInt4(Weight):
 
     def dense(self) -> Tensor:
         rows = int4_matmul.dense(self.arranged, self.out_features, self._dtype)[:, : self.in_features]
+        if self.order is not None:
+            return torch.empty_like(rows).index_copy_(1, self.order, rows)
         return rows.unflatten(0, (-1, 2, BLOCK)).transpose(0, 1).flatten(0, 2) if self.in_turns else rows
 
     @property
@@ -159,9 +178,15 @@ class ServingInt4(Weight):
 
     @property
     def format(self) -> WeightFormat:
-        return int4_format()
+        return int4_format(self.group)
 
     def product(self) -> Product:
+        if self.order is not None:
+            order, plain = self.order, self._product()
+            return lambda x: plain(x.index_select(1, order))
+        return self._product()
+
+    def _product(self) -> Product:
         run, weight, outputs, bias = self._products.product, self.arranged.contiguous(), self.out_features, self.bias
         if self.in_turns:
             return lambda x: (
@@ -180,7 +205,7 @@ class ServingInt4(Weight):
     def stream_product(self, products: StreamProducts) -> Int4Stream | None:
         kernel = self._products.rows
         # The tensors of a norm are as wide as the model, not as whole groups.
-        return None if kernel is None or self._spare else Int4Stream(kernel, self)
+        return None if kernel is None or self._spare or self.order is not None else Int4Stream(kernel, self)
 
     @property
     def _spare(self) -> int:
@@ -195,6 +220,8 @@ class ServingInt4(Weight):
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
             return None
+        if any(part.order is not None for part in parts) or len({part.group for part in parts}) > 1:
+            return None
         if any(part.out_features % BLOCK for part in parts[:-1]):
             return None
         in_turns = gated and not biases and len({part.shape for part in parts}) == 1
@@ -208,7 +235,8 @@ class ServingInt4(Weight):
         for part, view in zip(parts, views, strict=True):
             part.arranged = view
         outputs = sum(part.out_features for part in parts)
-        joined = ServingInt4(outputs, self.in_features, products=self._products, device="meta", dtype=self._dtype)
+        joined = ServingInt4(outputs, self.in_features, products=self._products, group=self.group,
+                             device="meta", dtype=self._dtype)  # fmt: skip
         joined.arranged, joined.in_turns = whole, in_turns
         bias = torch.cat(biases) if biases else None
         if bias is not None:
@@ -219,6 +247,10 @@ class ServingInt4(Weight):
         return joined
 
     def shard(self, dim: Dimension, rank: int, n: int) -> ServingInt4:
+        if self.order is not None and n > 1 and dim == "in":
+            raise ValueError(
+                "a matrix in 4 bits with act-order has no shards of inputs: its groups are not of neighbours"
+            )
         if dim == "out":
             part = part_of(self.out_features, rank, n, BLOCK, "blocks of rows")
             arranged = self.arranged[:, part.start // BLOCK : part.stop // BLOCK]
@@ -227,8 +259,10 @@ class ServingInt4(Weight):
             arranged = self.arranged[part.start // CHUNK : part.stop // CHUNK]
         size = part.stop - part.start
         shape = (size, self.in_features) if dim == "out" else (self.out_features, size)
-        cut = ServingInt4(*shape, products=self._products, device="meta", dtype=self._dtype)
+        cut = ServingInt4(*shape, products=self._products, group=self.group, device="meta", dtype=self._dtype)
         cut.arranged = arranged.clone(memory_format=torch.contiguous_format)
+        if self.order is not None:
+            cut.order = self.order
         cut.add_bias(shard_bias(self.bias, dim, part, rank))
         return cut
 
@@ -238,19 +272,6 @@ class ServingInt4(Weight):
 
         like = torch.empty(0, dtype=self._dtype, device=self.arranged.device)
         return TrainingPart(self.out_features, self.in_features, like, fill)
-
-
-def kinds_for(quantization: str | None, device: torch.device | str, *, dependent_launch: bool = False) -> Kinds | None:
-    """The kinds of weight of a model that is served on a GPU, as ``EngineConfig`` names them; None: all are dense. With
-    ``int4`` the layers' matrices are in 4 bits, and the head stays dense. ``dependent_launch`` as ``dependent`` in
-    ``Int4Products.on``."""
-    if quantization is None:
-        return None
-    if quantization in EIGHT_BITS:
-        return kinds_of_8_bits(quantization, Products8.on(device, dependent=dependent_launch))
-    products = Int4Products.on(device, dependent=dependent_launch)
-    int4: WeightKind = partial(ServingInt4, products=products)
-    return lambda name: Dense if name == "head" else int4
 
 
 def served_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

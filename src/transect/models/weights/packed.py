@@ -12,13 +12,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...formats.affine import AffineGroups
 from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
 from ...ops.cpu.packing import pack, pack_groups
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat
-from .int4_serving import affine_groups
+from ..stored import Codes4, Codes8, Layout
+from .int4_serving import PANEL, affine_groups
 from .weight import Dimension, TrainingPart, Values, Weight, part_of, shard_bias
 
 EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -51,7 +53,21 @@ class Packed(Weight):
         assert (matrix.n, matrix.k) == self.shape
         self._matrix = replace(matrix, bias=None if self.bias is None else self.bias.detach())
 
-    def load(self, values: Values, staging: Staging) -> None:
+    def takes(self, layout: Layout) -> bool:
+        return (
+            not layout.blocks_of_gguf
+            and not self._int4
+            and (
+                layout.format == "int8"
+                or (layout.format == "int4" and not layout.ordered and layout.group % PANEL == 0)
+            )
+            and self.in_features % PANEL == 0
+        )
+
+    def load(self, values: Values | Codes8 | Codes4, staging: Staging) -> None:
+        if isinstance(values, (Codes8, Codes4)):
+            self.take(pack_groups(self._library, groups_of_codes(values)))
+            return
         if self._int4:
             self.take(pack_groups(self._library, affine_groups(dense_values(values))))
             return
@@ -152,3 +168,14 @@ class PackedEmbedding(torch.nn.Module):
     def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
         """Take the values of a file, of this shape."""
         self.table.load(values, staging)
+
+
+def groups_of_codes(values: Codes8 | Codes4) -> AffineGroups:
+    """Codes of a checkpoint, whole numbers of 8 or 4 bits, for the C++ kernels: nothing is rounded."""
+    if isinstance(values, Codes8):
+        codes = (values.codes.to(torch.int16) + 128).to(torch.uint8)
+        wide = values.scale[:, None].expand(-1, codes.shape[1] // PANEL).contiguous()
+        return AffineGroups(codes.numpy(), wide.numpy(), (-128 * wide).numpy(), PANEL, 8, half_exact=False)
+    times = values.codes.shape[1] // values.scale.shape[1] // PANEL
+    scale, zero = (t.repeat_interleave(times, 1).numpy() for t in (values.scale, values.zero))
+    return AffineGroups(values.codes.numpy(), scale, zero, PANEL, 4, half_exact=False)

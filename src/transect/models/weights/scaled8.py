@@ -31,7 +31,7 @@ from ...ops.registry import Unavailable
 from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat
-from ..stored import Codes8
+from ..stored import Codes8, Layout
 from .dense import Dense
 from .weight import Dimension, Kinds, Product, Values, Weight, WeightKind, part_of, shard_bias
 
@@ -71,7 +71,6 @@ class Scaled8(Weight):
 
     codes: Tensor
     scale: Tensor
-    takes_codes = True
 
     def __init__(
         self,
@@ -106,6 +105,9 @@ class Scaled8(Weight):
         codes, scale = (to_fp8 if self.fp8 else to_int8)(staging.bring(dense_values(values)))
         self.codes.copy_(codes.view(torch.int8))
         self.scale.copy_(scale[:, 0])
+
+    def takes(self, layout: Layout) -> bool:
+        return layout.format == ("fp8" if self.fp8 else "int8") and layout.blocks == self.blocks
 
     def forward(self, x_TI: Tensor) -> Tensor:
         few, many = self._products.few, self._products.many

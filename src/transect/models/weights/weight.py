@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
 from ...ops.moe.triton import triton_grouped_linear
@@ -40,13 +39,12 @@ from ...ops.registry import Cost
 from ..cost import product_cost
 from ..staging import Staging
 from ..storage import WeightFormat
+from ..stored import Layout, Values
 
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import Size, Stream, StreamProducts
 
-Values = Tensor | QuantizedTensor
-"""What a file holds for a matrix."""
 Product = Callable[[Tensor], Tensor]
 Dimension = Literal["out", "in"]
 
@@ -190,6 +188,10 @@ class Weight(nn.Module):
             ValueError: this kind is not filled from files.
         """
         raise ValueError(f"{type(self).__name__} is not filled from files")
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether ``load`` takes a matrix as a checkpoint packs it, ``Stored.codes``, and not only its values."""
+        return False
 
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
         """Random values, normal with deviation ``std``."""

@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from ...hardware.host_memory import Ring, Slot
 from ...ops.cpu.adamw import HostKernels, TorchKernels
-from .pinned import Ring, Slot
 
 PART = 2**23
 """Numbers of a gradient that are copied together."""

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .files import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.host_memory import aligned, host_memory, host_tensor
 from .groups import GROUP, Piece, PieceGroup, cut
-from .pinned import aligned, host_memory, host_tensor
 
 AHEAD = 2
 """Groups that are being read before they are needed."""

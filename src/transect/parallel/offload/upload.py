@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ...hardware.host_memory import Ring
 from .groups import GROUP, Piece
-from .pinned import Ring
 
 SLOTS = 4
 

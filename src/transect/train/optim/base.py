@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -169,6 +169,15 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state as ``name/kind``."""
         return {f"{name}/{kind}": tensor for name, state in self.state.items() for kind, tensor in state.items()}
+
+    def lent(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+        """``state_tensors`` of the parameters that are ``wanted``, on the CPU. No step changes them before ``taken`` is
+        called; here they are copies."""
+        own = self.state_tensors()
+        return {name: own[name].detach().to("cpu", copy=True) for name in own if wanted(name.rpartition("/")[0])}
+
+    def taken(self) -> None:
+        """Whoever asked for ``lent`` needs it no more. Any thread may call it."""
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Put back what ``state_tensors`` gave.

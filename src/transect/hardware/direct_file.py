@@ -5,8 +5,8 @@ them once more and push other pages out. With O_DIRECT the disk moves bytes stra
 asks for one part at a time, and a disk is fast only with many requests under way; so each read or write is cut into
 parts that a team works on.
 
-O_DIRECT wants offsets, lengths and addresses to be multiples of ``pinned.ALIGNMENT``. File systems that do not know it
-(tmpfs before Linux 6.6, some network mounts) are used through the page cache; ``direct`` says which it is.
+O_DIRECT wants offsets, lengths and addresses to be multiples of ``host_memory.ALIGNMENT``. File systems that do not
+know it (tmpfs before Linux 6.6, some network mounts) are used through the page cache; ``direct`` says which it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .pinned import ALIGNMENT
+from .host_memory import ALIGNMENT
 
 PART_BYTES = 8 * 2**20
 THREADS = 16
@@ -30,6 +30,11 @@ class Pending:
 
     def __init__(self, what: str, parts: list[Future[None]]) -> None:
         self._what, self._parts = what, parts
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would not wait."""
+        return all(part.done() for part in self._parts)
 
     def wait(self) -> None:
         """Wait until it is done.

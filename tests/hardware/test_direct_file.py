@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from transect.parallel.offload.files import PART_BYTES, DirectFile
-from transect.parallel.offload.pinned import ALIGNMENT, Ring, aligned, host_memory, host_tensor
+from transect.hardware.direct_file import PART_BYTES, DirectFile
+from transect.hardware.host_memory import ALIGNMENT, Ring, aligned, host_memory, host_tensor
 
 
 @pytest.fixture

@@ -1,0 +1,32 @@
+"""What the host links of several ranks give at the same time: the floor of layers that stream stands on it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ..hardware.gpu import LINK_BYTES, link
+from ..parallel.world import World
+
+JOB = "transect.bench.host_link:rates"
+COPIES = 3
+
+
+def rates(world: World, argument: object = None) -> list[float]:
+    """Bytes per second from pinned host memory to the device of each rank, all at once."""
+    world.exchange(None)
+    return world.exchange(rate(world.device))
+
+
+def rate(device: torch.device) -> float:
+    """The same of one device; on a CPU of a copy in memory, which is what takes the place of the link there."""
+    if device.type == "cuda":
+        return link(str(device))[0]
+    source, target = (torch.ones(LINK_BYTES // 4, dtype=torch.uint8) for _ in range(2))
+    times = []
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    return source.nbytes / min(times)

@@ -1,0 +1,181 @@
+"""``transect plan``: how to run something on machines that may not be here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..plan.layouts import Candidate, Ranking
+    from ..plan.machine import Machine
+
+application = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Plans, made before anything runs.")
+
+TOKENS = 2**15
+"""Of a step, for each device, where nobody says."""
+
+
+@application.callback()
+def _group() -> None:
+    """Plans, made before anything runs."""
+
+
+@application.command("training")
+def training(
+    model: Annotated[str, typer.Argument(help="A built-in name or shape, a .gguf file, a directory, or a hub id.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Devices, all together.")] = 8,
+    gpu: Annotated[str, typer.Option(help="A preset, or how its name begins: h100, h200, a100, mi300x.")] = "h100",
+    memory: Annotated[str | None, typer.Option(help="Of each, such as 80GB; default: the preset's.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Bytes per second between devices of a host, one direction, such as 450GB.")
+    ] = None,
+    network: Annotated[str, typer.Option(help="The same between hosts, for each device.")] = "50GB",
+    per_host: Annotated[int, typer.Option(min=1, help="Devices of one host.")] = 8,
+    task: Annotated[str, typer.Option(help="pretrain, finetune, lora or qlora.")] = "finetune",
+    precision: Annotated[str, typer.Option(help="float32, bfloat16 or mixed.")] = "mixed",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, lamb or muon.")] = "adamw",
+    rank: Annotated[int, typer.Option(help="Of adapters.")] = 16,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a document.")] = 4096,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of a step, all devices; default: 32768 for each.")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Masters and the optimizer's state on the host.")] = False,
+    axes: Annotated[str, typer.Option(help="Which axes may have several ranks.")] = "data,tensor,pipeline,context",
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
+) -> int:
+    """Rank every way to spread a training run over some devices by predicted tokens per second, and say why."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from ..hardware.presets import PRESETS as GPUS
+    from ..models.memory.terms import parse_bytes
+    from ..models.presets import PRESETS
+    from ..models.resolve import resolve
+    from ..plan.layouts import AXES
+    from ..plan.layouts import rank as ranked
+    from ..plan.machine import Machine
+    from ..train.config import TrainConfig
+
+    found = [name for name in GPUS if name == gpu] or [name for name in GPUS if name.startswith(gpu)]
+    if len(found) != 1:
+        raise ValueError(f"--gpu {gpu!r} names {', '.join(found) or 'no preset'}: take one of {', '.join(GPUS)}")
+    machine = Machine.of(GPUS[found[0]])
+    machine = replace(machine, per_host=per_host, network_bytes_per_second=float(parse_bytes(network)))
+    if link is not None:
+        machine = replace(machine, link_bytes_per_second=float(parse_bytes(link)))
+    allowed = [axis.strip() for axis in axes.split(",") if axis.strip()]
+    if unknown := sorted(set(allowed) - set(AXES)):
+        raise ValueError(f"--axes knows {', '.join(AXES)}, not {', '.join(unknown)}")
+    source = resolve(model, load_format="dummy" if model in PRESETS or Path(model).is_dir() else "auto")
+    config = TrainConfig.from_dict({
+        "model": source.name, "task": task, "precision": precision, "optimizer": {"name": optimizer},
+        "lora": {"rank": rank}, "data": {"seq_len": seq_len, "micro_batch": seq_len},
+    })  # fmt: skip
+    plan = _plan(config, source.config)
+    tokens = tokens or TOKENS * gpus
+    budget = machine.memory_bytes if memory is None else parse_bytes(memory)
+    result = ranked(source.config, plan, gpus, machine, tokens, budget=budget, axes=allowed, host_state=offload)
+    if json:
+        _dump(result)
+    else:
+        _show(result, source.name, found[0], tokens, top)
+    if result.best is None:
+        _nothing(result, source.config, plan, machine, tokens, allowed)
+        return 1
+    return 0
+
+
+def _plan(config: Any, model: Any) -> Any:
+    """The memory plan on a GPU."""
+    import torch
+
+    from ..train.memory import plan_of
+
+    return plan_of(config, model, torch.device("cuda"))
+
+
+def _show(result: Ranking, name: str, gpu: str, tokens: int, top: int) -> None:
+    from ..models.memory.terms import gib
+
+    print(f"training {name} on {result.gpus} x {gpu}, {tokens} tokens a step; shares are of a step's time")
+    rows: list[tuple[str, ...]] = [
+        ("tokens/s", "ms a step", "compute", "again", "exposed", "bubble", "optimizer", "memory", "layout")
+    ]
+    for each in result.fitting[:top]:
+        time = each.time
+        shares = (time.compute + time.gradients, time.recompute, time.communication, time.bubble)
+        shown = [f"{share / time.seconds:.0%}" if share else "-" for share in shares]
+        shown += [f"{(time.optimizer + time.host) / time.seconds:.0%}", gib(each.estimate.needed)]
+        rows.append((f"{time.tokens_per_second:,.0f}", f"{1e3 * time.seconds:,.0f}", *shown, str(each)))
+    if result.fitting:
+        widths = [max(len(row[column]) for row in rows) for column in range(8)]
+        for row in rows:
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
+            print("  ".join([*cells, row[8]]))
+    best = result.best
+    if best is not None:
+        print(f"best: {best}: {best.time}")
+        print(f"settings: {best.settings}")
+        for line in result.reasons():
+            print(f"  {line}")
+        _trained(best, result)
+    for other in result.others[:top]:
+        print(f"does not fit: {other.spread}: needs {gib(other.estimate.needed)} of {gib(result.budget)}")
+    reasons = {reason: spread for spread, reason in result.refused}
+    for reason, spread in list(reasons.items())[:3]:
+        print(f"cannot be: {spread}: {reason}")
+
+
+def _trained(best: Candidate, result: Ranking) -> None:
+    """Tell of axes that the trainer has no setting for."""
+    import dataclasses
+
+    from ..train.config import ParallelConfig
+
+    has = {field.name for field in dataclasses.fields(ParallelConfig)}
+
+    def missing(candidate: Candidate) -> list[str]:
+        sizes = ("tensor", "pipeline", "context")
+        return [axis for axis in sizes if getattr(candidate.spread, axis) > 1 and axis not in has]
+
+    if not missing(best):
+        return
+    print(f"`transect train` has no parallel.{missing(best)[0]} yet")
+    can = next((each for each in result.fitting if not missing(each)), None)
+    if can is not None:
+        print(f"best of those that it runs: {can}: {can.time}")
+        print(f"settings: {can.settings}")
+
+
+def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: int, axes: list[str]) -> None:
+    import sys
+
+    from ..models.memory.terms import gib
+    from ..plan.layouts import what_would
+
+    print(f"nothing fits in {gib(result.budget)} a device; what would:", file=sys.stderr)
+    for line in what_would(config, plan, result, machine, tokens, axes) or ["a smaller model, or shorter documents"]:
+        print(f"  {line}", file=sys.stderr)
+
+
+def _dump(result: Ranking) -> None:
+    from json import dumps
+
+    def row(each: Candidate) -> dict[str, Any]:
+        return {
+            "layout": str(each.spread),
+            "micro_batch": each.plan.micro_batch,
+            "accumulate": each.plan.accumulate,
+            "checkpointing": each.plan.checkpointing,
+            "needed": each.estimate.needed,
+            **each.time.to_dict(),
+        }
+
+    facts = {
+        "budget": result.budget,
+        "layouts": [row(each) for each in result.fitting],
+        "why": result.reasons(),
+        "do_not_fit": [row(each) for each in result.others],
+        "refused": [{"layout": str(spread), "why": why} for spread, why in result.refused],
+    }
+    print(dumps(facts, indent=1))

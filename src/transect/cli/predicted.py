@@ -1,0 +1,104 @@
+"""What the steps of a run on several devices were expected to take, beside what they took."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..plan.machine import Machine
+    from ..plan.step import StepTime
+    from ..train.samples import SampleRecord
+    from ..train.trainer import EvalRecord, StepRecord, Trainer
+
+WARM_UP = 2
+"""Steps at the start that are not counted."""
+CPU_LINK, CPU_LATENCY = 2e9, 1e-3
+"""Bytes per second and seconds of gloo over the loopback of a host, assumed."""
+
+
+class Pace:
+    """Listens to a run, and keeps what its steps take."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.peak = 0
+
+    def step(self, record: StepRecord) -> None:
+        """Keep a step."""
+        self.seconds.append(record.seconds)
+        self.peak = record.peak_bytes
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Nothing."""
+
+    def sample(self, record: SampleRecord) -> None:
+        """Nothing."""
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a step; None before there are enough."""
+        counted = self.seconds[WARM_UP:]
+        return statistics.median(counted) if counted else None
+
+
+def compared(trainer: Trainer, pace: Pace) -> str | None:
+    """Predicted beside measured, of a run that several ranks or the host took part in; else None."""
+    parallel = trainer.config.parallel
+    if (parallel.data == 1 and parallel.offload == "none") or pace.median is None:
+        return None
+    from ..models.memory.terms import gib
+
+    expected = prediction(trainer.config, trainer.trainable.source.config, trainer.device, trainer.memory)
+    off = expected.seconds / pace.median - 1
+    found = f"predicted {expected}; measured {1e3 * pace.median:.1f} ms, the prediction is {off:+.0%} off"
+    if pace.peak:
+        peak = trainer.memory.estimate.peak
+        found += f"; memory of a rank predicted {gib(peak)}, measured {gib(pace.peak)}"
+    return found
+
+
+def prediction(config: Any, model: Any, device: Any, fitted: Any = None) -> StepTime:
+    """The step of a configuration on this machine; ``fitted``: what the trainer chose."""
+    from dataclasses import replace
+
+    from ..plan.step import predict
+    from ..train.memory import plan_of, spread_of
+
+    plan = plan_of(config, model, device)
+    if fitted is not None:
+        plan = replace(plan, checkpointing=fitted.checkpointing, whole=fitted.whole)
+    return predict(model, plan, spread_of(config, device), machine_here(device.type, config.parallel.data))
+
+
+def machine_here(kind: str, ranks: int) -> Machine:
+    """What this machine is known to do: its measured ceilings, and the links of the preset with its name."""
+    from dataclasses import replace
+
+    from ..hardware.device import detect
+    from ..hardware.presets import PRESETS
+    from ..ops.cpu.ceilings import device_measurement
+    from ..plan.machine import Machine, Shares
+
+    device = detect(kind)
+    ceilings = device_measurement(device).ceilings
+    if kind == "cpu":  # the ranks share its cores and its memory
+        rates = {dtype: rate / ranks for dtype, rate in ceilings.flops_per_second.items()}
+        shared = replace(
+            ceilings,
+            flops_per_second=rates,
+            copy_bytes_per_second=ceilings.copy_bytes_per_second / ranks,
+            host_to_device_bytes_per_second=ceilings.copy_bytes_per_second / ranks,
+        )
+        return Machine(
+            ceilings=shared, memory_bytes=device.memory_bytes, link_bytes_per_second=CPU_LINK, latency=CPU_LATENCY,
+            host_memory_bytes_per_second=ceilings.copy_bytes_per_second, shares=Shares(link=1.0, hidden=1.0),
+        )  # fmt: skip
+    for preset in PRESETS.values():
+        name = preset.device.split(" ")[1]
+        if name in device.name:
+            return Machine.of(preset, ceilings)
+    return Machine(
+        ceilings=ceilings, memory_bytes=device.memory_bytes,
+        link_bytes_per_second=ceilings.host_to_device_bytes_per_second or CPU_LINK,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""``AsStored``: a matrix as the checkpoint packs it, be that otherwise in this layer than in most.
+
+It stands around a weight of the layout that is expected. If the file's is another one, such as plain numbers in a layer
+that was left out of quantization, it makes another weight when it is loaded. All else is asked of that weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.linear.stream_products import StreamProducts
+from ...ops.opset import OpSet
+from ..staging import Staging
+from ..storage import WeightFormat
+from ..stored import Codes4, Codes8, Layout, Values
+from .weight import Dimension, Product, StreamProduct, TrainingPart, Weight
+
+
+class AsStored(Weight):
+    """``make(layout, outputs, inputs, bias, ops=, device=, dtype=)`` is a weight of a layout, None of plain numbers;
+    ``layout`` is the one that is expected."""
+
+    inner: Weight
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        *,
+        layout: Layout | None,
+        make: Callable[..., Weight],
+        ops: OpSet,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(out_features, in_features)
+        self._make, self._layout, self._settings = make, layout, {"ops": ops, "dtype": dtype}
+        self.inner = make(layout, out_features, in_features, bias, device=device, **self._settings)
+
+    @classmethod
+    def _around(cls, inner: Weight, like: AsStored) -> AsStored:
+        made = cls.__new__(cls)
+        Weight.__init__(made, *inner.shape)
+        made._make, made._layout, made._settings = like._make, like._layout, like._settings
+        made.inner = inner
+        return made
+
+    @property
+    def bias(self) -> nn.Parameter | None:  # type: ignore[override]
+        """That of the weight inside."""
+        return self.inner.bias
+
+    def takes(self, layout: Layout) -> bool:
+        return True
+
+    def load(self, values: Values | Codes8 | Codes4, staging: Staging) -> None:
+        layout = values.layout if isinstance(values, (Codes8, Codes4)) else None
+        if layout != self._layout:
+            old, self._layout = self.inner, layout
+            device = next(t.device for t in (*old.parameters(), *old.buffers()))
+            biased = old.bias is not None
+            self.inner = self._make(layout, *old.shape, biased, device=device, **self._settings)
+            if old.bias is not None and self.inner.bias is not None:
+                self.inner.bias.data = old.bias.data
+            self.inner.requires_grad_(False)
+        self.inner.load(values, staging)  # type: ignore[arg-type]
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self.inner(x_TI)  # type: ignore[no-any-return]
+
+    def dense(self) -> Tensor:
+        return self.inner.dense()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    @property
+    def workspace(self) -> int:
+        return self.inner.workspace
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.inner.format
+
+    def shard(self, dim: Dimension, rank: int, n: int) -> Weight:
+        return self._around(self.inner.shard(dim, rank, n), self)
+
+    def rows(self, index_T: Tensor) -> Tensor:
+        return self.inner.rows(index_T)
+
+    def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+        return self.inner.grouped(x, starts, order)
+
+    def product(self) -> Product:
+        return self.inner.product()
+
+    def gated_product(self) -> Product | None:
+        return self.inner.gated_product()
+
+    def stream_product(self, products: StreamProducts) -> StreamProduct | None:
+        return self.inner.stream_product(products)
+
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> Weight | None:
+        inner = [other.inner if isinstance(other, AsStored) else other for other in others]
+        return self.inner.join_with(inner, gated=gated)
+
+    def training_part(self) -> TrainingPart:
+        return self.inner.training_part()
+
+    def held(self) -> Tensor | None:
+        return self.inner.held()
+
+    def tie(self, table: nn.Parameter) -> bool:
+        return self.inner.tie(table)

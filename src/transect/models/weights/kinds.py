@@ -1,0 +1,73 @@
+"""Which kinds of weight a model has: as a setting names them, or as its checkpoint packs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from ...ops.opset import OpSet
+from ..layouts import Layouts
+from ..stored import Layout
+from .as_stored import AsStored
+from .dense import Dense
+from .int4_serving import Int4Products, ServingInt4
+from .scaled8 import EIGHT_BITS, Products8, Scaled8, kinds_of_8_bits
+from .weight import Kinds, Weight, WeightKind
+
+
+def kinds_for(
+    quantization: str | None,
+    device: torch.device | str,
+    *,
+    dependent_launch: bool = False,
+    layouts: Layouts = (),
+) -> Kinds | None:
+    """The kinds of weight of a model that plain torch or a GPU serves; None: all are dense.
+
+    Args:
+        quantization: as ``EngineConfig`` names it: the layers' matrices are rounded when they are loaded, and the head
+            stays dense.
+        dependent_launch: as ``dependent`` in ``Int4Products.on``.
+        layouts: without ``quantization``: of a checkpoint that packs its matrices: those of the layers stay so.
+    """
+    if quantization in EIGHT_BITS:
+        return kinds_of_8_bits(quantization, Products8.on(device, dependent=dependent_launch))
+    if quantization is not None:
+        products = Int4Products.on(device, dependent=dependent_launch)
+        int4: WeightKind = partial(ServingInt4, products=products)
+        return lambda name: Dense if name == "head" else int4
+    if not layouts:
+        return None
+    return _as_stored(dict(layouts), device, dependent_launch)
+
+
+def _as_stored(layouts: Mapping[str, Layout], device: torch.device | str, dependent: bool) -> Kinds:
+    formats = {layout.format for layout in layouts.values()}
+    four = Int4Products.on(device, dependent=dependent) if "int4" in formats else None
+    eight = Products8.on(device, dependent=dependent) if formats & set(EIGHT_BITS) else None
+
+    def make(
+        layout: Layout | None,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        *,
+        ops: OpSet,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Weight:
+        """A weight that holds what a checkpoint packs so; None: plain numbers."""
+        nonlocal four, eight
+        own: WeightKind = Dense
+        if layout is not None and layout.format == "int4":
+            four = four or Int4Products.on(device or "cpu", dependent=dependent)
+            own = partial(ServingInt4, products=four, group=layout.group, ordered=layout.ordered)
+        elif layout is not None:
+            eight = eight or Products8.on(device or "cpu", dependent=dependent)
+            own = partial(Scaled8, fp8=layout.format == "fp8", blocks=layout.blocks, products=eight,
+                          rounds_inputs=layout.rounds_inputs)  # fmt: skip
+        return own(out_features, in_features, bias, ops=ops, device=device, dtype=dtype)
+
+    return lambda name: Dense if name == "head" else partial(AsStored, layout=layouts.get(name), make=make)

@@ -1,0 +1,63 @@
+"""How long collectives between ranks take, and how much of them no other work hides.
+
+Rings, n ranks, S bytes, b bytes per second and rank (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH"): an all-reduce takes 2 (n - 1) / n S / b; all-gather, reduce-scatter and all-to-all
+half of that; a broadcast or a reduction to one rank S / b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Ranks that exchange something: how many, and how far apart the first and the last are."""
+
+    machine: Machine
+    ranks: int
+    stride: int = 1
+    """Ranks between one and the next."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of each of them."""
+        return self.machine.bandwidth(self.ranks * self.stride)
+
+    def _seconds(self, sent: float, calls: float) -> float:
+        return 0.0 if self.ranks == 1 else sent / self.bandwidth + calls * self.machine.latency
+
+    def all_reduce(self, size: float, calls: float = 1) -> float:
+        """Seconds to sum ``size`` bytes, in so many calls."""
+        return self._seconds(2 * (self.ranks - 1) / self.ranks * size, calls)
+
+    def gather(self, size: float, calls: float = 1) -> float:
+        """Seconds of an all-gather to ``size`` bytes, or of a reduce-scatter from as many."""
+        return self._seconds((self.ranks - 1) / self.ranks * size, calls)
+
+    def send(self, size: float, calls: float = 1) -> float:
+        """Seconds to send ``size`` bytes to another rank, or from one to all."""
+        return self._seconds(size, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Communication of a step: seconds that it makes the step longer, and seconds that it takes beside other work."""
+
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.exposed + other.exposed, self.hidden + other.hidden)
+
+    def __mul__(self, times: float) -> Traffic:
+        return Traffic(times * self.exposed, times * self.hidden)
+
+
+def beside(seconds: float, work: float, machine: Machine) -> Traffic:
+    """A collective that runs while ``work`` seconds of computing do: what is longer than that is exposed, and what is
+    hidden slows the work down."""
+    hidden = min(seconds, work)
+    return Traffic(seconds - hidden + machine.shares.hidden * hidden, hidden)

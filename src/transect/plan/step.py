@@ -1,0 +1,280 @@
+"""How long a step of training takes on each rank of a layout, in parts, before it runs.
+
+Operators are counted by ``models/cost.py`` on the sizes that a rank has. Forward and backward of a product are three
+products (two where the weight is frozen), of attention 3.5 times the forward pass; what only moves bytes moves them
+three times. Each is divided by the rate of the machine and the share of it that training reaches. What a rank
+does besides is the same for every layout: it steps the optimizer over what it owns, and exchanges what its axes ask.
+
+Data ranks sum gradients while the backward pass runs; what comes last, the embedding's bucket, has nothing beside it.
+ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each layer beside the one before, twice in a micro-batch.
+Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention. A pipeline of p stages waits
+p - 1 micro-batches (Narayanan et al. 2021, arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+
+from ..models.config import ModelConfig
+from ..models.cost import Row, step_cost
+from ..models.memory.part import Part
+from ..models.memory.training_plan import TrainingPlan, trained_shapes
+from ..models.shapes import linear_shapes
+from ..models.storage import Storage
+from ..parallel.training_memory import Spread, check, for_rank, part_of
+from .collectives import Axis, Traffic, beside
+from .machine import Machine
+
+ROUNDS = 5
+"""Newton-Schulz iterations of Muon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one step by part; they add up to the step.
+
+    Attributes:
+        compute: forward and backward pass, without what is computed twice.
+        recompute: what checkpointing computes a second time.
+        gradients: copies and sums of gradients on the device, and their norm.
+        communication: exposed, by ranks that wait.
+        bubble: stages of a pipeline that have nothing to do.
+        optimizer: the step of the optimizer.
+        host: the steps of the processor, where states are on the host; gradients go there beside the backward pass, and
+            weights come back beside the steps.
+        hidden: communication beside other work; no part of the step.
+        tokens: of the step, all ranks together.
+    """
+
+    compute: float
+    recompute: float = 0.0
+    gradients: float = 0.0
+    communication: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    host: float = 0.0
+    hidden: float = 0.0
+    tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The step."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hidden", "tokens")}
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All ranks together."""
+        return self.tokens / self.seconds
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in self.parts.items() if value >= 5e-5)
+        return f"{1e3 * self.seconds:.1f} ms a step ({shown})"
+
+    def to_dict(self) -> dict[str, float]:
+        """For JSON; seconds."""
+        return {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of one micro-batch on one stage."""
+
+    forward: float
+    backward: float
+    again: float
+    attention: float
+    """Forward pass of attention alone."""
+
+
+def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Machine) -> StepTime:
+    """The step of ``plan``, whose ``accumulate`` micro-batches the data ranks share. Documents are as long as may be.
+
+    Raises:
+        ValueError: the run cannot be spread so, or a rate of the machine is not known.
+    """
+    check(config, plan, spread)
+    plan = for_rank(plan, spread)
+    micro = plan.accumulate // spread.data
+    stages = [part_of(config, plan, spread, stage) for stage in range(spread.pipeline)]
+    passes = [_pass(part, plan, machine) for part in stages]
+    slow = max(range(len(stages)), key=lambda i: passes[i].forward + passes[i].backward + passes[i].again)
+    part, one = stages[slow], passes[slow]
+    traffic = _layers(part, plan, spread, machine, one, micro) + _data(part, plan, spread, machine, one, micro)
+    ends = _root(part, plan, spread, machine) if spread.zero == 3 else Traffic()
+    traffic += ends * micro
+    owned = _owned(part, plan)
+    optimizer, host = _optimizer(part, plan, spread, machine, owned)
+    waits = spread.pipeline - 1
+    return StepTime(
+        compute=micro * (one.forward + one.backward),
+        recompute=micro * one.again,
+        gradients=_gradients(part, plan, machine, micro, owned),
+        communication=traffic.exposed,
+        bubble=waits * (one.forward + one.backward + one.again),
+        optimizer=optimizer,
+        host=host,
+        hidden=traffic.hidden,
+        tokens=plan.micro_batch * plan.accumulate,
+    )
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
+
+
+def _pass(part: Part, plan: TrainingPlan, machine: Machine) -> Pass:
+    config, bits, shares = part.config, 8 * plan.element, machine.shares
+    length = min(plan.seq_len, plan.micro_batch)
+    rows = [Row(length, length)] * (plan.micro_batch // length)
+    if rest := plan.micro_batch % length:
+        rows.append(Row(rest, rest))
+    storage = Storage(linear=bits, embed=bits, head=bits, kv=bits, activation=bits)
+    costs = step_cost(config, rows, storage=storage, logit_rows=plan.micro_batch if part.last else 0)
+    rate = machine.ceilings.rate("bfloat16" if plan.element == 2 else "float32")
+    products, attend = rate * shares.products * part.context, rate * shares.attention * part.context
+    grouped = costs["grouped_linear"].flops if "grouped_linear" in costs else 0.0
+    linear = (costs["linear"].flops + grouped) / products
+    head = costs["head"].flops * part.vocabulary / config.vocab_size / products if part.last else 0.0
+    attention = costs["paged_attention"].flops / attend
+    moved = 6.0 * config.n_layers * plan.micro_batch * config.dim * plan.element  # two sums of the residual stream
+    narrow = part.tensor if part.sequence else 1
+    for name, cost in costs.items():
+        if name in ("rms_norm", "layer_norm"):
+            moved += cost.bytes / narrow
+        elif name in ("rotary", "swiglu", "gelu", "expert_combine", "expert_order"):
+            moved += cost.bytes
+    moved /= part.context
+    bytes_ = moved / machine.copies
+    weights = 1 if plan.adapted else 2  # products of the backward pass
+    again = 0.0
+    inside = 1 - plan.whole / config.n_layers
+    if plan.checkpointing == "full":
+        again = inside * (linear + attention + bytes_)
+    elif plan.checkpointing == "selective":
+        again = inside * (linear * _share_of_first_mlp(config) + bytes_ / 2)
+    table = math.prod(part.shapes.get("embed.weight", (0,)))
+    embedding = 0.0 if plan.adapted else 3 * plan.element * table / machine.copies  # its gradient: zeros, sums
+    return Pass(
+        linear + head + attention + bytes_,
+        weights * linear + (2 if plan.trains_head else 1) * head + 2.5 * attention + 2 * bytes_ + embedding,
+        again,
+        attention,
+    )
+
+
+def _share_of_first_mlp(config: ModelConfig) -> float:
+    """What gate and up are of a layer's products."""
+    shapes = {name: math.prod(shape) for name, (shape, _) in linear_shapes(config).items()}
+    return sum(n for name, n in shapes.items() if name.endswith(("gate", "up"))) / sum(shapes.values())
+
+
+def _owned(part: Part, plan: TrainingPlan) -> int:
+    """Numbers whose state the rank has."""
+    trained = trained_shapes(part.config, plan) if plan.adapted else part.shapes
+    if part.zero == 3:
+        return part.sharded
+    return sum(math.prod(shape) for name, shape in trained.items() if part.owned is None or name in part.owned)
+
+
+def _trained(part: Part, plan: TrainingPlan) -> int:
+    """Numbers that are trained, of those the rank computes with."""
+    return sum(math.prod(s) for s in (trained_shapes(part.config, plan) if plan.adapted else part.shapes).values())
+
+
+def _gradients(part: Part, plan: TrainingPlan, machine: Machine, micro: int, owned: int) -> float:
+    """Sums over micro-batches in 16 bits, copies into buckets, the norm."""
+    numbers, e, moved = _trained(part, plan), plan.element, 0.0
+    if micro > 1 and e < 4:
+        moved += (micro - 1) * numbers * (e + 8)
+    if part.data > 1:
+        moved += (micro if part.zero == 3 else 1) * numbers * (e + part.reduce)
+    moved += owned * (part.reduce if part.data > 1 else e)
+    return moved / machine.copies
+
+
+def _optimizer(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, owned: int) -> tuple[float, float]:
+    """Seconds of the step on the device, and on the host."""
+    e = plan.element
+    each = 4 if plan.master else e
+    state = {"adamw8bit": 4}.get(plan.optimizer, 4 * each)
+    moved = (part.reduce if part.data > 1 else e) + 2 * e + (8 if plan.master else 0) + state
+    if spread.host_state:
+        sharing = min(machine.per_host, spread.ranks)
+        there = owned * 28 / (machine.host_memory_bytes_per_second / sharing)
+        return 0.0, max(there, owned * e / machine.host_link)
+    seconds = owned * moved / machine.copies
+    if plan.optimizer == "muon":
+        flops = 0.0
+        for name, shape in part.shapes.items():
+            if len(shape) == 2 and "layers." in name and (part.owned is None or name in part.owned):
+                small, large = sorted(shape)
+                flops += ROUNDS * (4 * small * small * large + 2 * small**3)
+        seconds += flops / (machine.ceilings.rate("bfloat16") * machine.shares.products)
+    return seconds, 0.0
+
+
+# ---- between ranks ---------------------------------------------------------------------------------------------------
+
+
+def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
+    """What data ranks exchange: gradients, and weights that others have updated."""
+    ranks = spread.data * spread.context  # context ranks have other tokens as well
+    axis = Axis(machine, ranks, spread.tensor * spread.pipeline)
+    if ranks == 1:
+        return Traffic()
+    e, r = plan.element, part.reduce
+    if spread.zero == 3:
+        found = Traffic()
+        layers = part.config.n_layers
+        numbers = max(part.layers)
+        gather, sums = axis.gather(e * numbers), axis.gather(r * numbers)
+        forward = beside(gather, one.forward / layers, machine)
+        backward = beside(gather + sums, (one.backward + one.again) / layers, machine)
+        for each, first in ((forward, gather), (backward, sums)):
+            found += each * (layers - 1) + Traffic(first)
+        return found * micro
+    numbers = _trained(part, plan)
+    last = min(numbers, max(25 * 2**20 // 4, math.prod(part.shapes.get("embed.weight", (0,)))))
+    if plan.adapted:
+        last = min(last, 25 * 2**20 // 4)
+    buckets = max(1.0, 4 * numbers / (25 * 2**20))
+    summed = axis.all_reduce if spread.zero < 2 else axis.send
+    found = beside(summed(r * (numbers - last), buckets), one.backward, machine)
+    found += Traffic(summed(r * last))
+    if spread.zero:
+        found += Traffic(axis.send(e * numbers, buckets))
+    return found
+
+
+def _root(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine) -> Traffic:
+    """Embedding, last norm and head under zero 3: gathered before the first layer, summed after the last."""
+    axis = Axis(machine, spread.data, spread.tensor * spread.context * spread.pipeline)
+    seconds = axis.gather(plan.element * part.outside) + axis.gather(part.reduce * part.outside)
+    return Traffic(seconds)
+
+
+def _layers(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
+    """What tensor, context and pipeline ranks exchange in the passes of all micro-batches."""
+    config, layers = part.config, part.config.n_layers
+    stream = plan.element * config.dim * plan.micro_batch / spread.context
+    found = Traffic()
+    if spread.tensor > 1:
+        axis = Axis(machine, spread.tensor)
+        times = 4 + 2 * (plan.checkpointing == "full")
+        seconds = axis.all_reduce(times * layers * stream, times * layers) + axis.all_reduce(2 * stream, 2)
+        found += Traffic(seconds)
+    if spread.context > 1:
+        axis = Axis(machine, spread.context, spread.tensor)
+        passed = 2 * config.kv_dim * plan.element * plan.micro_batch / spread.context * (spread.context - 1)
+        forward = axis.send(layers * passed, layers * (spread.context - 1))
+        found += beside(forward, one.attention, machine) + beside(2 * forward, 2.5 * one.attention, machine)
+    if spread.pipeline > 1:
+        axis = Axis(machine, 2, spread.tensor * spread.context)
+        seconds = axis.send(2 * stream, 2)
+        found += Traffic(seconds)
+    return found * micro

@@ -1,0 +1,164 @@
+"""Quantized checkpoints whose matrices stay packed in memory: the products of their values, their bytes, their cuts."""
+
+import json
+
+import pytest
+import torch
+from quantized_files import awq, fp8, gptq, int8, packed
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import make_model, write_gguf
+from tiny_llm import save_tiny_llm
+
+from transect import LLM, SamplingParams
+from transect.models.context import VarlenContext
+from transect.models.decoder import Decoder
+from transect.models.layouts import held_layouts, storage_held
+from transect.models.load import allocated, fill, load_model, stored_weights
+from transect.models.native import packed_matrices
+from transect.models.resolve import resolve
+from transect.models.storage import storage_for
+from transect.models.weights import int4_serving
+from transect.models.weights.as_stored import AsStored
+from transect.models.weights.kinds import kinds_for
+
+COMPRESSED = {"quant_method": "compressed-tensors"}
+FORMATS = {
+    "gptq": (lambda w: gptq(w, size=32), {"quant_method": "gptq", "bits": 4, "group_size": 32}, ("int4", 5.0)),
+    "gptq-act-order": (lambda w: gptq(w, True, 32), {"quant_method": "gptq", "group_size": 32}, ("int4", 5.0)),
+    "awq": (
+        lambda w: awq(w, 32),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+        ("int4", 5.0),
+    ),
+    "packed": (lambda w: packed(w, 32), COMPRESSED, ("int4", 5.0)),
+    "fp8-tensor": (lambda w: fp8(w, 999, 999), COMPRESSED, ("fp8", 8.0)),
+    "fp8-channel": (lambda w: fp8(w, 1, 999), COMPRESSED, ("fp8", 8.0)),
+    "fp8-block": (
+        lambda w: fp8(w, 128, 128, "weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        ("fp8", 8.0),
+    ),
+    "int8": (int8, COMPRESSED, ("int8", 8.0)),
+}
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders by format; one layer's ``down_proj`` is left as it was."""
+    plain = tmp_path_factory.mktemp("plain")
+    save_tiny_llm(plain, **SIZES)
+    made = {}
+    for name, (quantize, settings, _) in FORMATS.items():
+        folder, tensors = tmp_path_factory.mktemp(name), {}
+        for tensor, weight in load_file(plain / "model.safetensors").items():
+            if "_proj" in tensor and "layers.1.mlp.down" not in tensor:
+                parts = quantize(weight.float())[1]
+                tensors |= {f"{tensor.removesuffix('.weight')}.{part}": each for part, each in parts.items()}
+            else:
+                tensors[tensor] = weight
+        save_file(tensors, folder / "model.safetensors")
+        for file in plain.glob("*.json"):
+            (folder / file.name).write_text(file.read_text())
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
+        (folder / "config.json").write_text(json.dumps(config))
+        made[name] = resolve(str(folder))
+    return made
+
+
+def logits(model, tokens=(5, 6, 7, 9)):
+    context = VarlenContext(torch.tensor([0, len(tokens)], dtype=torch.int32), model.ops)
+    with torch.no_grad():
+        return model.logits(model(torch.tensor(tokens), context.positions(), context)).float()
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Not by Triton's interpreter, which takes seconds for a model."""
+    monkeypatch.setattr(int4_serving, "runs_triton", lambda *tensors: False)
+
+
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize("name", FORMATS)
+def test_plain_torch_holds_what_the_checkpoint_packs(checkpoints, name):
+    """Values as dequantizing gives them but for scales in bfloat16; nearly the same logits; fewer bytes."""
+    source, (format_, bits) = checkpoints[name], FORMATS[name][2]
+    held = load_model(source, native=False)
+    dense = load_model(source, native=False, dtype="float32")
+    for layer in range(2):
+        weight, values = (model.get_submodule(f"layers.{layer}.mlp.up") for model in (held, dense))
+        assert isinstance(weight, AsStored) and weight.format.name.startswith(format_)
+        assert weight.format.bits <= 1.1 * bits + 0.4
+        torch.testing.assert_close(weight.dense().float(), values.weight, rtol=2e-2, atol=6e-3)
+        x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(weight(x.bfloat16()).float(), x @ values.weight.T, rtol=5e-2, atol=5e-2)
+    assert held.layers[1].mlp.down.format.name == "dense 16-bit"
+    assert (logits(held) - logits(dense)).norm() <= 0.05 * logits(dense).norm()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_planned_is_what_is_held(checkpoints, name):
+    format_, bits = FORMATS[name][2]
+    layouts = dict(held_layouts(checkpoints[name]))
+    assert {layout.format for layout in layouts.values()} == {format_} and "attention.q" in layouts
+    storage = storage_held(storage_for(2), tuple(layouts.items()))
+    assert storage.of("attention.q") == bits and storage.of("head") == 16
+    assert layouts["attention.q"].ordered == (name == "gptq-act-order")
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "int8"])
+def test_the_cpp_kernels_hold_whole_numbers(checkpoints, name):
+    model = load_model(checkpoints[name])
+    dense = load_model(checkpoints[name], native=False, dtype="float32")
+    matrices = packed_matrices(model)
+    if not matrices:
+        pytest.skip("the C++ kernels do not run here")
+    held = matrices["layers.0.mlp.up.weight"]
+    assert held.format.bits <= (10 if name == "int8" else 7)
+    torch.testing.assert_close(held.dense(), dense.layers[0].mlp.up.weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize("name", ["gptq-act-order", "fp8-block"])
+def test_served(checkpoints, name):
+    settings = {"device": "cpu", "native": False, "max_model_len": 64, "kv_cache_tokens": 256}
+    llm = LLM(str(checkpoints[name].path), **settings)
+    answer = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0]
+    assert len(answer.outputs[0].token_ids) == 4
+    llm.close()
+
+
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_blocks_of_four_bits_of_a_gguf_file_stay_in_four(tmp_path, type_name):
+    """As a GPU holds them; other blocks are dequantized, and the C++ kernels take all as they are."""
+    source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("llama"), type_name)))
+    layouts, four = held_layouts(source), type_name != "Q8_0"
+    assert held_layouts(source, gguf=False) == ()
+    assert {layout.group for _, layout in layouts} == ({32} if four else set())
+    kinds = kinds_for(None, "cpu", layouts=layouts)
+    model = fill(allocated(Decoder(source.config, "meta", torch.bfloat16, kinds=kinds), "cpu"), stored_weights(source))
+    dense = load_model(source, native=False, dtype="float32")
+    for (name, held), (_, values) in zip(model.weights(), dense.weights(), strict=True):
+        assert held.format.name.startswith("int4" if four and name != "head" else "dense"), name
+        exact = values.dense()
+        assert (held.dense().float() - exact).norm() <= 0.01 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", FORMATS)
+def test_on_a_gpu_the_tokens_are_likely_ones(checkpoints, name):
+    """The engine's own log-probabilities beside those of the values in float32."""
+    llm = LLM(str(checkpoints[name].path), device="cuda", max_model_len=64, kv_cache_tokens=1024)
+    assert FORMATS[name][2][0] in llm.kernels
+    prompts = [[5, 6, 7 + i] * (1 + 7 * (i % 2)) for i in range(20)]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
+    answers = llm.generate(prompts, params)
+    llm.close()
+    dense = load_model(checkpoints[name], native=False, dtype="float32")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        out = answer.outputs[0]
+        wanted = torch.log_softmax(logits(dense, (*prompt, *out.token_ids)), -1)
+        for place, (token, given) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
+            assert abs(wanted[len(prompt) - 1 + place, token] - given[token].logprob) < 0.15
