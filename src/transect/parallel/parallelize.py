@@ -48,6 +48,7 @@ class Plan:
         sequence: ranks of a tensor group share the tokens between matrices.
         schedule: how micro-batches pass through stages, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
+        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time.
     """
 
     zero: int = 0
@@ -55,6 +56,7 @@ class Plan:
     sequence: bool = False
     schedule: Name = "1f1b"
     chunks: int = 1
+    host: bool = False
 
 
 def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
@@ -247,7 +249,9 @@ class Parallel:
         if group.size == 1:
             return trained
         if plan.zero == 3:
-            self.spread = Sharded(group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype)
+            self.spread = Sharded(
+                group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype, host=plan.host
+            )
         else:
             self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype)
         return self.spread.owned
@@ -289,7 +293,12 @@ class Parallel:
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on all."""
         mine = {name: gradient for name, gradient in gradients.items() if self._counts(name)}
-        square = square_of(mine, self.model.device).reshape(1)
+        return self.norm_of(square_of(mine, self.model.device))
+
+    @torch.no_grad()
+    def norm_of(self, square: Tensor) -> Tensor:
+        """``norm`` of gradients whose squares add up to ``square`` on this rank."""
+        square = square.reshape(1).to(self.model.device)
         if self.spread is not None and self.plan.zero:
             self.mesh.replicas.all_reduce(square)
         return self.mesh.parts.all_reduce(square)[0].sqrt()

@@ -94,6 +94,7 @@ class Crew:
             sequence=parallel.sequence,
             schedule=parallel.schedule,
             chunks=parallel.runs,
+            host=parallel.offload == "all",
         )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
@@ -169,7 +170,13 @@ class Crew:
                 return optimizer.gradient_norm()
             gradients = optimizer.gradients()
         else:
-            gradients = self._shared(self.parallel.spread, batches, labels, loss_of, losses)
+            spread = self.parallel.spread
+            leave = isinstance(spread, Sharded) and optimizer.sink is not None
+            if isinstance(spread, Sharded):
+                spread.send_to(optimizer.sink)
+            gradients = self._shared(spread, batches, labels, loss_of, losses)
+            if leave:
+                return self.parallel.norm_of(optimizer.gradient_norm().square())
         self.parallel.complete(gradients)
         optimizer.give(gradients)
         return self.parallel.norm(gradients)
@@ -332,6 +339,10 @@ def _check_offload(config: TrainConfig) -> None:
         raise ValueError(f'parallel.offload is for AdamW: set optimizer.name to "adamw", {none}')
     if config.task in ("lora", "qlora"):
         raise ValueError('parallel.offload is for runs that train all weights: set it to "none", adapters are small')
+    if config.parallel.offload == "all" and config.parallel.zero != 3:
+        raise ValueError(
+            'parallel.offload = "all" is for sharded weights: set parallel.zero to 3, or take offload = "optimizer"'
+        )
     if config.precision == "bfloat16":
         raise ValueError(f'parallel.offload keeps float32 states: set precision to "mixed", {none}')
 

@@ -28,7 +28,8 @@ class ParallelConfig:
             forward passes first; ``interleaved``, ``1f1b`` with ``chunks`` runs of layers to a rank and shorter waits.
         chunks: runs of layers of each rank with ``interleaved``.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
-            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload).
+            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
+            weights to compute with too, with ``zero`` 3, which come to the device a layer at a time.
         offload_path: a folder on a fast disk (NVMe) in place of host memory, where the states are in a file while the
             run lasts (ZeRO-Infinity); empty: host memory.
         delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
@@ -45,7 +46,7 @@ class ParallelConfig:
     pipeline: int = 1
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     chunks: int = 2
-    offload: Literal["none", "optimizer"] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
 
