@@ -88,6 +88,7 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         sequence=parallel.sequence,
         reduce=reduce,
         host_state=elsewhere,
+        host_weights=parallel.offload == "all" and device.type == "cuda",
     )
 
 
