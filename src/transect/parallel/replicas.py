@@ -85,6 +85,10 @@ class Replicas:
                     self._sums[name] = parameter.grad.float()
                 parameter.grad = None
 
+    def gradient_of(self, name: str) -> Tensor | None:
+        """What this rank has of a gradient so far, where it is."""
+        return self._sums.get(name, self.parameters[name].grad)
+
     @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
         """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""

@@ -17,15 +17,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..models.decoder import Decoder
+from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, Plan, parallelize
+from ..parallel.pipeline import Pipeline
 from ..parallel.replicas import Replicas
+from ..parallel.schedule import schedule
 from ..parallel.sharded import Sharded
 from ..parallel.world import World
 from .batches import Batch
 from .config import TrainConfig
+from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
 from .optim import Offload, Optimizer
 
@@ -55,6 +60,7 @@ class Crew:
         self.config, self.world = config, world
         self.mesh = None if world is None else Mesh(world, layout)
         self.parallel: Parallel | None = None
+        self._token_loss: TokenLoss | None = None
 
     @property
     def rank(self) -> int:
@@ -86,14 +92,23 @@ class Crew:
             zero=parallel.zero,
             reduce_dtype=REDUCE[parallel.reduce],
             sequence=parallel.sequence,
+            schedule=parallel.schedule,
+            chunks=parallel.runs,
             host=parallel.offload == "all",
         )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
 
-    def local(self, weights: StoredWeights) -> StoredWeights:
-        """Of the weights of a whole model those that this rank has."""
-        return weights if self.parallel is None else self.parallel.local(weights)
+    def parts(self, model: Decoder) -> Sequence[Decoder]:
+        """What this rank computes: a model, or some runs of its layers."""
+        return [model] if self.parallel is None else self.parallel.parts
+
+    def fill(self, model: Decoder, weights: Callable[[], StoredWeights]) -> None:
+        """Take the weights of a whole model."""
+        if self.parallel is None:
+            fill(model, weights())
+        else:
+            self.parallel.fill(weights)
 
     def take(
         self, trainable: Trainable, recompute: bool
@@ -107,6 +122,8 @@ class Crew:
             What the optimizer of this rank updates, and the shapes of all the run's parameters.
         """
         shapes = {name: parameter.shape for name, parameter in trainable.parameters.items()}
+        if self.parallel is not None and self.parallel.pipeline is not None:
+            self._token_loss = token_loss(trainable.device)
         if self.parallel is None:
             return trainable.parameters, shapes
         return self.parallel.share(trainable.parameters, recompute), shapes
@@ -141,7 +158,9 @@ class Crew:
             The global norm of the gradient, a float32 scalar.
         """
         labels = sum(batch.num_labels for batch in batches)
-        if self.parallel is None or self.parallel.spread is None:
+        if self.parallel is not None and self.parallel.pipeline is not None:
+            gradients = self._piped(self.parallel, self.parallel.pipeline, batches, labels, optimizer, losses)
+        elif self.parallel is None or self.parallel.spread is None:
             for index, batch in enumerate(batches):
                 if batch.num_labels:
                     _backward(loss_of(index, batch), batch.num_labels / labels, losses[index])
@@ -161,6 +180,33 @@ class Crew:
         self.parallel.complete(gradients)
         optimizer.give(gradients)
         return self.parallel.norm(gradients)
+
+    def _piped(
+        self,
+        parallel: Parallel,
+        pipeline: Pipeline,
+        batches: Sequence[Batch],
+        labels: int,
+        optimizer: Optimizer,
+        losses: Tensor,
+    ) -> dict[str, Tensor]:
+        """The own micro-batches of a step through the stages, and the sum of the gradients of this stage."""
+        assert self.mesh is not None
+        spread, loss = parallel.spread, self._token_loss
+        assert not isinstance(spread, Sharded) and loss is not None
+        mine = range(self.mesh.place.data, len(batches), self.mesh.layout.data)
+        pieces = [piece(parallel, batches[i], loss, batches[i].num_labels / labels) for i in mine]
+        after = optimizer.gather if spread is None else spread.collect
+        found = pipeline.run(pieces, parallel.actions(len(pieces)), after)
+        for index, value in zip(mine, found, strict=False):
+            losses[index] = value
+        self.mesh.replicas.all_reduce(self.mesh.pipeline.all_reduce(losses))
+        if spread is None:
+            gradients = optimizer.gradients()
+            parallel.join_ends(gradients.get)
+            return gradients
+        parallel.join_ends(spread.gradient_of)
+        return spread.reduce()
 
     def _shared(
         self,
@@ -257,6 +303,9 @@ def check(config: TrainConfig) -> None:
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
     if parallel.tensor > 1:
         _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
+    if parallel.pipeline > 1:
+        _check_cut(config, f"parallel.pipeline = {parallel.pipeline}", "parallel.pipeline")
+        schedule(parallel.schedule, parallel.pipeline, config.accumulate // parallel.data, parallel.runs)
     if parallel.zero == 3 and config.task in ("lora", "qlora"):
         raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
     if parallel.zero == 3 and config.samples.prompts:
