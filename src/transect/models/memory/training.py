@@ -170,6 +170,9 @@ class Account:
             adapters += e * self.beside * config.n_layers  # they have a second place, beside the weights
         if adapters:
             why += f"; adapters {gib(adapters)}"
+        if part.host_weights:
+            self.host += (Term("weights", packed, f"{why}; in the memory of the host"),)
+            packed = 0
         held["weights"] = self.term("weights", packed + adapters, why)
         master = 4 * count(self.owned) if plan.master else 0
         state = sum(state_bytes(name, shape, plan) for name, shape in self.owned.items())
