@@ -8,7 +8,8 @@ from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.engine.step_budget import LEARN_STEPS
+from transect.engine.step_budget import LEARN_STEPS, StepBudget
+from transect.engine.step_time import StepLoad, StepTimes
 
 BASE, EACH = 4e-3, 1e-4
 """Seconds of a step, and of each of its tokens."""
@@ -67,6 +68,18 @@ def sizes(core: EngineCore, steps: int) -> list[list[int]]:
     for _ in range(steps):
         core.step()
     return [lengths(batch) for _, batch in core.executor.batches[first:]]
+
+
+def test_a_step_has_no_more_tokens_than_are_cheap():
+    """While weights are read anyway, tokens cost nothing; beyond, the target would allow many."""
+    times = StepTimes()
+    for tokens in (1, 20, 64, 128, 200, 256, 384, 512, 800, 1024) * 20:
+        times.learn(StepLoad(tokens), max(6e-3, 24e-6 * tokens))
+    config = SchedulerConfig(
+        num_blocks=99, block_size=16, max_num_seqs=8, max_num_batched_tokens=2000, max_model_len=4000, itl_target=20e-3
+    )
+    budget = StepBudget(config, times)
+    assert 200 <= budget._cheap(800, StepLoad(8)) <= 256 < times.most_tokens(20e-3, StepLoad(8), 0, 2000)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -7,14 +7,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from parallel_runs import curve, same_runs, tensors_of
 from training_runs import tiny_run
 
+from transect.models.decoder import Decoder
+from transect.models.resolve import resolve
+from transect.ops.opset import resolve_ops
+from transect.parallel.replicas import Replicas
+from transect.parallel.sharded import Sharded
 from transect.train import checkpoint
 from transect.train.follow import JOB, Run
+from transect.train.stored_state import StoredTensors, write_tensors
 from transect.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -45,15 +52,58 @@ def test_fifty_steps_are_those_of_one_rank(pair, alone, zero):
 
 
 def test_a_run_goes_on_with_another_number_of_ranks_or_another_cut(pair, tmp_path):
-    """Two steps each on one rank, two with sharded weights, two with a sharded optimizer; and all on one."""
+    """Two steps each on one rank, two with sharded weights, two with a sharded optimizer, one again; and all on one."""
     how = {"accumulate": 2, "data": {"seq_len": 32, "micro_batch": 64}, "schedule": {"kind": "constant"}}
-    whole, _ = curve(None, tiny_run(tmp_path, steps=6, run_dir=str(tmp_path / "whole"), **how))
+    whole, _ = curve(None, tiny_run(tmp_path, steps=8, run_dir=str(tmp_path / "whole"), **how))
     log, found = curve(None, tiny_run(tmp_path, steps=2, run_dir=str(tmp_path / "cut"), **how))
-    for steps, parallel in ((4, {"data": 2, "zero": 3}), (6, {"data": 2, "zero": 1})):
+    for steps, parallel in ((4, {"data": 2, "zero": 3}), (6, {"data": 2, "zero": 1}), (8, {"data": 1})):
         config = tiny_run(tmp_path, steps=steps, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)
         more, found = curve(pair, config, found)
         log += more
     assert [loss for loss, _ in log] == pytest.approx([loss for loss, _ in whole], abs=1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_any_number_of_ranks_finds_its_part_of_a_state(tmp_path, zero, ranks):
+    """Written by two ranks, here one after the other."""
+    torch.manual_seed(0)
+    whole = dict(trained_shapes_of(tiny_run(tmp_path).model))
+    state = {f"{name}/m": torch.randn(shape) for name, shape in whole.items()}
+    for rank in range(2):
+        spread = spread_over(tmp_path, zero, rank, 2)
+        own = spread.own_state(state)
+        kept = {spread.stored_name(name): own[name] for name in own if spread.writes(name.rpartition("/")[0])}
+        write_tensors(kept, tmp_path / f"{rank}.safetensors")
+    stored = StoredTensors([tmp_path / "0.safetensors", tmp_path / "1.safetensors"])
+    assert all(torch.equal(stored[name], state[name]) for name in state) and len(stored) == len(state)
+    found = {}
+    for rank in range(ranks):
+        spread = spread_over(tmp_path, zero, rank, ranks)
+        for name, values in spread.own_state(stored).items():
+            assert values.shape == spread.owned[name.rpartition("/")[0]].shape
+            found.setdefault(name, []).append(values.reshape(-1))
+    for name, values in state.items():
+        parts = found[name] if zero else found[name][:1]
+        assert torch.equal(torch.cat(parts), values.reshape(-1))
+
+
+def trained_shapes_of(model):
+    return {name: tensor.shape for name, tensor in decoder_of(model).named_parameters()}
+
+
+def decoder_of(model):
+    source = resolve(model)
+    return Decoder(source.config, ops=resolve_ops(torch.device("cpu"), ("torch",), differentiable=True))
+
+
+def spread_over(tmp_path, zero, rank, ranks):
+    """A rank's part of the tiny model; nobody else is there."""
+    group = SimpleNamespace(rank=rank, size=ranks, ranks=list(range(ranks)))
+    model = decoder_of(str(tmp_path / "model"))
+    if zero == 3:
+        return Sharded(group, model)
+    return Replicas(group, dict(model.named_parameters()), zero)
 
 
 def test_the_same_layout_goes_on_to_the_bit(pair, tmp_path):
@@ -90,12 +140,15 @@ def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2 if rough else 2e-5)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3, "all", None], ids=["0", "1", "2", "3", "all", "tensor"])
 def test_offloaded_states_are_cut_as_others_are(pair, tmp_path, zero):
     """The steps of one rank without; and on from there without, on one rank."""
-    how = {"accumulate": 2, "data": {"seq_len": 32, "micro_batch": 64}, "schedule": {"kind": "constant"}}
+    how = {"accumulate": 4, "data": {"seq_len": 32, "micro_batch": 64}, "schedule": {"kind": "constant"}}
     whole, _ = curve(None, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "whole"), **how))
-    parallel = {"data": 2, "zero": zero, "offload": "optimizer", "offload_path": str(tmp_path / "disk") * (zero % 2)}
+    parallel = {"data": 2, "zero": zero} if zero is not None else {"tensor": 2}
+    parallel |= {"offload": "optimizer", "offload_path": str(tmp_path / "disk") if zero in (1, 3) else ""}
+    if zero == "all":  # sharded weights too
+        parallel |= {"zero": 3, "offload": "all"}
     config = tiny_run(tmp_path, steps=3, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)
     first, found = curve(pair, config)
     last, _ = curve(None, tiny_run(tmp_path, steps=4, run_dir=str(tmp_path / "cut"), **how), found)

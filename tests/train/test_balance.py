@@ -124,3 +124,28 @@ def test_a_run_trains_experts(tmp_path):
 def test_negative_factors_are_refused():
     with pytest.raises(ValueError, match=r"router\.balance"):
         RouterConfig(balance=-1)
+
+
+def test_adapters_on_experts_are_refused_with_what_to_do(tmp_path):
+    """By both doors: what is to be trained, and what PEFT has trained."""
+    import json
+
+    from safetensors.torch import save_file
+
+    from transect.models.adapter_peft import read_adapter
+    from transect.train.config import LoRAConfig
+    from transect.train.lora import attach
+
+    plain = dataclasses.replace(CONFIG, moe=MoEConfig(6, 2, 16))
+    for targets in (LoRAConfig().targets, ("up_proj",)):
+        with pytest.raises(ValueError, match=r"experts have no adapters: .* some of embed, head, k, o, q, v"):
+            attach(drawn(plain, torch.float32), LoRAConfig(targets=targets), seed=0)
+    assert len(attach(drawn(plain, torch.float32), LoRAConfig(targets=("q", "v")), seed=0)) == 4
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    for module in ("mlp.experts.2.up_proj", "mlp.experts", "mlp.experts.base_layer"):
+        name = f"base_model.model.model.layers.0.{module}.lora_{{}}.weight"
+        factors = {name.format("A"): torch.zeros(4, 32), name.format("B"): torch.zeros(16, 4)}
+        save_file(factors, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=r"factors for experts .*merge_and_unload"):
+            read_adapter(tmp_path, plain)

@@ -119,7 +119,7 @@ def test_a_full_disk_is_reported_and_earlier_checkpoints_stay(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     writer = Writer(tmp_path, keep=2)
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     writer.save(snapshot(2))
     with pytest.raises(ValueError, match=r"No space left on device.*earlier checkpoints are whole"):
         writer.wait()

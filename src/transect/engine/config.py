@@ -18,6 +18,8 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of a step. Decoding streams wait for the prefill chunks of others: this many keep a small CPU for 0.15 s, and
 an H200 with an 8B model for 0.2 s."""
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_TIMED_SEQS = {"cpu": 64, "cuda": 512}
+"""The same where steps are sized by time, as servers do: a place for a prompt is one that it does not wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class EngineConfig:
             stream to it in every step (``models/streaming/``); more than the layers have: all of them stream.
         offload_folder: a folder on a fast disk, in which those layers live in place of host memory.
         max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
-        max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256.
+        max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256, in servers there 512.
         max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
             max_num_seqs if larger.
         max_mixed_tokens: tokens of one step in which sequences decode; None: max_num_batched_tokens. With fewer the
@@ -265,7 +267,8 @@ class EngineConfig:
         """
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if seqs is None:
-            seqs = min(DEFAULT_NUM_SEQS[device], tokens or DEFAULT_NUM_SEQS[device])
+            default = (DEFAULT_NUM_SEQS if self.itl_target is None else DEFAULT_TIMED_SEQS)[device]
+            seqs = min(default, tokens or default)
             self._check_steps(seqs)
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 

@@ -2,7 +2,8 @@
 
 Three rules, the first that applies:
 
-* ``itl_target``: as many as take no longer than a target, by what has been learned of this device (``step_time``). The
+* ``itl_target``: as many as take no longer than a target, by what has been learned of this device (``step_time``), but
+  no more than are cheap: while weights are read anyway, prompt tokens cost half of what they cost in larger steps. The
   target grows with the queue: if prompts wait for more than ``PATIENCE`` such steps, streams that flow and prompts that
   stand still would be the worse bargain for all. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens instead of time.)
 * ``fill_tokens``: so many that they cost little more than the decodes alone, as long as nothing ends later
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from .filling import nothing_ends_later
 from .request import Sequence
 from .scheduler_config import SchedulerConfig
-from .step_time import StepLoad, StepTimes
+from .step_time import KNOTS, StepLoad, StepTimes
 from .waiting_queue import WaitingQueue
 
 AUTO_RATIO = 2.0
@@ -27,6 +28,8 @@ PATIENCE = 8
 """Steps for which prompts may wait before steps become longer than the target."""
 LONG = 4
 """A prompt that needs more such steps than this gets half of each while others wait."""
+CHEAP = 0.7
+"""A step has fewer tokens than the target allows if a prompt token then costs no more than this share."""
 LEARN_STEPS = 8
 """Steps to measure before any is sized by time."""
 
@@ -82,7 +85,7 @@ class StepBudget:
         beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
         context = prompts[0][1] if prompts else 0
         seconds = target or AUTO_RATIO * self.times.predict(beside)
-        tokens = self.times.most_tokens(seconds, beside, context, self._mixed)
+        tokens = self._cheap(self.times.most_tokens(seconds, beside, context, self._mixed), beside)
         waits = sum(count for count, _ in prompts) + waiting.num_tokens
         steps = waits / max(tokens - rows, 1)
         if steps > PATIENCE:
@@ -90,6 +93,17 @@ class StepBudget:
         room = tokens - rows
         shared = len(prompts) + len(waiting) > 1 and any(count > LONG * room for count, _ in prompts)
         return Budget(tokens, min(self._chunk, max(1, (room + 1) // 2)) if shared else self._chunk)
+
+    def _cheap(self, most: int, beside: StepLoad) -> int:
+        """``most`` tokens, or the largest number below at which each for a prompt costs much less."""
+        alone = self.times.predict(beside)
+
+        def each(tokens: int) -> float:
+            return (self.times.predict(beside._replace(tokens=tokens)) - alone) / (tokens - beside.tokens)
+
+        fewer = [knot for knot in KNOTS if beside.tokens < knot < most]
+        limit = CHEAP * each(most) if fewer else 0.0
+        return max((tokens for tokens in fewer if each(tokens) <= limit), default=most)
 
     def _fills(self, running: Listed[Sequence], waiting: WaitingQueue) -> bool:
         return (

@@ -106,6 +106,11 @@ def _factors(
     found: dict[str, LowRank] = {}
     for module, given in modules.items():
         if f"{module}.weight" not in places_of:
+            if config.moe is not None and ".experts" in module:
+                raise ValueError(
+                    f"it has factors for experts ({module}), and experts have no adapters here: merge it into the "
+                    "model with PEFT first (merge_and_unload), or train one without experts among its targets"
+                )
             raise ValueError(f"the model has no module {module!r}: the adapter is of another model")
         embedding = "embedding A" in given
         a, b = (given.get("embedding B"), given.get("embedding A")) if embedding else (given.get("A"), given.get("B"))

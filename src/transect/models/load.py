@@ -270,7 +270,7 @@ def _load_torch(
     kinds = kinds_of_8_bits(quantization) if quantization in EIGHT_BITS else None
     packed = quantization is None and source.adapter is None and stream is None
     if packed and number_type is not torch.float32:
-        kinds = kinds_for(None, device, layouts=held_layouts(source))
+        kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))
     model = allocated(Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds), device, stream, join=False)
     weights = stored_weights(source, seed)
     if kinds is not None:

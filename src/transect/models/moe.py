@@ -160,9 +160,7 @@ class MoE(Half):
             starts_E1 = starts[:-1]  # rows of experts elsewhere come last, and belong to none
         else:
             order_R, places_R, starts_E1 = self.ops.expert_order(experts_Tk, held)
-        gate_RF = self.experts_gate.grouped(x_TD, starts_E1, order_R)
-        up_RF = self.experts_up.grouped(x_TD, starts_E1, order_R)
-        y_RD = self.experts_down.grouped(self._activated(gate_RF, up_RF), starts_E1)
+        y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, order_R), starts_E1)
         out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
         return out_TD
 
@@ -173,6 +171,14 @@ class MoE(Half):
         own_Tk = experts_Tk - (0 if self.spread is None else self.spread.first)
         here_Tk = (own_Tk >= 0) & (own_Tk < held)
         return torch.where(here_Tk, weights_Tk, 0.0), torch.where(here_Tk, own_Tk, held)
+
+    def _inner(self, x_TD: Tensor, starts_E1: Tensor, order_R: Tensor) -> Tensor:
+        """The first half of the experts, ``[R, F]``."""
+        gated = self.experts_gate.grouped_gate_up(self.experts_up) if self.moe.clamp is None else None
+        if gated is not None:
+            return gated(x_TD, starts_E1, order_R)
+        gate_RF = self.experts_gate.grouped(x_TD, starts_E1, order_R)
+        return self._activated(gate_RF, self.experts_up.grouped(x_TD, starts_E1, order_R))
 
     def _activated(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
         clamp = self.moe.clamp

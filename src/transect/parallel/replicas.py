@@ -85,6 +85,10 @@ class Replicas:
                     self._sums[name] = parameter.grad.float()
                 parameter.grad = None
 
+    def gradient_of(self, name: str) -> Tensor | None:
+        """What this rank has of a gradient so far, where it is."""
+        return self._sums.get(name, self.parameters[name].grad)
+
     @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
         """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
@@ -128,6 +132,16 @@ class Replicas:
                 for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                     parameter.copy_(values.view_as(parameter))
 
+    def writes(self, name: str) -> bool:
+        """Whether this rank keeps the state of a parameter in a file. What all ranks have they share out."""
+        if self.zero:
+            return self.owner[name] == self.group.rank
+        return list(self.parameters).index(name) % self.group.size == self.group.rank
+
+    def stored_name(self, name: str) -> str:
+        """The name of a state (``parameter/kind``) in a file: it is whole."""
+        return name
+
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The optimizer's state of all ranks (``name/kind``) on the CPU of the first one; on others nothing. All call
         it."""
@@ -138,7 +152,7 @@ class Replicas:
     def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of a whole state that belongs to this rank."""
         own = self.owned
-        return {name: tensor for name, tensor in tensors.items() if name.rpartition("/")[0] in own}
+        return {name: tensors[name] for name in tensors if name.rpartition("/")[0] in own}
 
     # Buckets on their way
 

@@ -20,7 +20,8 @@
   is, measured through the engine.
 * ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy. ``optim/``: AdamW, 8-bit AdamW, Muon.
   ``schedule.py``: the learning rate.
-* ``checkpoint.py``: atomic, asynchronous, checksummed directories. ``health.py``: NaN and loss spikes.
+* ``checkpoint.py``: atomic, asynchronous, checksummed directories; ``parts.py``: of several ranks;
+  ``stored_state.py``: their tensors. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
 * ``best.py``: the best checkpoint, and early stopping. ``samples.py``: answers while training.
 * ``export.py``: adapters and merged models for other programs.

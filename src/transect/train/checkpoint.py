@@ -1,9 +1,10 @@
 """Checkpoints: directories that are whole or not there, written while training continues.
 
 ``RUN/step-00000100/`` holds the model in Hugging Face layout (config.json, safetensors, tokenizer), which ``transect
-serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state; and
-``train_state.json``: step, position in the data, the run's configuration and the SHA-256 of every file. ``RUN/last`` is
-a link to the newest, ``RUN/best`` one to that with the lowest validation loss.
+serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state, of several ranks a file
+of each (``parts.py``, ``stored_state.py``); and ``train_state.json``: step, position in the data, the run's
+configuration and the SHA-256 of every file. ``RUN/last`` is a link to the newest, ``RUN/best`` one to that with the
+lowest validation loss.
 
 A checkpoint is written to ``.partial-...``, each file is flushed to the disk, ``train_state.json`` last, and only then
 the directory gets its name. So a directory called ``step-...`` is whole, whenever the process was killed.
@@ -12,7 +13,6 @@ Nothing is pickled or unpickled: tensors are safetensors, the rest is JSON.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -25,14 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
+
+from .parts import Given, adopt, entry, flush, tensors_file, write_part
+from .stored_state import StoredTensors, digest, write_json, write_tensors
 
 log = logging.getLogger(__name__)
 
 VERSION = 1
-STATE, TENSORS = "train_state.json", "train_state.safetensors"
+STATE = "train_state.json"
+_TENSORS = re.compile(r"train_state(-\d+-of-\d+)?\.safetensors")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -50,6 +53,12 @@ class Snapshot:
     state: Mapping[str, Any]
     best: int = 0
     """The step of the best checkpoint so far, which is kept; 0: none."""
+    rank: int = 0
+    """Whose snapshot it is. ``tensors`` are this rank's; only the first one writes the rest."""
+    ranks: int = 1
+    """How many of them have tensors; with 1, ranks but the first write nothing."""
+    written: Callable[[], None] = lambda: None
+    """Called when nothing of the snapshot is needed any more, in the thread that writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +100,23 @@ class RunLock:
         self._lock.release()
 
 
-class NoWriter:
-    """Stands where a ``Writer`` would, on ranks that write nothing."""
-
-    def __enter__(self) -> NoWriter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        """There is nothing to wait for."""
-
-    def save(self, snapshot: Snapshot) -> None:
-        """The first rank writes it."""
-
-    def point(self, best: int) -> None:
-        """The first rank does."""
-
-    def wait(self) -> None:
-        """The first rank waits."""
-
-
 class Writer:
     """Writes snapshots in a thread of its own, one at a time, and keeps the newest few.
 
     Use as a context manager: leaving it waits for what is being written.
+
+    Args:
+        rank: of several that write together; all but the first write their part alone.
     """
 
-    def __init__(self, run_dir: str | Path, keep: int) -> None:
+    def __init__(self, run_dir: str | Path, keep: int, rank: int = 0) -> None:
         self.run_dir = Path(run_dir)
-        self.keep = keep
+        self.keep, self.rank = keep, rank
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._ended = threading.Event()
+        if rank:
+            return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             for rest in self.run_dir.glob(".partial-*"):  # of a process that was killed
@@ -138,6 +134,7 @@ class Writer:
         if kind is None:
             self.wait()
         elif self._thread is not None:
+            self._ended.set()
             self._thread.join()
 
     def save(self, snapshot: Snapshot) -> None:
@@ -168,16 +165,20 @@ class Writer:
 
         A process that was killed after a checkpoint got its name, and before its links did, leaves older ones.
         """
-        steps = list_steps(self.run_dir)
+        steps = [] if self.rank else list_steps(self.run_dir)
         if steps:
             _point(self.run_dir / "last", steps[-1].name)
-        if (found := self.run_dir / f"step-{best:08}").is_dir():
+        if not self.rank and (found := self.run_dir / f"step-{best:08}").is_dir():
             _point(self.run_dir / "best", found.name)
 
     def _write(self, snapshot: Snapshot) -> None:
         partial = self.run_dir / f".partial-{snapshot.step}-{os.getpid()}"
         try:
-            write(snapshot, partial, self.run_dir / f"step-{snapshot.step:08}")
+            if snapshot.rank:
+                if snapshot.ranks > 1:
+                    write_part(self.run_dir, snapshot.step, snapshot.rank, snapshot.ranks, snapshot.tensors)
+                return
+            write(snapshot, partial, self.run_dir / f"step-{snapshot.step:08}", self._ended)
             self.point(snapshot.best)
             best = self.run_dir / f"step-{snapshot.best:08}"
             for old in list_steps(self.run_dir)[: -self.keep]:
@@ -186,33 +187,39 @@ class Writer:
                 doomed = old.with_name(f".partial-old-{old.name}")
                 old.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+        except Given:
+            shutil.rmtree(partial, ignore_errors=True)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             self._error = error
+        finally:
+            snapshot.written()
 
 
-def write(snapshot: Snapshot, partial: Path, final: Path) -> None:
-    """Write a snapshot to ``partial`` and rename it to ``final``, which is replaced if it is there."""
+def write(snapshot: Snapshot, partial: Path, final: Path, ended: threading.Event | None = None) -> None:
+    """Write a snapshot to ``partial``, with the parts of all other ranks, and rename it to ``final``, which is replaced
+    if it is there. ``ended`` is set where nobody waits for it any more."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     snapshot.write_model(partial)
-    save_file(dict(snapshot.tensors), partial / TENSORS)
+    write_tensors(snapshot.tensors, partial / tensors_file(0, snapshot.ranks))
+    for rank in range(1, snapshot.ranks):
+        adopt(final.parent, snapshot.step, rank, snapshot.ranks, partial, ended or threading.Event())
     files = {}
     for path in sorted(partial.rglob("*")):
         if path.is_file():
-            _flush(path)
-            files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-    state = {"version": VERSION, "step": snapshot.step, "state": snapshot.state, "files": files}
-    (partial / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    _flush(partial / STATE)
-    _flush(partial)
+            flush(path)
+            files[str(path.relative_to(partial))] = entry(path)
+    write_json({"version": VERSION, "step": snapshot.step, "state": snapshot.state, "files": files}, partial / STATE)
+    flush(partial / STATE)
+    flush(partial)
     if final.exists():  # the same step of a run that was resumed from before it
         old = final.with_name(f".partial-old-{final.name}")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         shutil.rmtree(old, ignore_errors=True)
     partial.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
 def list_steps(run_dir: str | Path) -> list[Path]:
@@ -236,8 +243,11 @@ def set_aside_after(checkpoint: Checkpoint) -> list[Path]:
     return moved
 
 
-def read(path: str | Path) -> Checkpoint:
-    """Open a checkpoint and check every file of it.
+def read(path: str | Path, *, check: bool = True) -> Checkpoint:
+    """Open a checkpoint; tensors are read when they are asked for.
+
+    Args:
+        check: compare every file of it with its sum.
 
     Raises:
         ValueError: it is not one, or a file of it is missing, cut short or changed; the message names the file.
@@ -258,28 +268,27 @@ def read(path: str | Path) -> Checkpoint:
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes and should have {expected['bytes']}"
             raise ValueError(f"{file} {found}: {_advice(path)}")
-        if _digest(file) != expected["sha256"]:
+        if check and digest(file) != expected["sha256"]:
             raise ValueError(f"{file} is not what was written (its SHA-256 differs): {_advice(path)}")
     try:
-        with safe_open(path / TENSORS, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        tensors = StoredTensors([path / name for name in files if _TENSORS.fullmatch(name)])
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path / TENSORS} cannot be read ({error}): {_advice(path)}") from None
+        raise ValueError(f"the state in {path} cannot be read ({error}): {_advice(path)}") from None
     return Checkpoint(path, step, state, tensors)
 
 
-def newest(run_dir: str | Path) -> Checkpoint:
-    """The last checkpoint of a run; or ``run_dir`` itself, where that is a checkpoint.
+def newest(run_dir: str | Path, *, check: bool = True) -> Checkpoint:
+    """The last checkpoint of a run; or ``run_dir`` itself, where that is a checkpoint. ``check`` as in ``read``.
 
     Raises:
         ValueError: there is none, or it is damaged.
     """
     if (Path(run_dir) / STATE).exists():
-        return read(run_dir)
+        return read(run_dir, check=check)
     steps = list_steps(run_dir)
     if not steps:
         raise ValueError(f"{run_dir} has no checkpoint to go on from: start the run without --resume")
-    return read(steps[-1])
+    return read(steps[-1], check=check)
 
 
 def _advice(path: Path) -> str:
@@ -287,19 +296,6 @@ def _advice(path: Path) -> str:
     if others:
         return f"move {path.name} away to go on from {others[-1]}"
     return "there is no other checkpoint; start the run again"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _point(link: Path, target: str) -> None:

@@ -17,15 +17,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..models.decoder import Decoder
+from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, Plan, parallelize
+from ..parallel.pipeline import Pipeline
 from ..parallel.replicas import Replicas
+from ..parallel.schedule import schedule
 from ..parallel.sharded import Sharded
 from ..parallel.world import World
 from .batches import Batch
 from .config import TrainConfig
+from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
 from .optim import Offload, Optimizer
 
@@ -55,6 +60,23 @@ class Crew:
         self.config, self.world = config, world
         self.mesh = None if world is None else Mesh(world, layout)
         self.parallel: Parallel | None = None
+        self._token_loss: TokenLoss | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.world is None else self.world.rank
+
+    @property
+    def _writers(self) -> Replicas | Sharded | None:
+        """The ranks that keep their part of the state in a checkpoint; None: the first one keeps all of it."""
+        parallel = self.parallel
+        return None if parallel is None or parallel.cut else parallel.spread
+
+    @property
+    def writers(self) -> int:
+        """How many ranks keep a part of the state in a checkpoint."""
+        return 1 if self._writers is None else self._writers.group.size
 
     @property
     def leads(self) -> bool:
@@ -66,13 +88,27 @@ class Crew:
         if self.mesh is None:
             return trainable
         parallel = self.config.parallel
-        plan = Plan(zero=parallel.zero, reduce_dtype=REDUCE[parallel.reduce], sequence=parallel.sequence)
+        plan = Plan(
+            zero=parallel.zero,
+            reduce_dtype=REDUCE[parallel.reduce],
+            sequence=parallel.sequence,
+            schedule=parallel.schedule,
+            chunks=parallel.runs,
+            host=parallel.offload == "all",
+        )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
 
-    def local(self, weights: StoredWeights) -> StoredWeights:
-        """Of the weights of a whole model those that this rank has."""
-        return weights if self.parallel is None else self.parallel.local(weights)
+    def parts(self, model: Decoder) -> Sequence[Decoder]:
+        """What this rank computes: a model, or some runs of its layers."""
+        return [model] if self.parallel is None else self.parallel.parts
+
+    def fill(self, model: Decoder, weights: Callable[[], StoredWeights]) -> None:
+        """Take the weights of a whole model."""
+        if self.parallel is None:
+            fill(model, weights())
+        else:
+            self.parallel.fill(weights)
 
     def take(
         self, trainable: Trainable, recompute: bool
@@ -86,6 +122,8 @@ class Crew:
             What the optimizer of this rank updates, and the shapes of all the run's parameters.
         """
         shapes = {name: parameter.shape for name, parameter in trainable.parameters.items()}
+        if self.parallel is not None and self.parallel.pipeline is not None:
+            self._token_loss = token_loss(trainable.device)
         if self.parallel is None:
             return trainable.parameters, shapes
         return self.parallel.share(trainable.parameters, recompute), shapes
@@ -120,7 +158,9 @@ class Crew:
             The global norm of the gradient, a float32 scalar.
         """
         labels = sum(batch.num_labels for batch in batches)
-        if self.parallel is None or self.parallel.spread is None:
+        if self.parallel is not None and self.parallel.pipeline is not None:
+            gradients = self._piped(self.parallel, self.parallel.pipeline, batches, labels, optimizer, losses)
+        elif self.parallel is None or self.parallel.spread is None:
             for index, batch in enumerate(batches):
                 if batch.num_labels:
                     _backward(loss_of(index, batch), batch.num_labels / labels, losses[index])
@@ -130,10 +170,43 @@ class Crew:
                 return optimizer.gradient_norm()
             gradients = optimizer.gradients()
         else:
-            gradients = self._shared(self.parallel.spread, batches, labels, loss_of, losses)
+            spread = self.parallel.spread
+            leave = isinstance(spread, Sharded) and optimizer.sink is not None
+            if isinstance(spread, Sharded):
+                spread.send_to(optimizer.sink)
+            gradients = self._shared(spread, batches, labels, loss_of, losses)
+            if leave:
+                return self.parallel.norm_of(optimizer.gradient_norm().square())
         self.parallel.complete(gradients)
         optimizer.give(gradients)
         return self.parallel.norm(gradients)
+
+    def _piped(
+        self,
+        parallel: Parallel,
+        pipeline: Pipeline,
+        batches: Sequence[Batch],
+        labels: int,
+        optimizer: Optimizer,
+        losses: Tensor,
+    ) -> dict[str, Tensor]:
+        """The own micro-batches of a step through the stages, and the sum of the gradients of this stage."""
+        assert self.mesh is not None
+        spread, loss = parallel.spread, self._token_loss
+        assert not isinstance(spread, Sharded) and loss is not None
+        mine = range(self.mesh.place.data, len(batches), self.mesh.layout.data)
+        pieces = [piece(parallel, batches[i], loss, batches[i].num_labels / labels) for i in mine]
+        after = optimizer.gather if spread is None else spread.collect
+        found = pipeline.run(pieces, parallel.actions(len(pieces)), after)
+        for index, value in zip(mine, found, strict=False):
+            losses[index] = value
+        self.mesh.replicas.all_reduce(self.mesh.pipeline.all_reduce(losses))
+        if spread is None:
+            gradients = optimizer.gradients()
+            parallel.join_ends(gradients.get)
+            return gradients
+        parallel.join_ends(spread.gradient_of)
+        return spread.reduce()
 
     def _shared(
         self,
@@ -196,12 +269,14 @@ class Crew:
         return trainable.snapshot() if self.leads else lambda directory: None
 
     def state(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
-        """The optimizer's whole state, as of a run on one rank, on the CPU of the first rank, nothing on the others;
-        all ask together."""
-        tensors = optimizer.state_tensors()
+        """This rank's part of the optimizer's state, on the CPU, by the names that ``StoredTensors`` reads; all ask
+        together. Where the model is cut the first rank has all of it."""
+        spread = self._writers
+        if spread is not None:
+            return {spread.stored_name(name): part for name, part in optimizer.lent(spread.writes).items()}
         if self.parallel is not None:
-            return self.parallel.whole_state(tensors)
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            return self.parallel.whole_state(optimizer.state_tensors())
+        return optimizer.lent()
 
     def load_state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Put back this rank's part of a whole state, of a run on however many ranks.
@@ -228,6 +303,9 @@ def check(config: TrainConfig) -> None:
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
     if parallel.tensor > 1:
         _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
+    if parallel.pipeline > 1:
+        _check_cut(config, f"parallel.pipeline = {parallel.pipeline}", "parallel.pipeline")
+        schedule(parallel.schedule, parallel.pipeline, config.accumulate // parallel.data, parallel.runs)
     if parallel.zero == 3 and config.task in ("lora", "qlora"):
         raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
     if parallel.zero == 3 and config.samples.prompts:
@@ -261,6 +339,10 @@ def _check_offload(config: TrainConfig) -> None:
         raise ValueError(f'parallel.offload is for AdamW: set optimizer.name to "adamw", {none}')
     if config.task in ("lora", "qlora"):
         raise ValueError('parallel.offload is for runs that train all weights: set it to "none", adapters are small')
+    if config.parallel.offload == "all" and config.parallel.zero != 3:
+        raise ValueError(
+            'parallel.offload = "all" is for sharded weights: set parallel.zero to 3, or take offload = "optimizer"'
+        )
     if config.precision == "bfloat16":
         raise ValueError(f'parallel.offload keeps float32 states: set precision to "mixed", {none}')
 

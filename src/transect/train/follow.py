@@ -1,4 +1,5 @@
-"""What every rank but the first does in a run: the same steps, with nothing written or shown."""
+"""What every rank but the first does in a run: the same steps, with nothing shown, and only its part of checkpoints
+written."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Run:
 
     def trainer(self, world: World | None) -> Trainer:
         """This rank's trainer. Raises as ``Trainer`` does."""
-        found = None if self.checkpoint is None else newest(self.checkpoint)
+        first = world is None or world.rank == 0  # it looks at the files for all
+        found = None if self.checkpoint is None else newest(self.checkpoint, check=first)
         config = TrainConfig.from_dict(self.config)
         return Trainer(config, found, allow_changed=self.allow_changed, world=world)
 

@@ -50,6 +50,11 @@ def selected(entries: Iterable[str], names: Iterable[str], config: ModelConfig, 
             own = [name for name in names if _means(entry, name) or _means(entry, modules[name])]
         if not own:
             known = sorted({name.rpartition(".")[2] for name in names})
+            if config.moe is not None and re.search(r"\b(gate|up|down|experts\w*|w[123])(_proj)?$", entry):
+                raise ValueError(
+                    f"lora.{setting} names {entry}, and experts have no adapters: leave it out, or set it to some of "
+                    f"{', '.join(known)}"
+                )
             raise ValueError(
                 f"the model has nothing called {entry}: correct lora.{setting}, which knows {', '.join(known)} here"
             )

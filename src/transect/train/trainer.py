@@ -33,14 +33,14 @@ import torch
 from torch import Tensor
 
 from ..models.adapter_peft import read_adapter
-from ..models.load import fill, stored_weights
+from ..models.load import stored_weights
 from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from ..parallel.world import World
 from .batches import Batch
 from .best import Best
-from .checkpoint import Checkpoint, NoWriter, Snapshot, Writer, list_steps
+from .checkpoint import Checkpoint, Snapshot, Writer, list_steps
 from .config import TrainConfig
 from .crew import Crew
 from .data import Position
@@ -56,6 +56,7 @@ from .objectives.base import Objective, StepFailed
 from .optim import build as build_optimizer
 from .samples import SampleRecord, Samples
 from .schedule import factor
+from .stored_state import Below
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ class Trainer:
         self.memory = fit(begun, source.config, device_of(config.device))
         self.trainable: Trainable = self.crew.cut(build(begun, self.told.append))
         self.model, self.device = self.trainable.model, self.trainable.device
-        self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
+        for part in self.crew.parts(self.model):
+            part.stack = stack_of(part, self.memory.checkpointing, config.merged, self.memory.whole)
         # It measures the model as the run began, so what a checkpoint brings comes after it.
         self.objective: Objective = build_objective(config, self.trainable)
         if checkpoint is not None:
@@ -276,7 +278,7 @@ class Trainer:
             ValueError: a checkpoint could not be written.
         """
         config = self.config
-        with Writer(config.run_dir, config.keep) if self.crew.leads else NoWriter() as writer:
+        with Writer(config.run_dir, config.keep, self.crew.rank) as writer:
             saved = self._taken_up_at
             if saved >= 0:
                 writer.point(self.best.step)
@@ -312,11 +314,12 @@ class Trainer:
         return self.steps_done >= self.config.steps or self.stopped_early
 
     def snapshot(self) -> Snapshot:
-        """The state of the run now, copied to the CPU."""
+        """The state of the run now, on the CPU; of several ranks, which all ask together, this one's part."""
         self.optimizer.settle()
         write = self.crew.snapshot(self.trainable)
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.state(self.optimizer).items()}
-        tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
+        if self.crew.leads:
+            tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
             "config": self.config.to_dict(),
             "position": asdict(self.objective.position),
@@ -325,7 +328,8 @@ class Trainer:
             "losses": list(self.watch.losses),
             "best": self.best.state(),
         }
-        return Snapshot(self.steps_done, write, tensors, state, self.best.step)
+        rank, ranks = self.crew.rank, self.crew.writers
+        return Snapshot(self.steps_done, write, tensors, state, self.best.step, rank, ranks, self.optimizer.taken)
 
     @torch.no_grad()
     def _load_weights(self, checkpoint: Checkpoint) -> None:
@@ -337,15 +341,15 @@ class Trainer:
                     raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                 parameter.copy_(checkpoint.tensors[f"weight/{name}"])
         else:
-            fill(self.model, self.crew.local(stored_weights(resolve(str(checkpoint.path)))))
+            self.crew.fill(self.model, lambda: stored_weights(resolve(str(checkpoint.path))))
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
         if "identity" not in state:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
-        self.crew.load_state(self.optimizer, _below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
-        self.objective.load_state(_below("objective/", checkpoint.tensors))
+        self.crew.load_state(self.optimizer, Below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
+        self.objective.load_state(Below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
         self.best = Best.from_state(state.get("best", {}))
@@ -434,8 +438,3 @@ class Trainer:
         for record in samples.draw(self.steps_done):
             for listener in listeners:
                 listener.sample(record)
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose name begins with ``prefix``, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -54,6 +54,7 @@ def test_no_advice_that_cannot_help():
 def test_limits_follow_the_device():
     assert EngineConfig(model="x").limits("cpu") == (64, 256)
     assert EngineConfig(model="x").limits("cuda") == (256, 8192)
+    assert EngineConfig(model="x").for_server().limits("cuda") == (512, 8192)
     assert EngineConfig(model="x", max_num_seqs=9000).limits("cuda") == (9000, 9000)
     assert EngineConfig(model="x", max_num_batched_tokens=10).limits("cuda") == (10, 10)
     assert row_buckets(20) == [32, 16, 8, 4, 2, 1]

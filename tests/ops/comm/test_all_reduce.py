@@ -58,13 +58,14 @@ class Rank:
 
     def put(self, to: int, which: int, place: int, value: int, flag: int) -> Iterator[None]:
         yield
-        self.memory[to][which, flag % self.sets, place] = value, flag
+        assert (which, flag % self.sets, place) not in self.memory[to], "a line that has not been read"
+        self.memory[to][which, flag % self.sets, place] = value
 
     def take(self, which: int, place: int, flag: int):
         while True:
             yield
-            value, found = self.memory[self.rank].get((which, flag % self.sets, place), (0, 0))
-            if found == flag:
+            value = self.memory[self.rank].pop((which, flag % self.sets, place), None)
+            if value is not None:
                 return value
 
     def sum(self, place: int, stride: int, flag: int, i: int):

@@ -12,6 +12,7 @@ from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
 from transect.ops.moe import combining, gating, grouped_linear, ordering, router
+from transect.ops.moe.triton import triton_grouped_gate_up
 from transect.ops.opset import resolve_ops
 
 pytestmark = [
@@ -62,6 +63,13 @@ def test_products_at_the_sizes_of_a_model(tokens, skewed):
         own = slice(int(starts[e]), int(starts[e + 1]))
         want = apart[own].double() @ weight[e * 768 : (e + 1) * 768].double().T
         assert (inner[own] - want).abs().max() <= 2 * (want.bfloat16() - want).abs().max() + 1e-3
+    up = drawn(128 * 768, 2048, seed=4, scale=0.02)
+    both = triton_grouped_gate_up(x, weight, up, starts, order)
+    for e in experts.unique().tolist():
+        own, rows = slice(int(starts[e]), int(starts[e + 1])), slice(e * 768, (e + 1) * 768)
+        g, u = (apart[own].double() @ each[rows].double().T for each in (weight, up))
+        want = g * g.sigmoid() * u
+        assert (both[own] - want).abs().max() <= 2 * (want.bfloat16() - want).abs().max() + 1e-3
     y = grouped_linear.triton_grouped_linear(inner, down, starts)
     for e in experts.unique().tolist()[:5]:
         own = slice(int(starts[e]), int(starts[e + 1]))

@@ -181,7 +181,7 @@ class GPURunner:
         self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(self._graph_tokens))
+        most = max(most, token_bucket(self._graph_tokens, 0))
         self._most_tokens = most
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)

@@ -35,7 +35,7 @@ pays (``ops/attention/packed/hopper.py``) with 16 heads and more."""
 
 LAUNCHES = 9
 """Kernels of a layer."""
-LAUNCH_SECONDS, MULTIPLIES = 70e-6, 600e12
+LAUNCH_SECONDS, MULTIPLIES = 150e-6, 600e12
 """Seconds in which the host launches a kernel, FLOPs of a product in a second: an H200 and its host."""
 
 

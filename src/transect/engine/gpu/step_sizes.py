@@ -11,8 +11,12 @@ SMALLEST_WIDTH = 1024
 MIXED_WIDTHS = (4096, 16384)
 """Positions that block tables of steps with prefill chunks cover, besides all."""
 FINE_TOKENS = 512
-"""Steps with prefill chunks of more tokens, or with longer sequences, have one of ``COARSE_ROWS``: they are long."""
-COARSE_ROWS = (64, 512)
+"""Steps with prefill chunks of more tokens, or with longer sequences, have one of two numbers of rows."""
+COARSE_ROWS = 64
+"""The smaller of these."""
+QUARTERS = {True: 2048, False: 512}
+"""Tokens up to which there is a graph for each quarter of a power of two, and not only for each half: for sequences of
+up to ``MIXED_WIDTHS[0]`` tokens, and for longer ones."""
 
 
 def row_bucket(rows: int, fine: bool = False) -> int:
@@ -32,12 +36,12 @@ def row_buckets(max_num_seqs: int, fine: bool = False) -> list[int]:
     return sorted({row_bucket(rows, fine) for rows in range(1, max_num_seqs + 1)}, reverse=True)
 
 
-def token_bucket(tokens: int) -> int:
+def token_bucket(tokens: int, quarters: int = QUARTERS[True]) -> int:
     """Tokens that a graph for a step with prefill chunks has: at least 64, then in steps of a quarter to an eighth, and
-    from 1024 on of a half to a quarter."""
+    above ``quarters`` of a half to a quarter."""
     if tokens <= 64:
         return 64
-    step = 1 << ((tokens - 1).bit_length() - (3 if tokens <= 1024 else 2))
+    step = 1 << ((tokens - 1).bit_length() - (3 if tokens <= quarters else 2))
     return -(-tokens // step) * step
 
 
@@ -76,11 +80,13 @@ def mixed_size(tokens: int, rows: int, blocks: int, block_size: int, most: int, 
         block_size, most: tokens of a block of the cache, blocks of the longest sequence that there may be.
         max_rows: as ``rows``, for as many sequences as there may be.
     """
-    tokens = token_bucket(tokens)
     width = next((each for each in _mixed_widths(block_size, most) if each >= blocks), most)
-    coarse = tokens > FINE_TOKENS or width * block_size > MIXED_WIDTHS[0]
-    count = next((each for each in COARSE_ROWS if each >= rows), rows) if coarse else rows
-    count = min(row_bucket(max(2 * FEWEST_ROWS, count)), max(2 * FEWEST_ROWS, row_bucket(max_rows)))
+    narrow = width * block_size <= MIXED_WIDTHS[0]
+    tokens = token_bucket(tokens, QUARTERS[narrow])
+    largest = max(2 * FEWEST_ROWS, row_bucket(max_rows))
+    count = max(2 * FEWEST_ROWS, row_bucket(rows))
+    if tokens > FINE_TOKENS or not narrow:
+        count = max(count, largest if rows > COARSE_ROWS else COARSE_ROWS)
     return MixedSize(tokens, ragged_rows(tokens, count), width)
 
 
@@ -88,10 +94,11 @@ def mixed_sizes(max_tokens: int, block_size: int, most: int, max_num_seqs: int) 
     """Every size of ``mixed_size`` for up to ``max_tokens`` tokens with up to ``FEWEST_ROWS`` prompts, narrow block
     tables first, largest steps first."""
     found: dict[MixedSize, None] = {}
-    buckets = sorted({token_bucket(tokens) for tokens in range(2, max_tokens + 1)}, reverse=True)
     for blocks in _mixed_widths(block_size, most):
-        for tokens in buckets:
-            for decodes in range(min(tokens, max_tokens - 1, max_num_seqs), -1, -1):
+        quarters = QUARTERS[blocks * block_size <= MIXED_WIDTHS[0]]
+        buckets = {token_bucket(tokens, quarters): tokens for tokens in range(2, max_tokens + 1)}
+        for tokens in sorted(buckets.values(), reverse=True):
+            for decodes in range(min(tokens, max_num_seqs), -1, -1):
                 rows = FEWEST_ROWS + decodes
                 size = mixed_size(tokens, rows, blocks, block_size, most, FEWEST_ROWS + max_num_seqs)
                 found.setdefault(size)

@@ -1,13 +1,13 @@
 // Sums over ranks through memory that the GPUs of one host share over NVLink (or PCIe); all_reduce.py has the method.
 //
 // Memory of a rank: a page of state, then four regions of ``lines`` lines of 16 bytes: what others push to be summed,
-// for even and for odd calls, and sums that others push, for even and for odd calls. A line is {data, flag, data, flag}:
-// 8 bytes arrive together, so a reader that finds the flag of this call finds the data beside it. Nothing else has to be
-// waited for, no fence and no barrier.
+// for even and for odd calls, and sums that others push, for even and for odd calls. A word of 4 bytes that is nothing
+// but ones is empty. No number is: the one NaN that looks so is sent as another. So a reader that finds no empty word in
+// a line has all of it, and empties it for the call after the next. Nothing else is waited for, no fence and no barrier.
 //
 // Why two sets of regions are enough: a rank pushes for call e + 2 when its call e + 1 has ended. That took something
-// from every other rank's call e + 1, which each of them began when its own call e had ended, and so had read everything
-// that was pushed for call e. Calls follow each other on one stream, and wait for the kernel before (dependent launch).
+// from every other rank's call e + 1, which each of them began when its own call e had ended, and so had read and
+// emptied all lines of call e. Calls follow each other on one stream, and wait for the kernel before (dependent launch).
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -19,10 +19,11 @@ namespace {
 constexpr int kMostRanks = 8;
 constexpr int kThreads = 512;
 constexpr int kVectors = 4;     // of 16 bytes, that a thread has of a row to be normalised
+constexpr uint32_t kEmpty = 0xFFFFFFFF, kOtherNaN = 0x7FFF7FFF;
 constexpr int kPatience = 1 << 16;  // reads of a line, between two looks at ``stop``
 
 struct State {
-  uint32_t calls;  // that have ended; the number of the last one is its flag
+  uint32_t calls;  // that have ended
   uint32_t done;   // blocks of this call that have ended
 };
 constexpr int kStateBytes = 256;
@@ -55,14 +56,15 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-__device__ __forceinline__ void put(uint4* to, uint32_t a, uint32_t b, uint32_t flag) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(flag), "r"(b), "r"(flag)
+__device__ __forceinline__ void store(uint4* to, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-__device__ __forceinline__ void put(uint4* to, uint4 v, uint32_t flag) {
-  put(to, v.x, v.y, flag);
-  put(to + 1, v.z, v.w, flag);
+__device__ __forceinline__ uint32_t full(uint32_t word) { return word == kEmpty ? kOtherNaN : word; }
+
+__device__ __forceinline__ void put(uint4* to, uint4 v) {
+  store(to, make_uint4(full(v.x), full(v.y), full(v.z), full(v.w)));
 }
 
 __device__ __forceinline__ uint4 look(const uint4* from) {
@@ -74,19 +76,24 @@ __device__ __forceinline__ uint4 look(const uint4* from) {
   return v;
 }
 
-__device__ __forceinline__ bool here(uint4 line, uint32_t flag) { return line.y == flag && line.w == flag; }
+__device__ __forceinline__ bool here(uint4 v) {
+  return v.x != kEmpty && v.y != kEmpty && v.z != kEmpty && v.w != kEmpty;
+}
+
+__device__ __forceinline__ void empty(uint4* line) { store(line, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty)); }
 
 __device__ __forceinline__ bool stopped(const Peers& peers, int& looks) {
   return ++looks % kPatience == 0 && *peers.stop;
 }
 
-// The vector that stands, or will stand, in two lines.
-__device__ __forceinline__ uint4 take(const uint4* from, uint32_t flag, const Peers& peers) {
+// What stands, or will stand, in a line, which is then empty.
+__device__ __forceinline__ uint4 take(uint4* from, const Peers& peers) {
   int looks = 0;
-  while (true) {
-    const uint4 a = look(from), b = look(from + 1);
-    if ((here(a, flag) && here(b, flag)) || stopped(peers, looks)) return make_uint4(a.x, a.z, b.x, b.z);
-  }
+  uint4 v;
+  do v = look(from);
+  while (!here(v) && !stopped(peers, looks));
+  empty(from);
+  return v;
 }
 
 template <typename T>
@@ -153,33 +160,33 @@ struct Call {
   const Peers& peers;
   const Work& work;
   int rank;
-  uint32_t flag;
+  uint32_t number;  // of the call
   long long share;  // vectors that a rank sums when each sums some
 
   __device__ __forceinline__ uint4* region(int of, int which) const {
     uint4* first = reinterpret_cast<uint4*>(peers.memory[of] + kStateBytes);
-    return first + (2 * which + (flag & 1)) * peers.lines;
+    return first + (2 * which + (number & 1)) * peers.lines;
   }
 
   // Give other ranks what they sum.
   __device__ __forceinline__ void push(long long i, uint4 own) const {
     if (kRanks > 2 && work.two_shot) {
       const int owner = (int)(i % peers.ranks);
-      if (owner != rank) put(region(owner, 0) + 2 * (rank * share + i / peers.ranks), own, flag);
+      if (owner != rank) put(region(owner, 0) + rank * share + i / peers.ranks, own);
       return;
     }
 #pragma unroll
     for (int r = 0; r < kRanks; r++)
-      if (r < peers.ranks && r != rank) put(region(r, 0) + 2 * (rank * work.vectors + i), own, flag);
+      if (r < peers.ranks && r != rank) put(region(r, 0) + rank * work.vectors + i, own);
   }
 
   // The sum over all ranks, in their order, rounded once.
   __device__ __forceinline__ uint4 sum(long long place, long long stride, uint4 own) const {
-    const uint4* from = region(rank, 0) + 2 * place;
+    uint4* from = region(rank, 0) + place;
     float total[N::kCount], one[N::kCount];
 #pragma unroll
     for (int first = 0; first < kRanks; first += kAtOnce) {
-      uint4 a[kAtOnce], b[kAtOnce];
+      uint4 a[kAtOnce];
       int looks = 0;
       bool all;
       do {
@@ -188,17 +195,17 @@ struct Call {
         for (int j = 0; j < kAtOnce; j++) {
           const int r = first + j;
           if (r >= peers.ranks || r == rank) continue;
-          a[j] = look(from + 2 * r * stride);
-          b[j] = look(from + 2 * r * stride + 1);
+          a[j] = look(from + r * stride);
         }
 #pragma unroll
         for (int j = 0; j < kAtOnce; j++)
-          if (first + j < peers.ranks && first + j != rank) all = all && here(a[j], flag) && here(b[j], flag);
+          if (first + j < peers.ranks && first + j != rank) all = all && here(a[j]);
       } while (!all && !stopped(peers, looks));
 #pragma unroll
       for (int j = 0; j < kAtOnce; j++) {
         if (first + j >= peers.ranks) continue;
-        N::unpack(first + j == rank ? own : make_uint4(a[j].x, a[j].z, b[j].x, b[j].z), one);
+        if (first + j != rank) empty(from + (first + j) * stride);
+        N::unpack(first + j == rank ? own : a[j], one);
 #pragma unroll
         for (int n = 0; n < N::kCount; n++) total[n] = first + j ? total[n] + one[n] : one[n];
       }
@@ -212,19 +219,19 @@ struct Call {
     const uint4 total = sum(i / peers.ranks, share, own);
 #pragma unroll
     for (int r = 0; r < kRanks; r++)
-      if (r < peers.ranks) put(region(r, 1) + 2 * (rank * share + i / peers.ranks), total, flag);
+      if (r < peers.ranks) put(region(r, 1) + rank * share + i / peers.ranks, total);
   }
 
   __device__ __forceinline__ uint4 result(long long i, uint4 own) const {
     if (kRanks == 2 || !work.two_shot) return sum(i, work.vectors, own);
-    return take(region(rank, 1) + 2 * (i % peers.ranks * share + i / peers.ranks), flag, peers);
+    return take(region(rank, 1) + i % peers.ranks * share + i / peers.ranks, peers);
   }
 
   // For tests: ranks and blocks fall apart in time, otherwise in each call.
   __device__ __forceinline__ void dawdle(int phase) const {
 #if __CUDA_ARCH__ >= 700
     if (!work.delay) return;
-    uint32_t h = flag * 2654435761u ^ (rank * 97 + phase) * 40503u ^ (blockIdx.x * 131 + threadIdx.x / 32) * 2246822519u;
+    uint32_t h = number * 2654435761u ^ (rank * 97 + phase) * 40503u ^ (blockIdx.x * 131 + threadIdx.x / 32) * 2246822519u;
     h ^= h >> 15, h *= 2246822519u, h ^= h >> 13;
     for (uint32_t left = h % work.delay; left; left -= min(left, 100000u)) __nanosleep(min(left, 100000u));
 #endif
@@ -252,12 +259,11 @@ __global__ void __launch_bounds__(kThreads, kRanks == 2 ? 2 : 1)
   let_next_begin();
   const int rank = peers.rank + blockIdx.y;
   State* state = reinterpret_cast<State*>(peers.memory[rank]);
-  uint32_t flag = *(volatile uint32_t*)&state->calls + 1;
-  if (flag == 0) flag = 2;  // fresh memory is 0
+  const uint32_t number = *(volatile uint32_t*)&state->calls + 1;
   const long long first = blockIdx.y * work.vectors;
   const uint4 *x = work.x + first, *residual = work.norm ? work.residual + first : nullptr;
   uint4 *out = work.out + first, *total = work.norm ? work.total + first : nullptr;
-  const Call<T, kRanks> call = {peers, work, rank, flag, (work.vectors + peers.ranks - 1) / peers.ranks};
+  const Call<T, kRanks> call = {peers, work, rank, number, (work.vectors + peers.ranks - 1) / peers.ranks};
 
   call.dawdle(0);
   for (long long row = blockIdx.x; row < work.rows; row += gridDim.x)
@@ -319,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, kRanks == 2 ? 2 : 1)
     __threadfence();
     if (atomicAdd(&state->done, 1) + 1 == gridDim.x) {  // the last block: all have read the number of calls
       state->done = 0;
-      state->calls = flag;
+      state->calls = number;
     }
   }
 }
@@ -362,7 +368,7 @@ extern "C" int transect_all_reduce(const void* memory, int ranks, int rank, int 
                                    void* total, long long vectors, int width, float eps, int dtype, int norm,
                                    int two_shot, int dependent, int delay, void* stream) {
   const long long share = (vectors + ranks - 1) / ranks;
-  const long long needed = two_shot ? 2 * share * ranks : 2 * vectors * ranks;
+  const long long needed = (two_shot ? share : vectors) * ranks;
   if (ranks < 2 || ranks > kMostRanks || vectors < ranks || needed > lines) return -1;
   if (norm && (width > kThreads * kVectors || vectors % width)) return -1;
   Peers peers = {};
@@ -376,10 +382,11 @@ extern "C" int transect_all_reduce(const void* memory, int ranks, int rank, int 
   return launch<__half>(peers, work, played, dependent, (cudaStream_t)stream);
 }
 
-// Memory of zeros that other processes can open by its handle (64 bytes).
+// Memory with empty lines, that other processes can open by its handle (64 bytes).
 extern "C" int transect_peer_make(long long bytes, void* pointer, void* handle) {
   cudaError_t error = cudaMalloc((void**)pointer, bytes);
-  if (error == cudaSuccess) error = cudaMemset(*(void**)pointer, 0, bytes);
+  if (error == cudaSuccess) error = cudaMemset(*(void**)pointer, 0xFF, bytes);
+  if (error == cudaSuccess) error = cudaMemset(*(void**)pointer, 0, kStateBytes);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error == cudaSuccess) error = cudaIpcGetMemHandle((cudaIpcMemHandle_t*)handle, *(void**)pointer);
   return (int)error;

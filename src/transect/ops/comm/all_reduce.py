@@ -3,20 +3,20 @@ r"""Sums over ranks, alone or with the residual add and RMSNorm that follow, thr
     sum = x_0 + x_1 + ... + x_(R-1)                          in this order, in float32, rounded once
     s = residual + sum            y = rms_norm(s) * w        if a residual is given (see ``norm/add_rms_norm.py``)
 
-Every rank writes straight into the memory of the others (NVLink, or PCIe), 8 bytes at a time of which 4 are a flag: the
-number of the call. A reader that finds the flag has the data. So a sum of few bytes takes one way over the link; no
-barrier, no fence, no second message. All ranks add in the same order, so they have the same bits, whatever the size.
+Every rank writes straight into the memory of the others (NVLink, or PCIe). What has not come yet looks like a NaN that
+is never sent, so a reader sees when it has all, and puts the NaN back. So a sum of few bytes takes one way over the
+link: no barrier, no fence, no second message, no flags. All ranks add in the same order, so they have the same bits.
 
 * one-shot: every rank gives all it has to every other, and each of them sums everything: (R - 1) S bytes leave a rank;
 * two-shot: every rank sums one R-th, and gives that to all: 2 (R - 1) / R S bytes, and two ways over the link. For two
   ranks that is as many bytes as one-shot.
 
-Flags double the bytes that travel. Which way a sum goes depends on its bytes alone (``in_two_shots``).
+Which way a sum goes depends on its bytes alone (``in_two_shots``).
 
 Shapes: parts ``[R, T, D]``, what each rank has; residual and the results ``[R, T, D]``, the same on every rank; weight
 ``[D]``. On one GPU that plays all ranks (tests) this is the operator; between GPUs each rank has its ``[T, D]``.
 Sources: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", for the two
-ways; flags beside data as in NCCL's protocol LL (Hu et al. 2025, arXiv:2507.04786).
+ways; a value that is never sent in place of flags as in the all-reduce of TensorRT-LLM (NVIDIA, "Lamport" buffers).
 
 Bound by the links: at 450 GB/s each way, 8 KiB take 0.04 us, and the way there about 1 us. On one GPU, by bytes.
 """
@@ -41,7 +41,7 @@ MOST_RANKS = 8
 MOST_NORM_BYTES = 512 * 4 * 16
 """Of a row that is normalised: what the registers of a block hold."""
 LINE, STATE, REGIONS = 16, 256, 4
-"""Bytes of a line of which 8 are data, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
+"""Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
 ONE_SHOT_BYTES = 256 << 10
 """Up to which more than two ranks sum in one shot."""
 FLAT = 512
@@ -79,8 +79,8 @@ def lines_for(ranks: int, most_bytes: int) -> int:
     """Lines of a region that takes sums of up to so many bytes."""
     vectors = -(-most_bytes // 16)
     if not in_two_shots(ranks, most_bytes):
-        return 2 * ranks * vectors
-    return 2 * ranks * max(-(-vectors // ranks), ONE_SHOT_BYTES // 16)
+        return ranks * vectors
+    return ranks * max(-(-vectors // ranks), ONE_SHOT_BYTES // 16)
 
 
 def refusal(x: Tensor, ranks: int, lines: int, norm: bool) -> str | None:
@@ -96,7 +96,7 @@ def refusal(x: Tensor, ranks: int, lines: int, norm: bool) -> str | None:
     if norm and (row % 16 or row > MOST_NORM_BYTES):
         return f"all_reduce: rows to be normalised have whole 16 bytes, {MOST_NORM_BYTES} at most, not {row}"
     share = -(-vectors // ranks) if in_two_shots(ranks, x.nbytes) else vectors
-    if 2 * ranks * share > lines:
+    if ranks * share > lines:
         return f"all_reduce: {x.nbytes} bytes are more than the ranks' memory takes at once"
     return None
 
@@ -105,7 +105,7 @@ class Peers:
     """The memory of all ranks, as one of them sees it, and sums by it.
 
     Args:
-        memory: address of each rank's memory, zeros to begin with.
+        memory: address of each rank's memory, with empty lines to begin with.
         rank: the own place among them.
         lines: of a region.
         stop: int32 ``[1]`` in pinned memory of the host, 0; not 0 ends all waiting, and sums are then worth nothing.
@@ -191,7 +191,9 @@ class Peers:
 
 def played_by_one(ranks: int, device: torch.device, lines: int) -> tuple[Peers, list[Tensor]]:
     """Ranks that are all this GPU, and their memory, which must stay."""
-    memory = [torch.zeros(memory_bytes(lines), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    memory = [torch.full((memory_bytes(lines),), 255, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    for each in memory:
+        each[:STATE] = 0
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     return Peers([each.data_ptr() for each in memory], 0, lines, stop, played=ranks), memory
 

@@ -11,7 +11,7 @@ HANDLE = 64
 
 
 class PeerMemory:
-    """So many bytes of zeros on the current GPU.
+    """So many bytes on the current GPU, as ``all_reduce.cu`` begins with them.
 
     Raises:
         Unavailable: no GPU, or nothing to build ``all_reduce.cu`` with.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,11 @@ class Optimizer:
                 self.update(name, master, gradient, factor, scale)
                 parameter.copy_(master)
 
+    @property
+    def sink(self) -> Callable[[str, Tensor], None] | None:
+        """Takes gradients as they are made, and adds them up elsewhere; None: there is nothing of the kind."""
+        return None
+
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """Take these gradients for the next step, in place of what the parameters have."""
         self._sums = dict(gradients)
@@ -169,6 +174,15 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state as ``name/kind``."""
         return {f"{name}/{kind}": tensor for name, state in self.state.items() for kind, tensor in state.items()}
+
+    def lent(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+        """``state_tensors`` of the parameters that are ``wanted``, on the CPU. No step changes them before ``taken`` is
+        called; here they are copies."""
+        own = self.state_tensors()
+        return {name: own[name].detach().to("cpu", copy=True) for name in own if wanted(name.rpartition("/")[0])}
+
+    def taken(self) -> None:
+        """Whoever asked for ``lent`` needs it no more. Any thread may call it."""
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Put back what ``state_tensors`` gave.

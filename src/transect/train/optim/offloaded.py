@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -101,22 +102,25 @@ class OffloadedAdamW(Optimizer):
         for name, parameter in parameters.items():
             self.states.write(WEIGHT, name, parameter.detach().reshape(-1).cpu())
         self._upload = Upload(parameters, device, offload.most)
-        self._drain = self._new_drain(device, threads)
-        self._other = self._new_drain(device, threads) if offload.delay else None
+        self._drain = self._new_drain(threads)
+        self._other = self._new_drain(threads) if offload.delay else None
         self._team = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if offload.delay else None
         self._step: Future[None] | None = None
+        self._free = threading.Event()
+        """Nobody reads the states."""
+        self._free.set()
         self._stale = False
         """A step that was delayed has not reached the parameters."""
         if offload.watch:
             for name, parameter in parameters.items():
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))  # type: ignore[misc]
 
-    def _new_drain(self, device: torch.device, threads: int) -> Drain:
+    def _new_drain(self, threads: int) -> Drain:
         sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
         narrow = {parameter.dtype for parameter in self.parameters.values()} - {torch.float32}
         dtype = torch.float32 if self.offload.wide or not narrow else narrow.pop()
         parts = host_tensor((sum(sizes.values()),), dtype).split(list(sizes.values()))
-        return Drain(dict(zip(sizes, parts, strict=True)), device, host_kernels(threads))
+        return Drain(dict(zip(sizes, parts, strict=True)), host_kernels(threads))
 
     # Gradients
 
@@ -126,7 +130,14 @@ class OffloadedAdamW(Optimizer):
         parameter.grad = None
 
     def gather(self) -> None:
-        """Gradients are added up as they come."""
+        """See ``Optimizer``; where they are taken as they come, they are added up then."""
+        if not self.offload.watch:
+            super().gather()
+
+    @property
+    def sink(self) -> Callable[[str, Tensor], None] | None:
+        """See ``Optimizer``."""
+        return self._drain.take
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """See ``Optimizer``; they are on their way to the host, and may be forgotten."""
@@ -135,9 +146,11 @@ class OffloadedAdamW(Optimizer):
             self._drain.take(name, gradient)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each parameter that has one, in host memory."""
+        """The gradient of each parameter that has one: in host memory, or on the device before they are given."""
         self._drain.wait()
         given = self._drain.given
+        if not given:
+            return super().gradients()
         return {name: self._drain.into[name].view_as(p) for name, p in self.parameters.items() if name in given}
 
     @torch.no_grad()
@@ -148,8 +161,7 @@ class OffloadedAdamW(Optimizer):
     def zero_grad(self) -> None:
         """See ``Optimizer``."""
         self._drain.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        super().zero_grad()
 
     # A step
 
@@ -176,6 +188,7 @@ class OffloadedAdamW(Optimizer):
 
     @torch.no_grad()
     def _walk(self, gradients: Mapping[str, Tensor], step: HostStep, *, upload: bool) -> None:
+        self._free.wait()
         flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
         wanted = [n for n, group in enumerate(self.states.groups) if any(p.name in flat for p in group.pieces)]
         for group, states in self.states.walk(wanted):
@@ -219,6 +232,17 @@ class OffloadedAdamW(Optimizer):
             for name, parameter in self.parameters.items()
             for kind, number in self._kinds(name).items()
         }
+
+    def lent(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+        """See ``Optimizer``. States in host memory are not copied: the next step waits until they are taken."""
+        tensors = {name: t for name, t in self.state_tensors().items() if wanted(name.rpartition("/")[0])}
+        if not self.offload.folder:
+            self._free.clear()
+        return tensors
+
+    def taken(self) -> None:
+        """See ``Optimizer``."""
+        self._free.set()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """See ``Optimizer``; a run that is not offloaded can go on with them, and the other way round."""

@@ -1,0 +1,24 @@
+"""The names under which ranks keep parts of a tensor in files. No torch.
+
+A rank that has some numbers of a tensor keeps them as a vector under ``NAME@BEGINofSHAPE``, such as
+``embed.weight/m@4096of49152x576``: the numbers from 4096 on of a tensor of that shape. Whoever reads them can put the
+tensor together, whatever ranks there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def part_name(name: str, begin: int, shape: Sequence[int]) -> str:
+    """The name of the vector that holds the numbers from ``begin`` on of the tensor ``name``."""
+    return f"{name}@{begin}of{'x'.join(map(str, shape))}"
+
+
+def parse(key: str) -> tuple[str, int, tuple[int, ...] | None]:
+    """(name, begin, shape) of ``part_name``; of any other name itself, 0 and None."""
+    name, cut, rest = key.rpartition("@")
+    if not cut:
+        return key, 0, None
+    begin, _, shape = rest.partition("of")
+    return name, int(begin), tuple(map(int, shape.split("x"))) if shape else ()
