@@ -183,7 +183,7 @@ def machine_ceilings() -> Ceilings:
 
 @functools.cache
 def profiler_seconds() -> float:
-    """What the profiler adds to a small operator, measured once; where there is a GPU, to one that launches a kernel."""
+    """What the profiler adds to a small operator, measured once; with a GPU, to one that launches a kernel."""
     on_gpu = torch.cuda.is_available()
     x = torch.ones(4, device="cuda" if on_gpu else "cpu")
 

@@ -110,7 +110,7 @@ class Split:
     trace: Trace
     notes: list[str] = field(default_factory=list)
     profiling: float = 0.0
-    """Seconds that the profiler added to the main thread's calls of a GPU's driver, and to the operators around them."""
+    """Seconds that the profiler added to the main thread's calls of a GPU's driver and the operators around them."""
 
     @property
     def own(self) -> float:
