@@ -89,6 +89,7 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         pipeline=parallel.pipeline,
         reduce=reduce,
         host_state=elsewhere,
+        host_weights=parallel.offload == "all" and device.type == "cuda",
     )
 
 
