@@ -90,6 +90,7 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         context=parallel.context,
         reduce=reduce,
         host_state=elsewhere,
+        host_weights=parallel.offload == "all" and device.type == "cuda",
     )
 
 

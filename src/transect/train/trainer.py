@@ -187,6 +187,7 @@ class Trainer:
             shapes=shapes,
             offload=self.crew.offload(),
         )
+        self.crew.connect(self.optimizer, self.trainable)
         if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
             self.told.append(
                 'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
