@@ -192,8 +192,8 @@ def schedule(
     link: Annotated[float, typer.Option(help="How long activations travel, in forward passes.")] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print the actions and when they are done.")] = False,
 ) -> int:
-    """Draw what each stage of a pipeline does and when it waits, on a virtual clock: F0 is the forward pass of the first
-    micro-batch, B0b its backward pass through the rank's second run of layers."""
+    """Draw what each stage of a pipeline does and when it waits, on a virtual clock: F0 is the forward pass of the
+    first micro-batch, B0b its backward pass through the rank's second run of layers."""
     import json as encoder
 
     from ..parallel.schedule import NAMES, drawn, simulate
