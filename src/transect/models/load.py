@@ -215,6 +215,11 @@ def kv_dtype(dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
+    """What the KV cache holds, as ``EngineConfig`` names it: ``auto`` is ``kv_dtype``."""
+    return torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kv_dtype(dtype)
+
+
 def kernels(
     config: ModelConfig,
     *,

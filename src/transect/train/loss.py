@@ -14,6 +14,7 @@ from ..ops.loss.linear_cross_entropy_cpu import LinearCrossEntropy
 from ..ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from ..ops.registry import Unavailable, get
 from ..parallel.parallelize import Parallel
+from ..parallel.pipeline import Piece
 from .batches import IGNORE, Batch, padded
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def token_loss(device: torch.device) -> TokenLoss:
 def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel | None = None) -> Tensor:
     """Mean loss over the batch's labels, a scalar. The batch is on the model's device; ``parallel`` has the ranks that
     compute it together."""
+    if parallel is not None and parallel.pipeline is not None:
+        return parallel.pipeline.measure(piece(parallel, batch, loss))
     if parallel is not None:
         batch = padded(batch, parallel.token_multiple)
     context = VarlenContext(batch.cu_seqlens, model.ops)
@@ -48,6 +51,20 @@ def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel
     if parallel is not None:
         return parallel.loss(hidden_TD, batch.labels_T, IGNORE, loss)
     return loss(hidden_TD, model.head.dense(), batch.labels_T, IGNORE)
+
+
+def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0) -> Piece:
+    """A micro-batch for the stages of a pipeline, whose mean loss is multiplied by ``share``."""
+    whole = padded(batch, parallel.token_multiple)
+
+    def scaled(hidden_TD: Tensor) -> Tensor:
+        if not batch.num_labels:
+            return 0 * hidden_TD.float().sum()
+        return share * parallel.loss(hidden_TD, whole.labels_T, IGNORE, loss)
+
+    context = VarlenContext(whole.cu_seqlens, parallel.model.ops)
+    rows = whole.num_tokens // parallel.token_multiple
+    return Piece(whole.tokens_T, whole.positions_T, context, rows, scaled)
 
 
 @torch.no_grad()
