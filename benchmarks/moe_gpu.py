@@ -55,7 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS, COPIES = 64, 6
 KINDS = {
     "products of experts": ("_grouped",),
-    "routing": ("_router", "_gating", "_count", "_place", "_combine"),
+    "routing": ("_route", "_gating", "_count", "_place", "_combine"),
     "attention": ("paged", "attention", "rotary", "decode_", "_merge"),
 }
 """Words in the names of kernels, by what they do; the rest is "other"."""
@@ -71,11 +71,18 @@ def products(config: ModelConfig, tokens: int) -> dict[str, Any]:
     """Seconds of gate, up and down of one layer, sorted and unsorted, in graphs over COPIES layers' weights."""
     moe = config.moe
     assert moe is not None
-    triton = {name: get(name).implementations["triton"].load() for name in ("grouped_linear", "expert_order")}
+    triton = {
+        name: get(name).implementations["triton"].load()
+        for name in ("grouped_linear", "grouped_gate_up", "expert_order")
+    }
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     rows = tokens * moe.per_token
     copies = COPIES if tokens < 1024 else 2
-    shapes = {"gate": (moe.expert_dim, config.dim), "down": (config.dim, moe.expert_dim)}
+    shapes = {
+        "gate": (moe.expert_dim, config.dim),
+        "gate and up": (moe.expert_dim, config.dim),
+        "down": (config.dim, moe.expert_dim),
+    }
     x = torch.randn(tokens, config.dim, **options)
     sorted_rows = {name: torch.randn(rows, inputs, **options) for name, (_, inputs) in shapes.items()}
     experts = [draw(tokens, moe.per_token, moe.experts, seed, "cuda") for seed in range(copies)]
@@ -87,16 +94,22 @@ def products(config: ModelConfig, tokens: int) -> dict[str, Any]:
 
         def ours(index: int, name: str = name, weights: list[Any] = weights) -> Any:
             order, _, starts = orders[index]
-            given, how = (x, order) if name == "gate" else (sorted_rows["down"], None)
+            if name == "gate and up":
+                return triton["grouped_gate_up"](x, weights[index], weights[index - 1], starts, order)
+            given, how = (sorted_rows["down"], None) if name == "down" else (x, order)
             return triton["grouped_linear"](given, weights[index], starts, how)
 
         def torchs(index: int, name: str = name, weights: list[Any] = weights) -> Any:
             stacked = weights[index].unflatten(0, (moe.experts, -1)).transpose(1, 2)
-            return F.grouped_mm(sorted_rows[name], stacked, offs=orders[index][2][1:])
+            y = F.grouped_mm(sorted_rows[name], stacked, offs=orders[index][2][1:])
+            if name != "gate and up":
+                return y
+            other = weights[index - 1].unflatten(0, (moe.experts, -1)).transpose(1, 2)
+            return F.silu(y) * F.grouped_mm(sorted_rows[name], other, offs=orders[index][2][1:])
 
-        moved = rows * (inputs + outputs) * 2
-        floor = max((distinct * outputs * inputs * 2 + moved) / RATES.bytes_per_second,
-                    2 * rows * outputs * inputs / RATES.flops_per_second)  # fmt: skip
+        moved, matrices = rows * (inputs + outputs) * 2, 1 + (name == "gate and up")
+        floor = max((matrices * distinct * outputs * inputs * 2 + moved) / RATES.bytes_per_second,
+                    matrices * 2 * rows * outputs * inputs / RATES.flops_per_second)  # fmt: skip
         for label, call in (("ours", ours), ("torch", torchs)):
             try:
                 calls: list[Callable[[], Any]] = [lambda i=index, call=call: call(i) for index in range(copies)]

@@ -40,9 +40,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero 1": {"parallel": {"zero": 1, "reduce": "bfloat16"}},
     "zero 2": {"parallel": {"zero": 2, "reduce": "bfloat16"}},
     "zero 3": {"parallel": {"zero": 3, "reduce": "bfloat16"}},
+    "ddp few": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
+    "ddp late": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
+    "tensor": {"parallel": {"tensor": 2}},
+    "tensor sequence": {"parallel": {"tensor": 2, "sequence": True}},
+    "mixed zero 3": {"precision": "mixed", "parallel": {"zero": 3, "reduce": "bfloat16"}},
     "fsdp2": {},
     "fsdp2 compiled": {},
 }
+VARIABLES = {"ddp few": {"NCCL_MAX_CTAS": "4"}}
+"""Of the environment: sums on few multiprocessors, which are slower and leave more to the products."""
 CHECKED = 4
 """Steps whose losses are shown."""
 MOST = 40
@@ -53,6 +60,8 @@ def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool =
     """The run of a way, as ``TrainConfig.from_dict`` takes it; ``smallest``: for a rehearsal on a CPU."""
     changes = dict(WAYS[way])
     tokens = 64 if smallest else SEQUENCE
+    parallel = changes.pop("parallel", {})
+    cut = "tensor" in parallel  # ranks that share matrices have the same tokens
     found: dict[str, Any] = {
         "model": smallest_model(folder) if smallest else SHAPES[work],
         "load_format": "auto" if smallest else "dummy",
@@ -63,12 +72,12 @@ def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool =
         "data": {
             "train": [text(folder) if smallest else random_tokens(folder, tokens)],
             "seq_len": tokens,
-            "micro_batch": tokens * ROWS,
+            "micro_batch": tokens * ROWS * (ranks if cut else 1),
         },
         "optimizer": {"learning_rate": 1e-5, "clip": 0.0},
     }
-    if "parallel" in changes:
-        found["parallel"] = {"data": ranks, **changes.pop("parallel")}
+    if parallel:
+        found["parallel"] = {"data": 1 if cut else ranks, **parallel, **({"tensor": ranks} if cut else {})}
         found["accumulate"] = found["parallel"]["data"]
     return found | changes
 
@@ -140,8 +149,12 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     if given["way"].startswith("fsdp2"):
         step = fsdp2(given["work"], compiled="compiled" in given["way"])
     else:
+        from transect.parallel import replicas
         from transect.train.config import TrainConfig
         from transect.train.trainer import Trainer
+
+        if given["way"] == "ddp late":  # one bucket, which is full when the backward pass is done
+            replicas.BUCKET_BYTES = 2**50
 
         trainer = Trainer(TrainConfig.from_dict(given["config"]), world=world)
         facts["predicted_bytes"] = trainer.memory.estimate.peak
@@ -170,7 +183,7 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
         "times": times,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved() if gpu else 0,
-        "communication": watched(step) if gpu and world is not None else None,
+        "communication": watched(step) if gpu else None,
     }
     everybody = [mine] if world is None else world.exchange(mine)
     if world is not None and world.rank:
@@ -189,6 +202,8 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
         "reserved_bytes": [rank["reserved_bytes"] for rank in everybody],
         "exposed_ms": min((found["exposed_ms"] for found in seen), default=None),
         "communication_ms": min((found["communication_ms"] for found in seen), default=None),
+        "computing_ms": [found["computing_ms"] for found in seen],
+        "idle_ms": [found["idle_ms"] for found in seen],
         "first_losses": losses,
         "build_seconds": built,
         "warm_up_seconds": warm,
@@ -202,7 +217,8 @@ def stop(world: Any, mine: bool) -> bool:
 
 
 def watched(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of a step in NCCL's kernels, and those of them in which no other kernel runs."""
+    """Milliseconds of a step in NCCL's kernels, those of them in which no other kernel runs, and those of the GPU in
+    other kernels and in none."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -215,9 +231,13 @@ def watched(step: Callable[[], Any]) -> dict[str, float]:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
     links, work = merged(spans[True]), merged(spans[False])
+    busy = merged([*links, *work])
+    times = {name: sum(b - a for a, b in spans) for name, spans in (("links", links), ("work", work), ("busy", busy))}
     return {
-        "communication_ms": sum(b - a for a, b in links) / 2e3,
-        "exposed_ms": (sum(b - a for a, b in links) - overlap(links, work)) / 2e3,
+        "communication_ms": times["links"] / 2e3,
+        "exposed_ms": (times["links"] - overlap(links, work)) / 2e3,
+        "computing_ms": times["work"] / 2e3,
+        "idle_ms": (busy[-1][1] - busy[0][0] - times["busy"]) / 2e3 if busy else 0.0,
     }
 
 
@@ -344,7 +364,10 @@ def race(arguments: argparse.Namespace) -> None:
     before: dict[str, Any] = {}
     if not arguments.smallest:
         for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
-            before[f"{work} {way}"] = predicted(work, way, 1 if way == "one" else arguments.ranks)
+            try:
+                before[f"{work} {way}"] = predicted(work, way, 1 if way == "one" else arguments.ranks)
+            except Exception as error:  # the run will say it as well, and others go on
+                print(f"no prediction for {work} {way}: {type(error).__name__}: {error}", flush=True)
         print("predicted:", json.dumps(before), flush=True)
         arguments.out.write_text(json.dumps({"predictions": before}, indent=1) + "\n")
     for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
@@ -384,7 +407,7 @@ def in_process(work: str, way: str, arguments: argparse.Namespace) -> dict[str, 
     part = Path(folder) / "part.json"
     command = [sys.executable, __file__, str(part), "--one", json.dumps(given)]
     search = os.pathsep.join([str(HERE), str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": search}
+    environment = {**os.environ, "PYTHONPATH": search, **VARIABLES.get(way, {})}
     try:
         done = subprocess.run(
             command, stderr=subprocess.PIPE, text=True, timeout=arguments.limit, env=environment, check=False

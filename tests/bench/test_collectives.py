@@ -26,6 +26,7 @@ def test_sizes():
         (["--dtype", "int3"], "dtype must be one of float32"),
         (["--max-bytes", "4"], "are none"),
         (["--device", "tpu"], "--device must be auto, cpu or cuda"),
+        (["all_reduce_ours", "--device", "cpu"], "all_reduce_ours is between GPUs"),
         (["--device", "cuda", "--ranks", "99"], "99 ranks from GPU 0 on need 99 GPUs"),
     ],
 )

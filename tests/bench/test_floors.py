@@ -79,3 +79,16 @@ def test_storage(smollm2, tmp_path):
     assert dense.linear == dense.kv == 32
     (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["qwen3-0.6b"])))
     assert storage_of(resolve(str(tmp_path), load_format="dummy"), "auto", keeps_quantized=True).linear == 16
+
+
+def test_layers_that_stream_take_as_long_as_the_host_link_needs():
+    rates = Rates.of(
+        Ceilings("any", 4.35e12, 4e12, {"bfloat16": 750e12}, host_to_device_bytes_per_second=50e9), "bfloat16"
+    )
+    config, row = PRESETS["llama-3.1-8b"], Row(1, 640)
+    stays, streams = Storage(), Storage(streamed=14e9)
+    assert step_floor(config, [row], rates, stays).seconds == pytest.approx(3.47e-3, rel=0.01)
+    assert step_floor(config, [row], rates, streams).seconds == pytest.approx(14 / 50)
+    prompts = [Row(512, 512)] * 256  # arithmetic takes longer
+    assert step_floor(config, prompts, rates, streams) == step_floor(config, prompts, rates, stays)
+    assert step_floor(config, [row], RATES, streams).seconds == step_floor(config, [row], RATES, stays).seconds

@@ -92,3 +92,16 @@ def test_serving_on_several_devices(capsys):
     assert found["fits"] and len(found["ranks"]) == 2 and "layers 16-31 of 32, head" in found["ranks"][1]["share"]
     code, _, err = run(capsys, *arguments, "--tp", "3")
     assert code == 2 and "tensor_parallel_size can be 1, 2, 4, 8" in err
+
+
+def test_layers_that_stream(capsys):
+    serve = ("llama-3.1-8b", "--serve", "--device-memory", "12GB", "--context", "4096", "--max-num-seqs", "16")
+    assert "--cpu-offload-gb" in run(capsys, *serve)[1]
+    code, out, _ = run(capsys, *serve, "--cpu-offload-gb", "100", "--link", "50")
+    assert code == 0 and "32 of 32 layers stream from host memory, 13.0 GiB a step: at least 0.28 s a step" in out
+    assert "fits in" in out
+    found = json.loads(run(capsys, *serve, "--cpu-offload-gb", "100", "--link", "50", "--tp", "2", "--json")[1])
+    assert found["fits"] and found["stream"][0]["layers"] == 32
+    assert found["stream"][0]["seconds"] == pytest.approx(13.96e9 / 2 / 50e9, rel=0.01)
+    code, _, err = run(capsys, *serve, "--cpu-offload-gb", "1", "--link", "0")
+    assert code and "--link must be above 0 GB/s" in err

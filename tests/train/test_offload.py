@@ -177,6 +177,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path, delayed):
         ({"optimizer": {"name": "muon"}}, 'set optimizer.name to "adamw"'),
         ({"task": "lora"}, "adapters are small"),
         ({"precision": "bfloat16"}, 'set precision to "mixed"'),
+        ({"parallel": {"offload": "all"}}, r"set parallel\.zero to 3"),
         ({"parallel": {"offload": "none", "offload_path": "x"}}, 'set parallel.offload to "optimizer"'),
         (
             {"parallel": {"offload": "optimizer", "offload_path": "x", "delayed_update": True}},

@@ -15,26 +15,31 @@ send_recv       what a rank sends to the next   1
 
 Out of place the result is another buffer than the input; in place it is the same (of all_gather and reduce_scatter: the
 rank's own part of it). torch's all_reduce works in place, so out of place it is a copy and then that. What has no such
-form is left out. The numbers in the buffers are small whole ones, so sums are exact in every dtype and every order.
+form is left out. ``all_reduce_ours`` is that of ``ops/comm/all_reduce.py``, between GPUs, for sizes that its memory
+takes. The floor is what has to cross a rank's link, at the rate at which GPUs copy. Buffers hold small
+whole numbers, so sums are exact in every dtype and every order.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..hardware.topology import copy_rate
 from ..parallel.group import Group
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
+from ..parallel.peer_sums import PeerSums, graph_seconds, shared_sums
 from ..parallel.world import World
 
 JOB = "transect.bench.collectives:measure"
+OURS = "all_reduce_ours"
 WARM_UP = 3
 DTYPES = ("float32", "bfloat16", "float16")
 Run = Callable[[], object]
@@ -52,13 +57,15 @@ class Plan:
     sizes: tuple[int, ...]
     dtype: str = "float32"
     iterations: int = 20
+    graphs: bool = False
+    """On GPUs: iterations are replayed from a CUDA graph, as an engine's are, and not launched one by one."""
     most_bytes: int = 1 << 30
     """Iterations are fewer where they would move more than this in all."""
 
     def __post_init__(self) -> None:
         for name in self.collectives:
-            if name not in COLLECTIVES:
-                raise ValueError(f"there is no collective {name!r}: choose from {', '.join(COLLECTIVES)}")
+            if name not in (*COLLECTIVES, OURS):
+                raise ValueError(f"there is no collective {name!r}: choose from {', '.join((*COLLECTIVES, OURS))}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
 
@@ -74,6 +81,8 @@ class Row:
     algbw: float
     busbw: float
     wrong: int
+    floor: float | None = None
+    """Seconds; None where the link's rate is not known."""
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields; bandwidths in bytes per second."""
@@ -93,7 +102,7 @@ def bus_factor(collective: str, ranks: int) -> float:
     """busbw over algbw."""
     if collective == "send_recv":
         return 1.0
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+    return (2 if collective in ("all_reduce", OURS) else 1) * (ranks - 1) / ranks
 
 
 def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
@@ -117,15 +126,29 @@ def measure(world: World, plan: Plan) -> list[Row]:
     """The job of every rank: all measurements, the same on each."""
     dtype = getattr(torch, plan.dtype)
     group = Mesh(world, Layout(tensor=world.size)).tensor
+    if OURS in plan.collectives and world.device.type == "cuda" and group.ranks not in world.sums:
+        world.sums[group.ranks] = shared_sums(world, group)
+    group.sums = sums if isinstance(sums := world.sums.get(group.ranks), PeerSums) else None
+    link = world.exchange(_link_rate(world))[0]
     rows = []
     for name in plan.collectives:
         for size in plan.sizes:
             count = max(1, size // (dtype.itemsize * group.size)) * group.size
             for in_place in (False, True):
-                case = COLLECTIVES[name](group, count, dtype, world.device, in_place)
+                made = _our_all_reduce if name == OURS else COLLECTIVES[name]
+                case = made(group, count, dtype, world.device, in_place)
                 if case is not None:
-                    rows.append(_timed(world, group, name, count * dtype.itemsize, in_place, case, plan))
+                    row = _timed(world, group, name, count * dtype.itemsize, in_place, case, plan)
+                    rows.append(row if link is None else replace(row, floor=row.seconds * row.busbw / link))
     return rows
+
+
+def _link_rate(world: World) -> float | None:
+    """Bytes per second that two GPUs of this host copy; None where there are none."""
+    if world.device.type != "cuda" or torch.cuda.device_count() < 2 or world.rank:
+        return None
+    first = world.device.index or 0
+    return copy_rate(first, (first + 1) % torch.cuda.device_count())
 
 
 def _timed(world: World, group: Group, name: str, size: int, in_place: bool, case: _Case, plan: Plan) -> Row:
@@ -134,18 +157,26 @@ def _timed(world: World, group: Group, name: str, size: int, in_place: bool, cas
     for _ in range(WARM_UP - 1):
         case.run()
     iterations = max(1, min(plan.iterations, plan.most_bytes // size))
+    if plan.graphs and world.device.type == "cuda":
+        mine = graph_seconds(case.run, world.device, iterations)
+    else:
+        mine = _seconds(world, case, iterations)
+    found = world.exchange((mine, wrong))
+    seconds = max(each[0] for each in found)
+    rate = size / seconds
+    factor = bus_factor(name, group.size)
+    return Row(name, size, in_place, seconds, rate, rate * factor, sum(each[1] for each in found))
+
+
+def _seconds(world: World, case: _Case, iterations: int) -> float:
+    """Of one of some iterations that are launched one after another."""
     _settle(world)
     world.exchange(None)  # a barrier
     began = time.perf_counter()
     for _ in range(iterations):
         case.run()
     _settle(world)
-    mine = (time.perf_counter() - began) / iterations
-    found = world.exchange((mine, wrong))
-    seconds = max(each[0] for each in found)
-    rate = size / seconds
-    factor = bus_factor(name, group.size)
-    return Row(name, size, in_place, seconds, rate, rate * factor, sum(each[1] for each in found))
+    return (time.perf_counter() - began) / iterations
 
 
 def _settle(world: World) -> None:
@@ -165,6 +196,15 @@ def _all_reduce(group: Group, count: int, dtype: torch.dtype, device: torch.devi
         return _Case(lambda: dist.all_reduce(mine, group=group.group), mine, total)
     out = torch.empty_like(mine)
     return _Case(lambda: dist.all_reduce(out.copy_(mine), group=group.group), out, total)
+
+
+def _our_all_reduce(group: Group, count: int, dtype: torch.dtype, device: torch.device, in_place: bool) -> _Case | None:
+    mine = _numbers(group.rank, count, dtype, device)
+    if group.sums is None or group.sums.peers.refusal(mine) is not None:
+        return None
+    out = mine if in_place else torch.empty_like(mine)
+    peers = group.sums.peers
+    return _Case(lambda: peers.sum(mine, out), out, _sum(group, count, dtype, device))
 
 
 def _all_gather(group: Group, count: int, dtype: torch.dtype, device: torch.device, in_place: bool) -> _Case:

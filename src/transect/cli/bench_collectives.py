@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def command(
     collective: Annotated[
         list[str] | None,
-        typer.Argument(help="all_reduce, all_gather, reduce_scatter, all_to_all, send_recv; none: all of them."),
+        typer.Argument(help="all_reduce, all_reduce_ours, all_gather, reduce_scatter, all_to_all, send_recv; all."),
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=2, help="Ranks to start; default: every GPU here, or 2.")] = None,
     device: Annotated[str, typer.Option(help="auto (GPUs, where there are two), cpu (gloo) or cuda (NCCL).")] = "auto",
@@ -26,6 +26,7 @@ def command(
     factor: Annotated[int, typer.Option(min=2, help="From a size to the next.")] = 8,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     iterations: Annotated[int, typer.Option(min=1, help="Of each size; large ones have fewer.")] = 20,
+    graphs: Annotated[bool, typer.Option(help="On GPUs: replayed from a CUDA graph, as steps are.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
@@ -33,7 +34,7 @@ def command(
     result is wrong."""
     import torch
 
-    from ..bench.collectives import COLLECTIVES, JOB, Plan, measure, sizes_between
+    from ..bench.collectives import COLLECTIVES, JOB, OURS, Plan, measure, sizes_between
     from ..models.memory.terms import parse_bytes
     from ..parallel.launch import Ranks
     from ..parallel.layout import under_torchrun
@@ -42,8 +43,11 @@ def command(
         raise ValueError(f"--device must be auto, cpu or cuda, not {device!r}")
     gpus = torch.cuda.device_count()
     kind = device if device != "auto" else ("cuda" if gpus > 1 else "cpu")
-    wanted = tuple(collective or COLLECTIVES)
-    plan = Plan(wanted, sizes_between(parse_bytes(min_bytes), parse_bytes(max_bytes), factor), dtype, iterations)
+    wanted = tuple(collective or (*COLLECTIVES, *([OURS] if kind == "cuda" else [])))
+    if OURS in wanted and kind != "cuda":
+        raise ValueError(f"{OURS} is between GPUs: leave it out, or give --device cuda")
+    sizes = sizes_between(parse_bytes(min_bytes), parse_bytes(max_bytes), factor)
+    plan = Plan(wanted, sizes, dtype, iterations, graphs)
     joined = under_torchrun()
     group = Ranks.join(kind) if joined else Ranks.start(ranks or (gpus if kind == "cuda" else 2), kind)
     try:
@@ -80,10 +84,11 @@ def _show(rows: Sequence[Row], ranks: int, kind: str, dtype: str, out: Path | No
     title = f"{ranks} ranks, {library}, {dtype}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("collective")
-    for name in ("bytes", "in place", "time", "algbw", "busbw", "wrong"):
+    for name in ("bytes", "in place", "time", "floor", "algbw", "busbw", "wrong"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         rates = (f"{rate / 1e9:.3f} GB/s" for rate in (row.algbw, row.busbw))
         place = "yes" if row.in_place else "no"
-        table.add_row(row.collective, f"{row.bytes:,}", place, f"{row.seconds * 1e6:.1f} us", *rates, str(row.wrong))
+        times = f"{row.seconds * 1e6:.1f} us", "" if row.floor is None else f"{row.floor * 1e6:.1f} us"
+        table.add_row(row.collective, f"{row.bytes:,}", place, *times, *rates, str(row.wrong))
     Console().print(table, highlight=False)

@@ -44,6 +44,11 @@ class MoEConfig:
     """So many ranks share the experts: a layer here has the matrices of its own ones, and the router of all."""
 
     @property
+    def gated_at_once(self) -> bool:
+        """Whether one operator computes gate and up (``ops/moe/grouped_gate_up.py``), where they are plain numbers."""
+        return self.clamp is None and not self.bias
+
+    @property
     def held(self) -> int:
         """Experts whose matrices a layer here has."""
         return self.experts // self.ranks

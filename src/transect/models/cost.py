@@ -223,6 +223,10 @@ class _Counter:
         if moe is not None and name in EXPERTS:
             pairs = self.tokens * moe.per_token
             ordered = not name.endswith("down")
+            if ordered and moe.gated_at_once:
+                if name == "mlp.experts_up":
+                    self.gate_up(shape, moe)
+                return
             self.costs["grouped_linear"] = self.costs.get("grouped_linear", Cost(0, 0, 0)) + expert_cost(
                 self.tokens, moe.per_token, moe.experts, [shape[0] // moe.experts], shape[1], ordered=ordered,
                 bits=storage.of(name), activation=storage.activation, bias=bias * storage.norm,
@@ -235,6 +239,16 @@ class _Counter:
             bias=bias * storage.norm,
         )  # fmt: skip
         self.costs["linear"] = self.costs.get("linear", Cost(0, 0, 0)) + cost
+
+    def gate_up(self, shape: tuple[int, int], moe: MoEConfig) -> None:
+        """Gate and up of experts, ``shape`` each, in one operator."""
+        pairs, each = self.tokens * moe.per_token, shape[0] // moe.experts
+        storage = self.storage
+        share = touched(pairs, 1, moe.experts) / moe.experts
+        bits = shape[0] * shape[1] * (storage.of("mlp.experts_gate") + storage.of("mlp.experts_up"))
+        read = self.tokens * shape[1] * storage.activation + share * bits + 32 * (moe.experts + 1 + pairs)
+        flops = pairs * each * (4 * shape[1] + 5)
+        self.add("grouped_gate_up", flops, read, pairs * each * storage.activation)
 
     def elementwise(self, name: str, flops: int, inputs: int, elements: int) -> None:
         activation = elements * self.storage.activation
@@ -261,7 +275,9 @@ class _Counter:
         self.paged_attention(rows, window)
         self.model_norm()
         if config.gated_mlp:
-            self.elementwise("swiglu", 5, 2, tokens * config.mlp_width(layer))
+            width = config.mlp_width(layer) if moe is None or not moe.gated_at_once else moe.shared_dim
+            if width:
+                self.elementwise("swiglu", 5, 2, tokens * width)
         else:
             self.elementwise("gelu", 10, 1, tokens * config.ffn_dim)
 
@@ -278,8 +294,8 @@ class _Counter:
                 self.add("expert_router", flops, read, 32 * tokens * moe.experts)
         pairs = tokens * moe.per_token
         scores = 32 * moe.experts * (tokens + moe.score_bias)
-        self.add("expert_gating", (5 + moe.per_token) * tokens * moe.experts, scores, 64 * pairs)
-        self.add("expert_order", 0, 32 * pairs, 64 * pairs + 32 * (moe.experts + 1))
+        written = 128 * pairs + 32 * (moe.held + 1)
+        self.add("expert_routing", (5 + moe.per_token) * tokens * moe.experts, scores, written)
         rows = pairs * width * storage.activation
         self.add("expert_combine", 2 * pairs * width, rows + 64 * pairs, tokens * width * storage.activation)
 

@@ -10,23 +10,25 @@ from typing import Any
 from .resolve import ModelSource
 from .storage import Storage, int4_format
 from .stored import Layout
+from .weights_gguf import stored_gguf
 from .weights_hf import stored_hf
 
 Layouts = tuple[tuple[str, Layout], ...]
 """The layout of each matrix of a layer that most layers have packed, by its name there (``attention.q``)."""
 
 
-def held_layouts(source: ModelSource) -> Layouts:
+def held_layouts(source: ModelSource, *, gguf: bool = True) -> Layouts:
     """How the matrices of a source are packed, where kinds of weight hold them so; none for what is not packed.
+    ``gguf``: look into a GGUF file too.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
     """
     base = source if source.adapter is None else source.adapter.base
-    if base.kind != "hf":
+    if base.kind == "shape" or (base.kind == "gguf" and not gguf):
         return ()
     found: dict[str, Counter[Layout | None]] = defaultdict(Counter)
-    weights: Any = stored_hf(base.path, base.config)
+    weights: Any = stored_gguf(base.gguf, base.config) if base.kind == "gguf" else stored_hf(base.path, base.config)
     with closing(weights):
         for name, stored in weights:
             if name.startswith("layers.") and name.endswith(".weight") and len(stored.shape) == 2:

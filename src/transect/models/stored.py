@@ -33,6 +33,8 @@ class Layout:
     """Of int4: the inputs of a group are not neighbours (act-order)."""
     rounds_inputs: bool = True
     """Of 8 bits: who made it expects activations to be rounded too."""
+    blocks_of_gguf: bool = False
+    """It is read from blocks of a GGUF file, which the C++ kernels take as they are."""
 
 
 @dataclass(frozen=True, slots=True)

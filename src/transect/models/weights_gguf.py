@@ -19,7 +19,7 @@ from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from .config import ModelConfig
 from .shapes import weight_shapes
-from .stored import ALL, Stored, StoredWeights, Values, is_whole, within
+from .stored import ALL, Codes4, Layout, Stored, StoredWeights, Values, is_whole, within
 
 OUTER = {
     "embed": "token_embd",
@@ -43,6 +43,8 @@ IN_LAYER = {
 FUSED = ("attention.q", "attention.k", "attention.v")
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Frequencies of rotary embedding; the configuration has them."""
+FOUR_BITS = (4, 32)
+"""Bits and group of Q4_0, Q4_1 and Q4_K."""
 _DENSE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
 
 
@@ -66,7 +68,23 @@ def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
     """
     places = _places(file, config)
     shapes = weight_shapes(config)
-    return ((name, Stored(shapes[name], partial(_read, file, place))) for name, place in places.items())
+    return ((name, _stored(file, place, shapes[name])) for name, place in places.items())
+
+
+def _stored(file: GGUFFile, place: _Place, shape: tuple[int, ...]) -> Stored:
+    """A weight, which has codes where its blocks are 4-bit codes with a scale and a zero for each 32 of them."""
+    read, kind = partial(_read, file, place), file.tensors[place.tensor].block_type
+    if len(shape) != 2 or (kind.bits, kind.group) != FOUR_BITS:
+        return Stored(shape, read)
+    layout = Layout("int4", group=kind.group, blocks_of_gguf=True)
+
+    def codes(rows: slice, columns: slice) -> Codes4:
+        tensor = _read(file, place, rows, columns)
+        assert isinstance(tensor, QuantizedTensor)
+        groups = tensor.affine()
+        return Codes4(layout, *(torch.from_numpy(each) for each in (groups.codes, groups.scale, groups.zero)))
+
+    return Stored(shape, read, layout, codes)
 
 
 def _places(file: GGUFFile, config: ModelConfig) -> dict[str, _Place]:

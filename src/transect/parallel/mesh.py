@@ -26,6 +26,7 @@ class Mesh:
         tensor, context, pipeline, data: the groups along the axes that this rank belongs to.
         replicas: the ranks that have the same weights, along data and context.
         parts: the ranks that have one whole model between them, along pipeline and tensor.
+        links: the group along pipeline, four times, each with connections of its own.
 
     Raises:
         ValueError: the layout has more or fewer ranks than there are.
@@ -42,6 +43,7 @@ class Mesh:
         self.data, self.pipeline, self.context, self.tensor = (self._group(axis) for axis in AXES)
         self.replicas = self._group("data", "context")
         self.parts = self._group("pipeline", "tensor")
+        self.links = [self.pipeline, *(self._group("pipeline") for _ in range(3))]
 
     def _group(self, *axes: str) -> Group:
         """The own group along some axes. Every rank makes all groups, in the same order, as torch demands."""

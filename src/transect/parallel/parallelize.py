@@ -6,6 +6,8 @@ for a checkpoint.
 
 * along ``tensor`` matrices are cut (``shards.py``, ``tensor.py``), and the loss is computed over a cut vocabulary
   (``split_loss.py``); with ``sequence`` the tokens between them are cut too (``differentiable.py``)
+* along ``pipeline`` each rank has some layers, or several runs of them (``schedule.py``, ``pipeline.py``)
+* along ``context`` each rank has some tokens of a micro-batch (``ring.py``)
 * along ``data`` whole micro-batches are shared (``replicas.py``, ``sharded.py``)
 
 Parameters go by their names in the whole model, whatever the part.
@@ -13,22 +15,26 @@ Parameters go by their names in the whole model, whatever the part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..models.config import ModelConfig
+from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.load import fill
 from ..models.shapes import weight_shapes
 from ..models.stored import Stored, StoredWeights
 from .differentiable import entered, gathered, own_rows
 from .layout import Layout
-from .load import shard_embedding, shard_of, shard_weights
+from .load import shard_embedding, shard_weights
 from .mesh import Mesh
+from .pipeline import Pipeline
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
+from .ring import RingContext, own_tokens
+from .schedule import Action, Name, schedule
 from .sharded import Sharded
 from .shards import Shard
 from .split_loss import split_cross_entropy
@@ -43,11 +49,17 @@ class Plan:
         zero: what is cut over the ranks that share micro-batches, see ``replicas.py``.
         reduce_dtype: what gradients are summed in over them.
         sequence: ranks of a tensor group share the tokens between matrices.
+        schedule: how micro-batches pass through stages, see ``schedule.py``.
+        chunks: runs of layers of each rank, with ``interleaved``.
+        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time.
     """
 
     zero: int = 0
     reduce_dtype: torch.dtype = torch.float32
     sequence: bool = False
+    schedule: Name = "1f1b"
+    chunks: int = 1
+    host: bool = False
 
 
 def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
@@ -71,6 +83,21 @@ def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
             return (
                 "parallel.zero = 3 cuts whole layers, and parallel.tensor has cut them already: set parallel.zero to 2"
             )
+    if layout.context > 1 and (config.attention_softcap is not None or config.attention_sinks):
+        return "ring attention knows no caps on scores and no attention sinks: set parallel.context to 1"
+    if layout.context > 1 and config.moe is not None:
+        return "routers of a model with experts see whole micro-batches: set parallel.context to 1"
+    if layout.pipeline > 1:
+        if config.moe is not None:
+            return "a model with experts is not cut into stages for training: set parallel.pipeline to 1"
+        if layout.pipeline * plan.chunks > config.n_layers:
+            fitting = max(config.n_layers // plan.chunks, 1)
+            return (
+                f"{config.n_layers} layers cannot be cut into {layout.pipeline * plan.chunks} runs: set "
+                f"parallel.pipeline to {fitting}"
+            )
+        if plan.zero == 3:
+            return "parallel.zero = 3 gathers layers again for every micro-batch of a pipeline: set parallel.zero to 2"
     return None
 
 
@@ -108,17 +135,36 @@ class Parallel:
 
     def __init__(self, model: Decoder, mesh: Mesh, plan: Plan) -> None:
         self.whole_config, self.mesh, self.plan = model.config, mesh, plan
-        self.shard = shard_of(model.config, mesh)
+        layout, place = mesh.layout, mesh.place
+        self._stages = layout.pipeline * plan.chunks
+        self.shards = self._shards_of(mesh.world.rank)
+        """What this rank has; several runs of layers with an interleaved schedule."""
         self.cut = mesh.parts.size > 1
         """Whether the model is cut."""
         self.spread: Replicas | Sharded | None = None
-        self.model = self._part(model) if self.cut else model
-        self.parameters = {self._name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
+        self.parameters: dict[str, nn.Parameter] = {}
+        for part, shard in zip(self.parts, self.shards, strict=True):
+            for own, parameter in part.named_parameters():
+                name = shard.whole_name(own.replace(".inner.", ".").replace(".table.", "."))
+                if not parameter.numel() or (name.startswith("norm.") and not shard.last):
+                    parameter.requires_grad_(False)
+                if parameter.requires_grad:
+                    self.parameters[name] = parameter
         self._shapes = weight_shapes(model.config)
+        self.pipeline = Pipeline(self.parts, mesh.links) if layout.pipeline > 1 else None
+        tied = model.config.tied_embeddings and layout.pipeline > 1
+        self._shares_table = tied and place.pipeline in (0, layout.pipeline - 1)
+        """Whether this rank has the embedding's table, and another stage has it too."""
 
-    def _part(self, model: Decoder) -> Decoder:
-        """The rank's part, filled."""
-        mesh, shard, dtype, device = self.mesh, self.shard, model.norm.weight.dtype, model.device
+    @property
+    def model(self) -> Decoder:
+        """What this rank computes, or the first run of layers of it."""
+        return self.parts[0]
+
+    def _part(self, model: Decoder, shard: Shard) -> Decoder:
+        """One run of layers, filled."""
+        mesh, dtype, device = self.mesh, model.norm.weight.dtype, model.device
         kinds = sharded_kinds(None, shard, mesh.tensor, sequence=self.plan.sequence)
         part = Decoder(shard.local, "meta", dtype, ops=model.ops, kinds=kinds)
         shard_embedding(part, shard, mesh, dtype)
@@ -143,20 +189,37 @@ class Parallel:
         if self.plan.sequence and part.position_embed is not None:
             part.position_embed.register_forward_hook(lambda _module, _inputs, out: own_rows(out, group))
 
-    # Names and parts
+    # Parts
 
-    def _name(self, own: str) -> str:
-        """The name in the whole model of a parameter of this part."""
-        return self.shard.whole_name(own.replace(".inner.", ".").replace(".table.", "."))
+    def fill(self, weights: Callable[[], StoredWeights]) -> None:
+        """Take the weights of a whole model; of them this part is read, for each run of layers anew."""
+        for part, shard in zip(self.parts, self.shards, strict=True):
+            fill(part, shard_weights(weights(), shard) if self.cut else weights())
 
-    def local(self, weights: StoredWeights) -> StoredWeights:
-        """Of the weights of a whole model those of this part, under its names."""
-        return shard_weights(weights, self.shard) if self.cut else weights
+    def _shards_of(self, rank: int) -> list[Shard]:
+        """What a rank has."""
+        layout = self.mesh.layout
+        place = layout.place(rank)
+        stages = [chunk * layout.pipeline + place.pipeline for chunk in range(self.plan.chunks)]
+        return [Shard(self.whole_config, place.tensor, layout.tensor, stage, self._stages) for stage in stages]
+
+    def _part_of(self, name: str, shards: Sequence[Shard]) -> tuple[slice, ...] | None:
+        """Where in the whole parameter the part lies that is in some shards; None: nowhere."""
+        shape = self._shapes[name]
+        found = (shard.part(name, shape) for shard in shards)
+        part = next((part for part in found if part is not None), None)
+        return None if part is None else part[:2][: len(shape)]
 
     def _replicated(self, name: str) -> bool:
         """Whether all ranks of the tensor group have the whole of a parameter."""
-        part = self.shard.part(name, self._shapes[name])
-        return part is not None and all(cut == slice(None) for cut in part[:2])
+        part = self._part_of(name, self.shards)
+        return part is not None and all(cut == slice(None) for cut in part)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
+        if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
+            return False
+        return self.mesh.tensor.rank == 0 or not self._replicated(name)
 
     def _partial(self, name: str) -> bool:
         """Whether a rank of the tensor group has only its own part of the gradient of what it has whole."""
@@ -169,14 +232,51 @@ class Parallel:
     @property
     def token_multiple(self) -> int:
         """The number of tokens of a micro-batch must be a multiple of this."""
-        return self.mesh.tensor.size if self.plan.sequence else 1
+        context = self.mesh.context.size
+        return (2 * context if context > 1 else 1) * (self.mesh.tensor.size if self.plan.sequence else 1)
 
-    def loss(self, hidden_TD: Tensor, labels_T: Tensor, ignore: int, whole: Callable[..., Tensor]) -> Tensor:
-        """The mean loss over the labels; ``whole`` computes it where this rank has the whole head."""
-        head = self.model.head
+    def rows(self, tokens: int) -> int:
+        """How many of the tokens of a micro-batch this rank has between layers."""
+        return tokens // self.mesh.context.size // (self.mesh.tensor.size if self.plan.sequence else 1)
+
+    def own_tokens(self, x_T: Tensor) -> Tensor:
+        """Of a number for each token of a micro-batch those of the tokens that this rank has."""
+        context = self.mesh.context
+        if context.size == 1:
+            return x_T
+        return torch.cat([x_T[part] for part in own_tokens(x_T.shape[0], context.rank, context.size)])
+
+    def attention(self, cu_seqlens: Tensor) -> AttentionContext:
+        """The context of a micro-batch, of which ``cu_seqlens`` says where documents begin."""
+        if self.mesh.context.size > 1:
+            return RingContext(cu_seqlens, self.mesh.context)
+        return VarlenContext(cu_seqlens, self.model.ops)
+
+    def loss(
+        self, hidden_TD: Tensor, labels_T: Tensor, num_labels: int, ignore: int, whole: Callable[..., Tensor]
+    ) -> Tensor:
+        """The mean loss over the labels of a micro-batch; where ranks share its tokens, this rank's part of it.
+
+        Args:
+            labels_T: of the own tokens. num_labels: of all.
+            whole: computes the mean loss over labels where this rank has the whole head.
+        """
+        if self.mesh.context.size == 1:
+            return self._own_loss(hidden_TD, labels_T, ignore, whole)
+        own = int((labels_T != ignore).sum())
+        if not own:
+            return 0 * hidden_TD.float().sum()
+        return own / num_labels * self._own_loss(hidden_TD, labels_T, ignore, whole)
+
+    def whole_loss(self, loss: Tensor) -> Tensor:
+        """A loss without a gradient, when the ranks that share tokens have added theirs."""
+        return self.mesh.context.all_reduce(loss.detach().reshape(1))[0]
+
+    def _own_loss(self, hidden_TD: Tensor, labels_T: Tensor, ignore: int, whole: Callable[..., Tensor]) -> Tensor:
+        head = self.parts[-1].head
         if not isinstance(head, GatheredShard):
             return whole(hidden_TD, head.dense(), labels_T, ignore)
-        first = self.shard.vocabulary.start
+        first = self.shards[-1].vocabulary.start
         return split_cross_entropy(hidden_TD, head.dense(), labels_T, ignore, first=first, group=self.mesh.tensor)
 
     def share(self, trained: Mapping[str, nn.Parameter], recompute: bool) -> Mapping[str, nn.Parameter]:
@@ -193,10 +293,35 @@ class Parallel:
         if group.size == 1:
             return trained
         if plan.zero == 3:
-            self.spread = Sharded(group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype)
+            self.spread = Sharded(
+                group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype, host=plan.host
+            )
         else:
             self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype)
         return self.spread.owned
+
+    def actions(self, micro_batches: int) -> list[Action]:
+        """What this rank does of a pipeline's step. ValueError if there is no such schedule."""
+        layout, plan = self.mesh.layout, self.plan
+        return schedule(plan.schedule, layout.pipeline, micro_batches, plan.chunks)[self.mesh.place.pipeline]
+
+    @torch.no_grad()
+    def join_ends(self, gradient_of: Callable[[str], Tensor | None]) -> None:
+        """Add up, in place, the gradients of a table that the first and the last stage share; before any other sum."""
+        if not self._shares_table:
+            return
+        group, gradient = self.mesh.pipeline, gradient_of("embed.weight")
+        assert gradient is not None
+        if group.rank:
+            work = group.send(gradient, 0)
+            assert work is not None
+            work.wait()
+            gradient.copy_(group.receive(torch.empty_like(gradient), 0))
+            return
+        gradient.add_(group.receive(torch.empty_like(gradient), group.size - 1))
+        work = group.send(gradient, group.size - 1)
+        assert work is not None
+        work.wait()
 
     @torch.no_grad()
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
@@ -211,9 +336,13 @@ class Parallel:
     @torch.no_grad()
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on all."""
-        first = self.mesh.tensor.rank == 0
-        mine = {name: g for name, g in gradients.items() if first or not self._replicated(name)}
-        square = square_of(mine, self.model.device).reshape(1)
+        mine = {name: gradient for name, gradient in gradients.items() if self._counts(name)}
+        return self.norm_of(square_of(mine, self.model.device))
+
+    @torch.no_grad()
+    def norm_of(self, square: Tensor) -> Tensor:
+        """``norm`` of gradients whose squares add up to ``square`` on this rank."""
+        square = square.reshape(1).to(self.model.device)
         if self.spread is not None and self.plan.zero:
             self.mesh.replicas.all_reduce(square)
         return self.mesh.parts.all_reduce(square)[0].sqrt()
@@ -243,10 +372,11 @@ class Parallel:
         found = tensors
         if self.cut:
             cut: dict[str, Tensor] = {}
-            for name, tensor in tensors.items():
-                part = self.shard.part(name.rpartition("/")[0], tuple(tensor.shape))
+            for name in tensors:
+                parameter = name.rpartition("/")[0]
+                part = self._part_of(parameter, self.shards) if parameter in self.parameters else None
                 if part is not None:
-                    cut[name] = tensor[part[:2][: tensor.ndim]].clone()
+                    cut[name] = tensors[name][part].clone()
             found = cut
         return found if self.spread is None else self.spread.own_state(found)
 
@@ -262,16 +392,10 @@ class Parallel:
             shape = self._shapes[name.partition("/")[0]]
             if name not in found:
                 found[name] = torch.empty(shape, dtype=tensor.dtype)
-            part = self._shard_of(group.ranks[int(place)]).part(name.partition("/")[0], shape)
+            part = self._part_of(name.partition("/")[0], self._shards_of(group.ranks[int(place)]))
             assert part is not None
-            found[name][part[:2][: len(shape)]] = tensor
+            found[name][part] = tensor
         return found
-
-    def _shard_of(self, rank: int) -> Shard:
-        """The part of another rank."""
-        layout = self.mesh.layout
-        place = layout.place(rank)
-        return Shard(self.whole_config, place.tensor, layout.tensor, place.pipeline, layout.pipeline)
 
 
 def _held(model: Decoder) -> Iterator[tuple[str, Stored]]:

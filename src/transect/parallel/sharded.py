@@ -17,7 +17,7 @@ The optimizer sees pieces: for each parameter that a rank has a part of, that pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -26,12 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..hardware.host_memory import host_tensor
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
 from .group import Group
 from .part_names import part_name
 from .replicas import gather_tensors
 
+Sink = Callable[[str, Tensor], None]
+"""Takes a gradient by the name of its parameter; it may be forgotten afterwards."""
 ALIGN = 64
 """Pieces are whole groups of so many numbers, so that kernels may read 16 bytes at a time."""
 
@@ -45,7 +48,9 @@ class Unit:
         bounds: where that part lies within the parameter.
     """
 
-    def __init__(self, group: Group, parameters: Mapping[str, nn.Parameter], reduce_dtype: torch.dtype) -> None:
+    def __init__(
+        self, group: Group, parameters: Mapping[str, nn.Parameter], reduce_dtype: torch.dtype, host: bool = False
+    ) -> None:
         self.group, self.reduce_dtype = group, reduce_dtype
         self.parameters = dict(parameters)
         first = next(iter(self.parameters.values()))
@@ -63,8 +68,17 @@ class Unit:
             at += parameter.numel()
         low = group.rank * self.each
         self.piece = self._whole[low : low + self.each].clone()
+        self._link: torch.cuda.Stream | None = None
+        """On which the piece comes from the host."""
+        if host:
+            gpu = self.piece.is_cuda
+            self.piece = host_tensor((self.each,), first.dtype, pin=gpu).copy_(self.piece)
+            self._link = torch.cuda.Stream(first.device) if gpu else None
+        self._copy: Tensor | None = None
         self.gradient: Tensor | None = None
         """The sum of all ranks' gradients of the own piece, ``[each]``."""
+        self.sink: Sink | None = None
+        """Takes gradients in place of ``gradient``."""
         self.pieces: dict[str, nn.Parameter] = {}
         self.bounds: dict[str, tuple[int, int]] = {}
         for name, parameter in self.parameters.items():
@@ -83,32 +97,39 @@ class Unit:
         """Start gathering, if nothing of it has begun."""
         if not self.whole and self._coming is None:
             self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
-            self._coming = self.group.start_gather(self._whole, self.piece)
+            if self._link is None:
+                self._coming = self.group.start_gather(self._whole, self.piece)
+                return
+            self._link.wait_stream(torch.cuda.current_stream(self._link.device))  # which gave the memory of the whole
+            with torch.cuda.stream(self._link):
+                self._copy = self.piece.to(self._whole.device, non_blocking=True)
+                self._coming = self.group.start_gather(self._whole, self._copy)
 
     def gather(self) -> None:
         """Have the whole of it."""
         self.prefetch()
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
+        self._arrive()
         self.whole = True
 
     def release(self) -> None:
         """Give back the memory of the whole."""
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
+        self._arrive()
         self._whole.untyped_storage().resize_(0)
         self.whole = False
+
+    def _arrive(self) -> None:
+        if self._coming is not None:
+            self._coming.wait()
+        self._coming = self._copy = None
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Begin to sum the gradients of the parameters over the ranks, and forget them; ``settle`` ends it."""
         self.settle()
         if all(parameter.grad is None for parameter in self.parameters.values()):
-            flat = torch.zeros(self._whole.numel(), dtype=self.reduce_dtype, device=self.piece.device)
+            flat = torch.zeros(self._whole.numel(), dtype=self.reduce_dtype, device=self._whole.device)
         else:
-            flat = torch.empty(self._whole.numel(), dtype=self.reduce_dtype, device=self.piece.device)
+            flat = torch.empty(self._whole.numel(), dtype=self.reduce_dtype, device=self._whole.device)
             at = 0
             for parameter in self.parameters.values():
                 part = flat[at : at + parameter.numel()]
@@ -129,19 +150,23 @@ class Unit:
         if work is not None:
             work.wait()
         wide = own if own.dtype == torch.float32 else own.float()
-        self.gradient = wide if self.gradient is None else self.gradient.add_(wide)
+        if self.sink is None:
+            self.gradient = wide if self.gradient is None else self.gradient.add_(wide)
+            return
+        for name, part in self._by_name(wide):
+            self.sink(name, part)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each piece, ``[numbers]`` float32."""
-        self.settle()
-        if self.gradient is None:
-            return {}
-        found = {}
+    def _by_name(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The parts of something as long as the own piece, each by the name of its parameter."""
         low = self.group.rank * self.each
         for name, (begin, end) in self.bounds.items():
             at = self.starts[name] + begin - low
-            found[name] = self.gradient[at : at + end - begin]
-        return found
+            yield name, own[at : at + end - begin]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient of each piece, ``[numbers]`` float32; none where there is a ``sink``."""
+        self.settle()
+        return {} if self.gradient is None else dict(self._by_name(self.gradient))
 
 
 class Sharded:
@@ -152,15 +177,22 @@ class Sharded:
         model: a decoder; every parameter is trained.
         recompute: compute each layer a second time in the backward pass, so that only its input is kept.
         reduce_dtype: what gradients are summed in.
+        host: the pieces are in host memory. Each rank reads its own over its own link before all are gathered.
 
     Raises:
-        ValueError: a parameter is frozen.
+        ValueError: a parameter is frozen, or there is not so much host memory.
     """
 
     zero = 3
 
     def __init__(
-        self, group: Group, model: Decoder, *, recompute: bool = False, reduce_dtype: torch.dtype = torch.float32
+        self,
+        group: Group,
+        model: Decoder,
+        *,
+        recompute: bool = False,
+        reduce_dtype: torch.dtype = torch.float32,
+        host: bool = False,
     ) -> None:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         if frozen:
@@ -170,8 +202,8 @@ class Sharded:
         layers = [f"layers.{number}." for number in range(len(model.layers))]
         inside = [{n: p for n, p in self.parameters.items() if n.startswith(layer)} for layer in layers]
         outside = {n: p for n, p in self.parameters.items() if not n.startswith("layers.")}
-        self.layers = [Unit(group, parameters, reduce_dtype) for parameters in inside]
-        self.root = Unit(group, outside, reduce_dtype)
+        self.layers = [Unit(group, parameters, reduce_dtype, host) for parameters in inside]
+        self.root = Unit(group, outside, reduce_dtype, host)
         self._summing: Unit | None = None
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())
@@ -227,6 +259,11 @@ class Sharded:
         if self._summing is not None:
             self._summing.settle()
         self._summing = unit
+
+    def send_to(self, sink: Sink | None) -> None:
+        """Give each gradient of the own pieces, when it is summed, to ``sink``, micro-batch by micro-batch."""
+        for unit in self.units:
+            unit.sink = sink
 
     # What a training loop asks, as of ``Replicas``
 

@@ -17,18 +17,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..models.decoder import Decoder
+from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, Plan, parallelize
+from ..parallel.pipeline import Pipeline
 from ..parallel.replicas import Replicas
+from ..parallel.schedule import schedule
 from ..parallel.sharded import Sharded
 from ..parallel.world import World
 from .batches import Batch
 from .config import TrainConfig
+from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
-from .optim import Offload, Optimizer
+from .optim import Offload, OneBitAdam, Optimizer
 
+ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,6 +61,7 @@ class Crew:
         self.config, self.world = config, world
         self.mesh = None if world is None else Mesh(world, layout)
         self.parallel: Parallel | None = None
+        self._token_loss: TokenLoss | None = None
 
     @property
     def rank(self) -> int:
@@ -82,13 +89,27 @@ class Crew:
         if self.mesh is None:
             return trainable
         parallel = self.config.parallel
-        plan = Plan(zero=parallel.zero, reduce_dtype=REDUCE[parallel.reduce], sequence=parallel.sequence)
+        plan = Plan(
+            zero=parallel.zero,
+            reduce_dtype=REDUCE[parallel.reduce],
+            sequence=parallel.sequence,
+            schedule=parallel.schedule,
+            chunks=parallel.runs,
+            host=parallel.offload == "all",
+        )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
 
-    def local(self, weights: StoredWeights) -> StoredWeights:
-        """Of the weights of a whole model those that this rank has."""
-        return weights if self.parallel is None else self.parallel.local(weights)
+    def parts(self, model: Decoder) -> Sequence[Decoder]:
+        """What this rank computes: a model, or some runs of its layers."""
+        return [model] if self.parallel is None else self.parallel.parts
+
+    def fill(self, model: Decoder, weights: Callable[[], StoredWeights]) -> None:
+        """Take the weights of a whole model."""
+        if self.parallel is None:
+            fill(model, weights())
+        else:
+            self.parallel.fill(weights)
 
     def take(
         self, trainable: Trainable, recompute: bool
@@ -102,6 +123,8 @@ class Crew:
             What the optimizer of this rank updates, and the shapes of all the run's parameters.
         """
         shapes = {name: parameter.shape for name, parameter in trainable.parameters.items()}
+        if self.parallel is not None and self.parallel.pipeline is not None:
+            self._token_loss = token_loss(trainable.device)
         if self.parallel is None:
             return trainable.parameters, shapes
         return self.parallel.share(trainable.parameters, recompute), shapes
@@ -122,6 +145,11 @@ class Crew:
             threads=max(1, cores),
         )
 
+    def connect(self, optimizer: Optimizer, trainable: Trainable) -> None:
+        """Tell an optimizer that exchanges things itself with whom."""
+        if isinstance(optimizer, OneBitAdam) and self.mesh is not None:
+            optimizer.connect(self.mesh.replicas, trainable.parameters)
+
     def gradients(
         self, batches: Sequence[Batch], loss_of: Callable[[int, Batch], Tensor], optimizer: Optimizer, losses: Tensor
     ) -> Tensor:
@@ -136,7 +164,10 @@ class Crew:
             The global norm of the gradient, a float32 scalar.
         """
         labels = sum(batch.num_labels for batch in batches)
-        if self.parallel is None or self.parallel.spread is None:
+        own = isinstance(optimizer, OneBitAdam) and optimizer.compresses
+        if self.parallel is not None and self.parallel.pipeline is not None:
+            gradients = self._piped(self.parallel, self.parallel.pipeline, batches, labels, optimizer, losses)
+        elif self.parallel is None or self.parallel.spread is None:
             for index, batch in enumerate(batches):
                 if batch.num_labels:
                     _backward(loss_of(index, batch), batch.num_labels / labels, losses[index])
@@ -146,10 +177,47 @@ class Crew:
                 return optimizer.gradient_norm()
             gradients = optimizer.gradients()
         else:
-            gradients = self._shared(self.parallel.spread, batches, labels, loss_of, losses)
+            spread = self.parallel.spread
+            leave = isinstance(spread, Sharded) and optimizer.sink is not None
+            if isinstance(spread, Sharded):
+                spread.send_to(optimizer.sink)
+            gradients = self._shared(spread, batches, labels, loss_of, losses, own)
+            if leave:
+                return self.parallel.norm_of(optimizer.gradient_norm().square())
+        if own:  # their sum is the optimizer's business
+            assert isinstance(optimizer, OneBitAdam)
+            optimizer.give(gradients)
+            return optimizer.norm_of(gradients)
         self.parallel.complete(gradients)
         optimizer.give(gradients)
         return self.parallel.norm(gradients)
+
+    def _piped(
+        self,
+        parallel: Parallel,
+        pipeline: Pipeline,
+        batches: Sequence[Batch],
+        labels: int,
+        optimizer: Optimizer,
+        losses: Tensor,
+    ) -> dict[str, Tensor]:
+        """The own micro-batches of a step through the stages, and the sum of the gradients of this stage."""
+        assert self.mesh is not None
+        spread, loss = parallel.spread, self._token_loss
+        assert not isinstance(spread, Sharded) and loss is not None
+        mine = range(self.mesh.place.data, len(batches), self.mesh.layout.data)
+        pieces = [piece(parallel, batches[i], loss, batches[i].num_labels / labels) for i in mine]
+        after = optimizer.gather if spread is None else spread.collect
+        found = pipeline.run(pieces, parallel.actions(len(pieces)), after)
+        for index, value in zip(mine, found, strict=False):
+            losses[index] = value
+        self.mesh.replicas.all_reduce(self.mesh.pipeline.all_reduce(losses))
+        if spread is None:
+            gradients = optimizer.gradients()
+            parallel.join_ends(gradients.get)
+            return gradients
+        parallel.join_ends(spread.gradient_of)
+        return spread.reduce()
 
     def _shared(
         self,
@@ -158,8 +226,9 @@ class Crew:
         labels: int,
         loss_of: Callable[[int, Batch], Tensor],
         losses: Tensor,
+        own: bool = False,
     ) -> dict[str, Tensor]:
-        """The own micro-batches of a step, and the sum of all ranks' gradients."""
+        """The own micro-batches of a step, and the sum of all ranks' gradients; ``own``: this rank's gradients."""
         assert self.mesh is not None
         place, size = self.mesh.place.data, self.mesh.layout.data
         check_shares(len(batches), size)
@@ -170,12 +239,12 @@ class Crew:
         else:
             todo = [(index, batch) for index, batch in todo if batch.num_labels]
         for number, (index, batch) in enumerate(todo, 1):
-            last = number == len(todo)
+            last = number == len(todo) and not own
             with spread.last() if last else nullcontext():
                 _backward(loss_of(index, batch), batches[index].num_labels / labels, losses[index])
             if not last:
                 spread.collect()
-        gradients = spread.reduce()
+        gradients = spread.local() if own and isinstance(spread, Replicas) else spread.reduce()
         self.mesh.replicas.all_reduce(losses)
         return gradients
 
@@ -239,6 +308,13 @@ def check(config: TrainConfig) -> None:
     parallel = config.parallel
     if parallel.offload != "none":
         _check_offload(config)
+    if config.optimizer.name in ONE_BIT:
+        _check_signs(config)
+    if config.optimizer.name == "zero_one_adam" and config.precision == "bfloat16":
+        raise ValueError(
+            'optimizer.name = "zero_one_adam" takes local steps, which weights in bfloat16 alone would round away: set '
+            'precision to "mixed"'
+        )
     if parallel.layout.size == 1:
         return
     check_shares(config.accumulate, parallel.data)
@@ -246,6 +322,16 @@ def check(config: TrainConfig) -> None:
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
     if parallel.tensor > 1:
         _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
+    if parallel.context > 1 and config.objective != "next_token":
+        raise ValueError(
+            f'parallel.context = {parallel.context} is for objective = "next_token", not {config.objective!r}: set '
+            "parallel.context to 1, and parallel.data to the number of ranks"
+        )
+    if parallel.context > 1 and config.samples.prompts:
+        raise ValueError("samples are drawn by one rank, and parallel.context shares tokens: set it to 1")
+    if parallel.pipeline > 1:
+        _check_cut(config, f"parallel.pipeline = {parallel.pipeline}", "parallel.pipeline")
+        schedule(parallel.schedule, parallel.pipeline, config.accumulate // parallel.data, parallel.runs)
     if parallel.zero == 3 and config.task in ("lora", "qlora"):
         raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
     if parallel.zero == 3 and config.samples.prompts:
@@ -254,6 +340,21 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{config.optimizer.name}" cannot: '
             'set parallel.zero to 2, or optimizer.name to "adamw"'
+        )
+
+
+def _check_signs(config: TrainConfig) -> None:
+    """See that an optimizer whose ranks exchange signs has what it needs."""
+    name, zero = config.optimizer.name, config.parallel.zero
+    if zero > 1:
+        raise ValueError(
+            f'optimizer.name = "{name}" needs the whole gradient on every rank, and parallel.zero = {zero} cuts it: '
+            "set parallel.zero to 1"
+        )
+    if name == "zero_one_adam" and zero:
+        raise ValueError(
+            'optimizer.name = "zero_one_adam" steps on every rank by itself, and parallel.zero = 1 cuts its state: set '
+            'parallel.zero to 0, or optimizer.name to "onebit_adam"'
         )
 
 
@@ -279,6 +380,10 @@ def _check_offload(config: TrainConfig) -> None:
         raise ValueError(f'parallel.offload is for AdamW: set optimizer.name to "adamw", {none}')
     if config.task in ("lora", "qlora"):
         raise ValueError('parallel.offload is for runs that train all weights: set it to "none", adapters are small')
+    if config.parallel.offload == "all" and config.parallel.zero != 3:
+        raise ValueError(
+            'parallel.offload = "all" is for sharded weights: set parallel.zero to 3, or take offload = "optimizer"'
+        )
     if config.precision == "bfloat16":
         raise ValueError(f'parallel.offload keeps float32 states: set precision to "mixed", {none}')
 

@@ -14,6 +14,7 @@ from ..ops.loss.linear_cross_entropy_cpu import LinearCrossEntropy
 from ..ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from ..ops.registry import Unavailable, get
 from ..parallel.parallelize import Parallel
+from ..parallel.pipeline import Piece
 from .batches import IGNORE, Batch, padded
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,33 @@ def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel
     """Mean loss over the batch's labels, a scalar. The batch is on the model's device; ``parallel`` has the ranks that
     compute it together."""
     if parallel is not None:
-        batch = padded(batch, parallel.token_multiple)
+        return _shared_loss(model, batch, loss, parallel)
     context = VarlenContext(batch.cu_seqlens, model.ops)
     hidden_TD = model(batch.tokens_T, batch.positions_T, context)
-    if parallel is not None:
-        return parallel.loss(hidden_TD, batch.labels_T, IGNORE, loss)
     return loss(hidden_TD, model.head.dense(), batch.labels_T, IGNORE)
+
+
+def _shared_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel) -> Tensor:
+    """The loss on ranks that compute it together; with a gradient, this rank's part of it."""
+    own = piece(parallel, batch, loss)
+    if parallel.pipeline is not None:
+        return parallel.whole_loss(parallel.pipeline.measure(own))
+    found = own.loss(model(own.tokens_T, own.positions_T, own.context))
+    return found if torch.is_grad_enabled() else parallel.whole_loss(found)
+
+
+def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0) -> Piece:
+    """What this rank computes of a micro-batch, whose mean loss is multiplied by ``share``."""
+    whole = padded(batch, parallel.token_multiple)
+    tokens, positions, labels = map(parallel.own_tokens, (whole.tokens_T, whole.positions_T, whole.labels_T))
+
+    def scaled(hidden_TD: Tensor) -> Tensor:
+        if not batch.num_labels:
+            return 0 * hidden_TD.float().sum()
+        return share * parallel.loss(hidden_TD, labels, batch.num_labels, IGNORE, loss)
+
+    context = parallel.attention(whole.cu_seqlens)
+    return Piece(tokens, positions, context, parallel.rows(whole.num_tokens), scaled)
 
 
 @torch.no_grad()

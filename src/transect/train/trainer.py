@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..models.adapter_peft import read_adapter
-from ..models.load import fill, stored_weights
+from ..models.load import stored_weights
 from ..models.peft_config import is_adapter
 from ..models.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
@@ -171,7 +171,9 @@ class Trainer:
         self.memory = fit(begun, source.config, device_of(config.device))
         self.trainable: Trainable = self.crew.cut(build(begun, self.told.append))
         self.model, self.device = self.trainable.model, self.trainable.device
-        self.model.stack = stack_of(self.model, self.memory.checkpointing, config.merged, self.memory.whole)
+        merged = config.merged and config.parallel.context == 1
+        for part in self.crew.parts(self.model):
+            part.stack = stack_of(part, self.memory.checkpointing, merged, self.memory.whole)
         # It measures the model as the run began, so what a checkpoint brings comes after it.
         self.objective: Objective = build_objective(config, self.trainable)
         if checkpoint is not None:
@@ -185,6 +187,7 @@ class Trainer:
             shapes=shapes,
             offload=self.crew.offload(),
         )
+        self.crew.connect(self.optimizer, self.trainable)
         if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
             self.told.append(
                 'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
@@ -340,7 +343,7 @@ class Trainer:
                     raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                 parameter.copy_(checkpoint.tensors[f"weight/{name}"])
         else:
-            fill(self.model, self.crew.local(stored_weights(resolve(str(checkpoint.path)))))
+            self.crew.fill(self.model, lambda: stored_weights(resolve(str(checkpoint.path))))
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state

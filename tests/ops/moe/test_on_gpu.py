@@ -11,7 +11,8 @@ from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
-from transect.ops.moe import combining, gating, grouped_linear, ordering, router
+from transect.ops.moe import combining, gating, grouped_linear, ordering, router, routing
+from transect.ops.moe.triton import triton_grouped_gate_up
 from transect.ops.opset import resolve_ops
 
 pytestmark = [
@@ -38,6 +39,17 @@ def test_routing_is_that_of_the_reference(tokens):
         assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 33, 64, 65, 1000])
+@pytest.mark.parametrize(("first", "held"), [(0, None), (0, 64), (64, 64), (96, 32)])
+def test_routing_in_one_launch(tokens, first, held):
+    """Also where other ranks have the rest of the experts."""
+    logits = drawn(tokens, 128, seed=tokens, dtype=torch.float32)
+    found = routing.triton_route(logits, None, 8, first, held)
+    want = routing.reference(logits, None, 8, first, held)
+    torch.testing.assert_close(found[0], want[0], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], want[1:], strict=True))
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 65, 256, 3000])
 def test_scores_are_in_float32(tokens):
     """Of bfloat16 tokens and weights: the exact products, added up in float32."""
@@ -62,6 +74,13 @@ def test_products_at_the_sizes_of_a_model(tokens, skewed):
         own = slice(int(starts[e]), int(starts[e + 1]))
         want = apart[own].double() @ weight[e * 768 : (e + 1) * 768].double().T
         assert (inner[own] - want).abs().max() <= 2 * (want.bfloat16() - want).abs().max() + 1e-3
+    up = drawn(128 * 768, 2048, seed=4, scale=0.02)
+    both = triton_grouped_gate_up(x, weight, up, starts, order)
+    for e in experts.unique().tolist():
+        own, rows = slice(int(starts[e]), int(starts[e + 1])), slice(e * 768, (e + 1) * 768)
+        g, u = (apart[own].double() @ each[rows].double().T for each in (weight, up))
+        want = g * g.sigmoid() * u
+        assert (both[own] - want).abs().max() <= 2 * (want.bfloat16() - want).abs().max() + 1e-3
     y = grouped_linear.triton_grouped_linear(inner, down, starts)
     for e in experts.unique().tolist()[:5]:
         own = slice(int(starts[e]), int(starts[e + 1]))

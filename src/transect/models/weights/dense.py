@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -51,6 +51,11 @@ class Dense(Weight):
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         return self.ops.grouped_linear(x, self.weight, starts, order, self.bias)
+
+    def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        if not isinstance(up, Dense) or self.bias is not None or up.bias is not None:
+            return None
+        return lambda x, starts, order: self.ops.grouped_gate_up(x, self.weight, up.weight, starts, order)
 
     def dense(self) -> Tensor:
         return self.weight

@@ -30,7 +30,7 @@ def kinds_for(
         quantization: as ``EngineConfig`` names it: the layers' matrices are rounded when they are loaded, and the head
             stays dense.
         dependent_launch: as ``dependent`` in ``Int4Products.on``.
-        layouts: without ``quantization``: of a checkpoint that packs its matrices, which they stay as.
+        layouts: without ``quantization``: of a checkpoint that packs its matrices: those of the layers stay so.
     """
     if quantization in EIGHT_BITS:
         return kinds_of_8_bits(quantization, Products8.on(device, dependent=dependent_launch))
@@ -70,4 +70,4 @@ def _as_stored(layouts: Mapping[str, Layout], device: torch.device | str, depend
                           rounds_inputs=layout.rounds_inputs)  # fmt: skip
         return own(out_features, in_features, bias, ops=ops, device=device, dtype=dtype)
 
-    return lambda name: partial(AsStored, layout=layouts.get(name), make=make)
+    return lambda name: Dense if name == "head" else partial(AsStored, layout=layouts.get(name), make=make)

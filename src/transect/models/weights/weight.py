@@ -17,6 +17,7 @@ ability                what it returns                                          
 ``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
 ``tie``                whether it can share an embedding's table                            ``Decoder``
 ``grouped``            the product of each row with the matrix of its expert                ``MoE``
+``grouped_gate_up``    the same of gate and of another weight, up, with SwiGLU after both   ``MoE``
 =====================  ===================================================================  ==================
 
 Shapes: T tokens, I inputs, O outputs.
@@ -226,6 +227,10 @@ class Weight(nn.Module):
 
     def unsummed(self) -> Unsummed | None:
         """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
+        return None
+
+    def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """As experts' gate: ``(x, starts, order) -> silu(gate) * up`` of each row's expert, in one operator."""
         return None
 
     def join(self) -> Weight | None:

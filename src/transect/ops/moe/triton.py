@@ -1,8 +1,9 @@
-"""The kernels of ``grouped_linear.py``.
+"""The kernels of ``grouped_linear.py`` and ``grouped_gate_up.py``.
 
 Tiles of rows are dealt out on the device: expert e needs ``ceil(rows of e / BM)`` of them, and a program finds its
 expert from the running sum of these. The grid holds as many tiles as any routing can need, ``R / BM + min(E, R)``. So
-it follows from shapes alone and a CUDA graph can capture it; programs without a tile end at once.
+it follows from shapes alone and a CUDA graph can capture it; programs without a tile end at once. Those that share a
+tile of rows follow one another, so that the rows are read from memory once, and the expert once for its few tiles.
 
 Shapes: R sorted rows, E experts, O outputs and I inputs of each.
 """
@@ -18,13 +19,15 @@ Tiling = tuple[int, int, int, int]
 """BM, BN, BK, warps."""
 
 
-def tiling(rows: int, experts: int) -> Tiling:
-    """By the rows that an expert has on average; not tuned on any device yet."""
+def tiling(rows: int, experts: int, gated: bool = False) -> Tiling:
+    """By the rows that an expert has on average; not tuned on any device yet. ``gated``: for two products at once."""
     if INTERPRETED:
         return 16, 16, 16, 4
     each = rows / max(1, experts)
     if each <= 16:
-        return 16, 64, 128, 4
+        return 16, 32 if gated else 64, 128, 4
+    if gated and each <= 96:
+        return 64, 64, 64, 4
     return (64, 128, 64, 4) if each <= 96 else (128, 128, 64, 8)
 
 
@@ -49,14 +52,14 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED."""
-    expert, row, end = _expert_of_tile(starts, tl.program_id(0), E, BM, WIDTH)
+    expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r = row + tl.arange(0, BM)
         inside = r < end
         source = r
         if ORDERED:
             source = tl.load(order + r, inside, 0) // k_choices
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
         at = weight + expert.to(tl.int64) * N * K
         if TRANSPOSED:
             at += n[None, :]
@@ -73,6 +76,34 @@ def _grouped_product(  # type: ignore[no-untyped-def]
             acc += tl.load(bias + expert * N + n, n < N, 0.0).to(tl.float32)[None, :]
         place = out + r.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), inside[:, None] & (n < N)[None, :])
+
+
+@kernel
+def _grouped_gate_up(  # type: ignore[no-untyped-def]
+    x, gate, up, starts, order, out, N, K, E, k_choices,
+    ORDERED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """``out[r, n] = silu(sum_k x[r, k] gate[expert of r, n, k]) * sum_k x[r, k] up[expert of r, n, k]``."""
+    expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
+    if expert < E:
+        r = row + tl.arange(0, BM)
+        inside = r < end
+        source = r
+        if ORDERED:
+            source = tl.load(order + r, inside, 0) // k_choices
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        at = expert.to(tl.int64) * N * K + n[None, :] * K
+        g = tl.zeros([BM, BN], tl.float32)
+        u = tl.zeros([BM, BN], tl.float32)
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            a = tl.load(x + source.to(tl.int64)[:, None] * K + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
+            there = (n < N)[None, :] & (k < K)[:, None]
+            g = dot(a, tl.load(gate + at + k[:, None], there, 0.0), g)
+            u = dot(a, tl.load(up + at + k[:, None], there, 0.0), u)
+        y = g / (1.0 + tl.exp(-g)) * u
+        place = out + r.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(place, y.to(out.dtype.element_ty), inside[:, None] & (n < N)[None, :])
 
 
 @kernel
@@ -113,6 +144,25 @@ def triton_grouped_linear(
     return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, False)
 
 
+def triton_grouped_gate_up(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+    """``grouped_gate_up.reference`` in Triton; can be captured in a CUDA graph."""
+    require("grouped_gate_up", x, gate, up)
+    x, gate, up = x.contiguous(), gate.contiguous(), up.contiguous()
+    experts = len(starts) - 1
+    rows = len(x) if order is None else len(order)
+    n, k = gate.shape[0] // experts, gate.shape[1]
+    out = x.new_empty(rows, n)
+    if rows and n:
+        bm, bn, bk, warps = tiling(rows, experts, gated=True)
+        tiles = rows // bm + min(experts, rows)
+        _grouped_gate_up[(-(-n // bn), tiles)](
+            x, gate, up, starts, starts if order is None else order, out,
+            n, k, experts, 1 if order is None else rows // len(x),
+            ORDERED=order is not None, WIDTH=next_power_of_2(experts), BM=bm, BN=bn, BK=bk, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
 def triton_input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     """dL/dx of the sorted rows, ``[R, I]``."""
     experts = len(starts) - 1
@@ -138,7 +188,7 @@ def _run(
     if rows and n:
         bm, bn, bk, warps = tiling(rows, experts)
         tiles = rows // bm + min(experts, rows)
-        _grouped_product[(tiles, -(-n // bn))](
+        _grouped_product[(-(-n // bn), tiles)](
             x, weight, weight if bias is None else bias.contiguous(), starts, starts if order is None else order, out,
             n, k, experts, 1 if order is None else rows // len(x),
             TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, WIDTH=next_power_of_2(experts),

@@ -28,7 +28,6 @@ class Drain:
 
     Args:
         into: where each gradient goes, by name: contiguous, in host memory, of as many numbers.
-        device: where gradients come from.
         kernels: used by one thread at a time, while something is on its way.
         part: numbers that are copied together.
     """
@@ -36,7 +35,6 @@ class Drain:
     def __init__(
         self,
         into: Mapping[str, Tensor],
-        device: torch.device,
         kernels: HostKernels | TorchKernels,
         *,
         part: int = PART,
@@ -48,12 +46,16 @@ class Drain:
         self._squares: dict[tuple[str, int], float] = {}
         self._under_way: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradients")
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of copies from a GPU, made with its buffers when the first gradient comes from there."""
+        if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-            self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-            for slot in Ring(SLOTS, 4 * part, pin=True).slots:
+            for slot in Ring(SLOTS, 4 * self.part, pin=True).slots:
                 self._free.put(slot)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradients")
+        return self._stream
 
     @torch.no_grad()
     def take(self, name: str, gradient: Tensor) -> None:
@@ -61,19 +63,20 @@ class Drain:
         add = name in self.given
         self.given.add(name)
         flat = gradient.detach().reshape(-1)
-        if self._stream is None:
+        if not flat.is_cuda:
             self._take_in(name, 0, flat, add)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        stream = self._stream_of(flat.device)
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
         for begin in range(0, flat.numel(), self.part):
             some = flat[begin : begin + self.part]
             slot = self._free.get()
             place = slot.view(some.numel(), some.dtype)
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 place.copy_(some, non_blocking=True)
-            slot.busy_until(self._stream)
+            slot.busy_until(stream)
             self._under_way.append(self._thread.submit(self._arrived, name, begin, slot, place, add))
-        flat.record_stream(self._stream)
+        flat.record_stream(stream)
 
     def _arrived(self, name: str, begin: int, slot: Slot, place: Tensor, add: bool) -> None:
         try:

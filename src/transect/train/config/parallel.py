@@ -12,7 +12,7 @@ from .parse import positive
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """How a run is spread over ranks, each with a device of its own. A step is the same, to rounding, however it is
-    spread. There are ``data * tensor`` ranks.
+    spread. There are ``data * tensor * pipeline * context`` ranks.
 
     Attributes:
         data: ranks that share the ``accumulate`` micro-batches of a step.
@@ -22,8 +22,15 @@ class ParallelConfig:
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
         sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
             them, and their results are kept once.
+        pipeline: ranks that have some layers each; micro-batches pass through them. A step needs several, so that few
+            of the ranks wait.
+        schedule: in which order they do their passes: ``1f1b``, a backward pass after each forward pass; ``gpipe``, all
+            forward passes first; ``interleaved``, ``1f1b`` with ``chunks`` runs of layers to a rank and shorter waits.
+        chunks: runs of layers of each rank with ``interleaved``.
+        context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
-            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload).
+            states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
+            weights to compute with too, with ``zero`` 3, which come to the device a layer at a time.
         offload_path: a folder on a fast disk (NVMe) in place of host memory, where the states are in a file while the
             run lasts (ZeRO-Infinity); empty: host memory.
         delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
@@ -37,12 +44,16 @@ class ParallelConfig:
     reduce: Literal["float32", "bfloat16"] = "float32"
     tensor: int = 1
     sequence: bool = False
-    offload: Literal["none", "optimizer"] = "none"
+    pipeline: int = 1
+    schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
+    chunks: int = 2
+    context: int = 1
+    offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
 
     def __post_init__(self) -> None:
-        positive(self, "data", "tensor")
+        positive(self, "data", "tensor", "pipeline", "chunks", "context")
         if self.zero and self.data == 1:
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
         if self.sequence and self.tensor == 1:
@@ -55,7 +66,17 @@ class ParallelConfig:
         if self.delayed_update and self.offload_path:
             raise ValueError("parallel.delayed_update is for states in host memory: leave parallel.offload_path out")
 
+        if self.schedule != "1f1b" and self.pipeline == 1:
+            raise ValueError("parallel.schedule is for the stages of parallel.pipeline: set that to 2 or more")
+        if self.schedule == "interleaved" and self.chunks == 1:
+            raise ValueError('parallel.chunks = 1 is schedule = "1f1b": set that, or parallel.chunks to 2 or more')
+
+    @property
+    def runs(self) -> int:
+        """Runs of layers of each rank."""
+        return self.chunks if self.schedule == "interleaved" else 1
+
     @property
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        return Layout(tensor=self.tensor, data=self.data)
+        return Layout(tensor=self.tensor, pipeline=self.pipeline, data=self.data, context=self.context)

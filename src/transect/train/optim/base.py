@@ -123,6 +123,11 @@ class Optimizer:
                 self.update(name, master, gradient, factor, scale)
                 parameter.copy_(master)
 
+    @property
+    def sink(self) -> Callable[[str, Tensor], None] | None:
+        """Takes gradients as they are made, and adds them up elsewhere; None: there is nothing of the kind."""
+        return None
+
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """Take these gradients for the next step, in place of what the parameters have."""
         self._sums = dict(gradients)

@@ -102,8 +102,8 @@ class OffloadedAdamW(Optimizer):
         for name, parameter in parameters.items():
             self.states.write(WEIGHT, name, parameter.detach().reshape(-1).cpu())
         self._upload = Upload(parameters, device, offload.most)
-        self._drain = self._new_drain(device, threads)
-        self._other = self._new_drain(device, threads) if offload.delay else None
+        self._drain = self._new_drain(threads)
+        self._other = self._new_drain(threads) if offload.delay else None
         self._team = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if offload.delay else None
         self._step: Future[None] | None = None
         self._free = threading.Event()
@@ -115,12 +115,12 @@ class OffloadedAdamW(Optimizer):
             for name, parameter in parameters.items():
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))  # type: ignore[misc]
 
-    def _new_drain(self, device: torch.device, threads: int) -> Drain:
+    def _new_drain(self, threads: int) -> Drain:
         sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
         narrow = {parameter.dtype for parameter in self.parameters.values()} - {torch.float32}
         dtype = torch.float32 if self.offload.wide or not narrow else narrow.pop()
         parts = host_tensor((sum(sizes.values()),), dtype).split(list(sizes.values()))
-        return Drain(dict(zip(sizes, parts, strict=True)), device, host_kernels(threads))
+        return Drain(dict(zip(sizes, parts, strict=True)), host_kernels(threads))
 
     # Gradients
 
@@ -133,6 +133,11 @@ class OffloadedAdamW(Optimizer):
         """See ``Optimizer``; where they are taken as they come, they are added up then."""
         if not self.offload.watch:
             super().gather()
+
+    @property
+    def sink(self) -> Callable[[str, Tensor], None] | None:
+        """See ``Optimizer``."""
+        return self._drain.take
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """See ``Optimizer``; they are on their way to the host, and may be forgotten."""

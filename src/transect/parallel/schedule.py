@@ -1,0 +1,191 @@
+"""Pipeline schedules as data: what each stage does, in which order. Plain arithmetic, no torch.
+
+A schedule is a list of ``Action`` for each rank: the forward or the backward pass of one micro-batch through one of the
+rank's runs of layers. It can be printed, simulated, and run (``pipeline.py``); all three read the same list.
+
+* ``gpipe``: all forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965). Every micro-batch's
+  activations are kept at once.
+* ``1f1b``: after a few forward passes one backward pass for each forward pass (Narayanan et al. 2019, PipeDream-Flush).
+  The bubbles are those of gpipe; a stage keeps the activations of at most as many micro-batches as stages follow it.
+* ``interleaved``: each rank has several runs of layers, ``chunks``, so that a micro-batch passes it that often and a
+  bubble is as many times shorter (Narayanan et al. 2021, arXiv:2104.04473).
+
+The bubble is the part of the time in which a rank waits: (p - 1) / (m + p - 1) for p stages and m micro-batches, with v
+chunks (p - 1) / (v m + p - 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Name = Literal["gpipe", "1f1b", "interleaved"]
+NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved")
+
+
+class Action(NamedTuple):
+    """``kind`` F or B: forward or backward; of which micro-batch, through which of the rank's runs of layers."""
+
+    kind: Literal["F", "B"]
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}" + "abcdefghijklmnopqrstuvwxyz"[self.chunk] * (self.chunk > 0)
+
+
+Schedule = list[list[Action]]
+
+
+def schedule(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """What each of ``stages`` ranks does.
+
+    Args:
+        chunks: runs of layers of each rank; more than 1 for ``interleaved`` alone.
+
+    Raises:
+        ValueError: there is no such schedule; the message names the nearest numbers that work.
+    """
+    if name not in NAMES:
+        raise ValueError(f"schedule is one of {', '.join(NAMES)}, not {name!r}")
+    if stages < 1 or micro_batches < 1 or chunks < 1:
+        raise ValueError("stages, micro-batches and chunks must be at least 1")
+    if name != "interleaved":
+        if chunks > 1:
+            raise ValueError(f'{chunks} runs of layers to a rank are for schedule = "interleaved", not {name!r}')
+        make = _gpipe if name == "gpipe" else _one_forward_one_backward
+        return [make(rank, stages, micro_batches) for rank in range(stages)]
+    if chunks == 1:
+        raise ValueError('schedule = "interleaved" needs 2 runs of layers to a rank or more')
+    if micro_batches % stages:
+        raise ValueError(
+            f'schedule = "interleaved" needs a multiple of {stages} micro-batches on {stages} stages, not '
+            f"{micro_batches}: take {-(-micro_batches // stages) * stages}"
+        )
+    return [_interleaved(rank, stages, micro_batches, chunks) for rank in range(stages)]
+
+
+def _gpipe(rank: int, stages: int, micro_batches: int) -> list[Action]:
+    return [*(Action("F", i) for i in range(micro_batches)), *(Action("B", i) for i in range(micro_batches))]
+
+
+def _one_forward_one_backward(rank: int, stages: int, micro_batches: int) -> list[Action]:
+    forward = [Action("F", i) for i in range(micro_batches)]
+    return _alternating(forward, [Action("B", i) for i in range(micro_batches)], stages - rank - 1)
+
+
+def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+    """Groups of as many micro-batches as stages go through the first chunk, then through the next one."""
+    forward, backward = [], []
+    for number in range(micro_batches * chunks):
+        group, place = divmod(number, stages * chunks)
+        chunk, within = divmod(place, stages)
+        forward.append(Action("F", group * stages + within, chunk))
+        backward.append(Action("B", group * stages + within, chunks - 1 - chunk))
+    ahead = len(forward) if micro_batches == stages else 2 * (stages - rank - 1) + (chunks - 1) * stages
+    return _alternating(forward, backward, ahead)
+
+
+def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:
+    """``ahead`` forward passes, then one of each in turn, then the backward passes that are left."""
+    ahead = min(ahead, len(forward))
+    found = forward[:ahead]
+    for one, other in zip(forward[ahead:], backward, strict=False):
+        found += [one, other]
+    return found + backward[len(forward) - ahead :]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each rank does what.
+
+    Attributes:
+        spans: for each rank (action, begin, end), in order.
+        length: until all are done.
+    """
+
+    spans: list[list[tuple[Action, float, float]]]
+    length: float
+
+    @property
+    def bubbles(self) -> list[float]:
+        """The part of the time in which each rank waits."""
+        return [1 - sum(end - begin for _, begin, end in rank) / self.length for rank in self.spans]
+
+    @property
+    def kept(self) -> list[int]:
+        """How many activations, of a micro-batch in a run of layers, each rank keeps at once, at most."""
+        most = []
+        for rank in self.spans:
+            now = high = 0
+            for action, _, _ in rank:
+                now += 1 if action.kind == "F" else -1
+                high = max(high, now)
+            most.append(high)
+        return most
+
+
+def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> Timeline:
+    """Run a schedule on a virtual clock.
+
+    Args:
+        forward, backward: how long a pass through one run of layers takes. link: how long its result travels.
+
+    Raises:
+        ValueError: a rank waits for what will never come; the message names it.
+    """
+    stages = len(actions)
+    chunks = 1 + max(action.chunk for rank in actions for action in rank)
+    ends: dict[tuple[str, int, int], float] = {}
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in actions]
+    clock = [0.0] * stages
+    while any(len(done) < len(todo) for done, todo in zip(spans, actions, strict=True)):
+        moved = False
+        for rank, todo in enumerate(actions):
+            while len(spans[rank]) < len(todo):
+                action = todo[len(spans[rank])]
+                ready = _ready(action, action.chunk * stages + rank, stages * chunks, ends, link)
+                if ready is None:
+                    break
+                begin = max(clock[rank], ready)
+                clock[rank] = begin + (forward if action.kind == "F" else backward)
+                ends[action.kind, action.micro_batch, action.chunk * stages + rank] = clock[rank]
+                spans[rank].append((action, begin, clock[rank]))
+                moved = True
+        if not moved:
+            stuck = next(rank for rank, todo in enumerate(actions) if len(spans[rank]) < len(todo))
+            raise ValueError(f"rank {stuck} waits for ever with {actions[stuck][len(spans[stuck])]}")
+    return Timeline(spans, max(clock))
+
+
+def _ready(
+    action: Action, place: int, places: int, ends: dict[tuple[str, int, int], float], link: float
+) -> float | None:
+    """When what an action needs is there; None: not yet known. ``place`` of ``places`` runs of layers."""
+    if action.kind == "F":
+        return 0.0 if place == 0 else _later(ends.get(("F", action.micro_batch, place - 1)), link)
+    own = ends.get(("F", action.micro_batch, place))
+    if own is None or place == places - 1:
+        return own
+    below = _later(ends.get(("B", action.micro_batch, place + 1)), link)
+    return None if below is None else max(own, below)
+
+
+def _later(time: float | None, by: float) -> float | None:
+    return None if time is None else time + by
+
+
+def drawn(timeline: Timeline, width: int = 110) -> Sequence[str]:
+    """A line for each rank: its actions along the time, dots where it waits."""
+    unit = min(end - begin for rank in timeline.spans for _, begin, end in rank)
+    cell = max(len(str(action)) for rank in timeline.spans for action, _, _ in rank) + 1
+    lines = []
+    for rank in timeline.spans:
+        line, at = "", 0.0
+        for action, begin, end in rank:
+            line += "." * round((begin - at) / unit * cell)
+            line += str(action).ljust(round((end - begin) / unit * cell))
+            at = end
+        lines.append(line if len(line) <= width else line[: width - 3] + "...")
+    return lines
