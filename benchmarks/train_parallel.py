@@ -364,7 +364,10 @@ def race(arguments: argparse.Namespace) -> None:
     before: dict[str, Any] = {}
     if not arguments.smallest:
         for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
-            before[f"{work} {way}"] = predicted(work, way, 1 if way == "one" else arguments.ranks)
+            try:
+                before[f"{work} {way}"] = predicted(work, way, 1 if way == "one" else arguments.ranks)
+            except Exception as error:  # the run will say it as well, and others go on
+                print(f"no prediction for {work} {way}: {type(error).__name__}: {error}", flush=True)
         print("predicted:", json.dumps(before), flush=True)
         arguments.out.write_text(json.dumps({"predictions": before}, indent=1) + "\n")
     for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
