@@ -21,6 +21,7 @@ import cpu_lora
 import cpu_vs_llamacpp
 import data_formats
 import engine_tables
+import format_tables
 import grammars
 import http_vs_offline
 import issue_rates
@@ -128,6 +129,11 @@ def clients_table() -> str:
     return f"{clients.table(result)}\n{origin}\n"
 
 
+def number_formats() -> str:
+    """Number formats on one GPU."""
+    return format_tables.table(_load("h200/formats.json"), _load("h200/engine_llama-3.1-8b.json"))
+
+
 def decoder_layer() -> str:
     """One layer in a CUDA graph, with each fusion off in turn."""
     import decoder_layer  # loads torch
@@ -201,6 +207,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "request-walk": walk,
     "http": http,
     "engine-gpu": gpu_engine(engine_tables.main_table),
+    "number-formats": number_formats,
     "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
     "engine-gpu-startup": gpu_engine(engine_tables.startup_table),
