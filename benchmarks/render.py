@@ -212,7 +212,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
-    "scaling-sums": lambda: scaling_tables.sums_table(scaling_tables.load()),
+    "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
