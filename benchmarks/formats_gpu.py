@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "fp8-kv8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "bf16-kv8": {"kv_cache_dtype": "fp8"},
 }
 """Settings of the engine by format."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -48,7 +51,8 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 
 def storage(name: str) -> Storage:
     """What the numbers of an engine of this format take."""
-    return storage_for(2, FORMATS[name].get("quantization"))
+    made = storage_for(2, FORMATS[name].get("quantization"))
+    return replace(made, kv=8.0) if "kv_cache_dtype" in FORMATS[name] else made
 
 
 def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -> dict[str, Any]:

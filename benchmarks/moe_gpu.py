@@ -55,7 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS, COPIES = 64, 6
 KINDS = {
     "products of experts": ("_grouped",),
-    "routing": ("_router", "_gating", "_count", "_place", "_combine"),
+    "routing": ("_route", "_gating", "_count", "_place", "_combine"),
     "attention": ("paged", "attention", "rotary", "decode_", "_merge"),
 }
 """Words in the names of kernels, by what they do; the rest is "other"."""

@@ -65,6 +65,12 @@ def test_states_on_the_host_leave_the_device():
     moved = sum(terms(here)[name] for name in ("master weights", "optimizer state"))
     assert sum(term.bytes for term in there.estimate.host) == moved
     assert here.estimate.peak - there.estimate.peak >= moved
+    sharded = only(data=2, zero=3, host_state=True)
+    all_there = only(data=2, zero=3, host_state=True, host_weights=True)
+    weights = terms(sharded)["weights"]
+    assert sharded.estimate.peak - all_there.estimate.peak == weights
+    assert {term.name: term.bytes for term in all_there.estimate.host}["weights"] == weights
+    assert 'offload = "all"' in Spread(data=2, zero=3, host_state=True, host_weights=True).settings
 
 
 def test_a_layout_that_cannot_be_is_refused_with_one_that_can():
@@ -74,7 +80,6 @@ def test_a_layout_that_cannot_be_is_refused_with_one_that_can():
         ({"pipeline": 33}, "has 32 layers"),
         ({"zero": 1}, r"parallel\.data to 2"),
         ({"sequence": True}, r"parallel\.tensor to 2"),
-        ({"context": 3}, "multiple of 6"),
     ):
         with pytest.raises(ValueError, match=message):
             only(**spread)
@@ -116,7 +121,7 @@ def test_the_predicted_peak_is_that_of_a_rank(pair, tmp_path, mode):
     made = run.trainer(pair.world)
     measured = watched(made)
     made.run()
-    spread = made.crew.spread
+    spread = made.crew.parallel.spread
     units = getattr(spread, "units", [])
     kept = sum(unit.piece.nbytes for unit in units) or sum(p.nbytes for p in spread.parameters.values())
     peak = max(phase.bytes for phase in made.memory.estimate.phases if phase.name not in ("checkpoint", "cutting"))

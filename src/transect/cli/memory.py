@@ -44,6 +44,7 @@ def command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, or fp8.")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
@@ -103,6 +104,7 @@ def command(
         settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
                     "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens,
                     "cpu_offload_gb": cpu_offload_gb, "offload_folder": offload_folder,
+                    "kv_cache_dtype": kv_cache_dtype,
                     "tensor_parallel_size": tp, "pipeline_parallel_size": pp, **_sharing(tp, ep)}  # fmt: skip
         _serve(source, settings, kind, budget, json, link)
 
@@ -247,7 +249,7 @@ def _serve(
     plan = ServingPlan(
         weights=weights,
         element=element,
-        kv_element=4 if config.dtype == "float32" else 2,
+        kv_element=1 if config.kv_cache_dtype == "fp8" else 4 if config.dtype == "float32" else 2,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         context=context or positions,

@@ -30,6 +30,7 @@ from .engine_options import (
     GenerationConfig,
     GpuMemory,
     JumpAhead,
+    KVCacheDtype,
     LoadFormat,
     MaxBatchedTokens,
     MaxMixedTokens,
@@ -138,6 +139,7 @@ def command(
     device_sampling: DeviceSampling = True,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
@@ -146,7 +148,7 @@ def command(
     itl_target: Annotated[
         str | None,
         typer.Option(
-            help="Milliseconds that a step may take while others stream; auto: twice what their tokens take; off. "
+            help="Milliseconds that a step may take while others stream; auto: 3 times what their tokens take; off. "
             "[default: auto, unless --max-mixed-tokens or --fill-steps is given]"
         ),
     ] = None,
@@ -218,6 +220,7 @@ def command(
         device_sampling=device_sampling,
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

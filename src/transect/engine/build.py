@@ -9,7 +9,7 @@ import torch
 
 from ..models.adapter import is_beside
 from ..models.cost import Storage, kv_bytes_per_token
-from ..models.load import kernels, kv_dtype, load_model
+from ..models.load import cache_dtype, kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
 from ..models.storage import storage_for
 from ..models.streaming.plan import StreamPlan
@@ -151,7 +151,7 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     stream = _cpu_stream(config, source, mesh)
     choice = {
         "dtype": config.dtype,
-        "native": config.native if stream is None else False,
+        "native": config.native if stream is None and config.kv_cache_dtype == "auto" else False,
         "threads": threads,
         "block_size": config.block_size,
         "quantization": config.quantization,
@@ -166,11 +166,13 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
             why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
+    if config.kv_cache_dtype != "auto":
+        why = f"{why}, KV cache in {config.kv_cache_dtype}, which the C++ kernels do not have"
     if native:
         # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.
         torch.set_num_threads(1)
-    cache_type = kv_dtype(config.dtype)
+    cache_type = cache_dtype(config.dtype, config.kv_cache_dtype)
     free = free_memory()
     size = kv_size(
         config,
@@ -181,7 +183,7 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     )
     size = size if mesh is None else KVSize.least(mesh.world.exchange(size))
     caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
-    computed = 32 if native or cache_type.itemsize == 4 else 16
+    computed = 32 if native or kv_dtype(config.dtype).itemsize == 4 else 16
     storage = storage_of_model(model, activation=computed, kv=8 * cache_type.itemsize)
     if stream is not None:
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"

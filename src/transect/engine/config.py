@@ -45,6 +45,9 @@ class EngineConfig:
             as ``float16`` and ``float32``.
         quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
             multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
+        kv_cache_dtype: ``auto``: keys and values are cached in the compute dtype. ``fp8``: in e4m3, at half the bytes
+            of bfloat16, with a scale of 1; numbers beyond 448 become 448. By the Triton kernels on a GPU, by plain
+            torch on a CPU.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
@@ -66,10 +69,10 @@ class EngineConfig:
             anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
             models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
             a server.
-        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: twice what the decodes alone
-            take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and makes
-            them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in ``LLM``,
-            ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
+        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: three times what the decodes
+            alone take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and
+            makes them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in
+            ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
@@ -112,6 +115,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] | None = None
     dtype: str = "auto"
     quantization: Literal["int4", "fp8", "int8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
@@ -155,6 +159,13 @@ class EngineConfig:
         self._check_text()
         if self.quantization not in (None, "int4", "fp8", "int8"):
             raise ValueError(f"quantization must be int4, fp8 or int8, or left out, not {self.quantization!r}")
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise ValueError(f"kv_cache_dtype must be auto or fp8 (e4m3), not {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype != "auto" and (self.native or self.deterministic):
+            name = "native=True" if self.native else "deterministic"
+            raise ValueError(f"a KV cache in fp8 is not for {name}: leave out one of them")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):

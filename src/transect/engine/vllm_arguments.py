@@ -42,7 +42,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "hf_config_path": (None,),
     "hf_overrides": (None, {}),
     "hf_token": (None,),
-    "kv_cache_dtype": (None, "auto"),
     "max_loras": (None, 1),
     "limit_mm_per_prompt": (None, {}),
     "logits_processors": (None, []),
@@ -56,7 +55,13 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }
 """Name to the values that ask for nothing."""
 
-NONE_IS_DEFAULT = ("cpu_offload_gb", "data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+NONE_IS_DEFAULT = (
+    "kv_cache_dtype",
+    "cpu_offload_gb",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+)
 """None is what they are if left out."""
 
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}

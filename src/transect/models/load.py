@@ -215,6 +215,11 @@ def kv_dtype(dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
+    """What the KV cache holds, as ``EngineConfig`` names it: ``auto`` is ``kv_dtype``."""
+    return torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kv_dtype(dtype)
+
+
 def kernels(
     config: ModelConfig,
     *,
@@ -362,7 +367,11 @@ def allocated(
     if join:
         model.join()
     if stream is None:
-        return model.to_empty(device=device).requires_grad_(False)
+        model.to_empty(device=device)
+        for buffer in model.buffers():
+            if buffer.dtype == torch.int64:  # places in a tensor, which a run to warm up reads before they are there
+                buffer.zero_()
+        return model.requires_grad_(False)
     model.offloaded = offload(model, list(model.layers), stream, torch.device(device))
     model.tie_weights()
     return model.requires_grad_(False)

@@ -30,7 +30,8 @@ class Spread:
         pipeline: stages of layers.
         context: ranks that share the tokens of a sequence.
         reduce: bytes of a number while gradients are summed: 4 or 2.
-        host_state: master weights and the optimizer's state are in the memory of the host.
+        host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
+            too, with zero 3.
 
     Raises:
         ValueError: a size is not at least 1, or settings exclude each other.
@@ -44,6 +45,7 @@ class Spread:
     context: int = 1
     reduce: int = 4
     host_state: bool = False
+    host_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "context"):
@@ -68,7 +70,8 @@ class Spread:
         found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
         found += ["sequence = true"] if self.sequence else []
         found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data > 1 else []
-        return ", ".join([*found, *(['offload = "optimizer"'] if self.host_state else [])])
+        found += [f'offload = "{"all" if self.host_weights else "optimizer"}"'] if self.host_state else []
+        return ", ".join(found)
 
     def __str__(self) -> str:
         names = (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context))
@@ -149,6 +152,7 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
         reduce=spread.reduce,
         owned=owned,
         host_state=spread.host_state,
+        host_weights=spread.host_weights,
     )
 
 
@@ -173,9 +177,4 @@ def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
         raise ValueError(
             f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{plan.optimizer}" cannot: set '
             'parallel.zero to 2, or optimizer.name to "adamw"'
-        )
-    if plan.micro_batch % (2 * spread.context) and spread.context > 1:
-        raise ValueError(
-            f"a micro-batch of {plan.micro_batch} tokens is not cut evenly over {spread.context} context ranks, two "
-            f"parts each: set data.micro_batch to a multiple of {2 * spread.context}"
         )

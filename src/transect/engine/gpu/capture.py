@@ -21,7 +21,7 @@ def capture(
 ) -> tuple[GPURunner, int]:
     """The runner, and the bytes of its KV cache, which has one block more than ``cache`` says, for padding."""
     config = setup.config
-    caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.dtype)
+    caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.cache_dtype)
     for each in caches:
         each[:, -1].zero_()
     limits = setup.limits | {"max_model_len": cache.max_model_len}

@@ -75,6 +75,7 @@ def load(
         copy_kernels=tricks["copy_kernels"],
         quantization=config.quantization,
         layouts=setup.layouts,
+        cache_dtype=setup.cache_dtype,
         **setup.limits,
     )
     warming = warm_kernels.start(work, setup.ops, setup.device, compilers, setup.asked)

@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
     """Run the largest steps once, on a cache of two blocks. All ranks of a ``mesh`` do."""
     held = torch.cuda.memory_allocated(setup.device)
-    runner = trial_runner(model, setup.config.block_size, setup.dtype, mesh, **setup.tricks, **setup.limits)
+    runner = trial_runner(model, setup.config.block_size, setup.cache_dtype, mesh, **setup.tricks, **setup.limits)
     tables = torch.cuda.memory_allocated(setup.device) - held
     torch.cuda.reset_peak_memory_stats(setup.device)
     run_largest_steps(runner, **setup.limits)

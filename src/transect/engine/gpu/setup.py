@@ -13,7 +13,7 @@ import torch
 from ...models.config import ModelConfig
 from ...models.cost import kv_bytes_per_token, weight_bytes
 from ...models.layouts import Layouts, storage_held
-from ...models.load import kv_dtype
+from ...models.load import cache_dtype, kv_dtype
 from ...models.storage import Storage, storage_for
 from ...models.streaming.plan import StreamPlan
 from ...ops.lang.jit import has_dependent_launch
@@ -75,6 +75,11 @@ class Setup:
     """Bytes of the GPU."""
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """What the KV cache holds."""
+        return cache_dtype(self.config.dtype, self.config.kv_cache_dtype)
+
+    @property
     def kv_per_token(self) -> float:
         """Bytes of the cache that a token takes."""
         return kv_bytes_per_token(self.model, self.storage)
@@ -113,6 +118,7 @@ def set_up(
         log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
         layouts = ()
     storage = storage_held(storage_for(dtype.itemsize, config.quantization), layouts)
+    storage = replace(storage, kv=8.0 * cache_dtype(config.dtype, config.kv_cache_dtype).itemsize)
     shapes = None if shard is None else shard.shapes()
     stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
     needed = weight_bytes(model, storage, shapes)

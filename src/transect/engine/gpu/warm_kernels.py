@@ -54,6 +54,8 @@ class Work:
     copy_kernels: bool = False
     quantization: str | None = None
     layouts: Layouts = ()
+    cache_dtype: torch.dtype | None = None
+    """What the KV cache holds; None: as ``dtype``."""
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
     limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
     names = (*limits, "whole_prompts", "fine_rows", "copy_kernels")
     settings = {name: getattr(work, name) for name in names}
-    caches = model.new_kv_cache(2, work.block_size, work.dtype)
+    caches = model.new_kv_cache(2, work.block_size, work.cache_dtype or work.dtype)
     drawing, plain = (GPURunner(model, *caches, graphs=False, sample_on_device=on, **settings) for on in (True, False))
     for task in tasks(work):
         if stacks:  # steps with prompts have their norms apart: their last layer is for some tokens only

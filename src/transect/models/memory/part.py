@@ -17,7 +17,8 @@ zero 3                 4 for each own, e for one layer and what   4 for each own
 =====================  =========================================  ==============================================
 
 With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes. One rank whose states are
-the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way.
+the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way. With
+zero 3 the own gradients of a layer go there when they are summed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Part:
         data, zero: ranks with the same part, and what is cut over them.
         reduce: bytes of a number while gradients are summed over them.
         owned: parameters whose state it holds, with zero 1 or 2; None: all.
-        host_state: master weights and the state of the optimizer are in the memory of the host.
+        host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: its
+            pieces of the weights too, with zero 3.
     """
 
     config: ModelConfig
@@ -66,6 +68,7 @@ class Part:
     reduce: int = 4
     owned: frozenset[str] | None = None
     host_state: bool = False
+    host_weights: bool = False
 
     @classmethod
     def whole(cls, config: ModelConfig) -> Part:
@@ -133,8 +136,8 @@ class Gradients:
 
     @property
     def leave(self) -> bool:
-        """Whether gradients go to the host as they are made."""
-        return self.part.data == 1 and self.part.host_state
+        """Whether gradients go to the host as they are made, or summed."""
+        return self.part.host_state and (self.part.data == 1 or self.part.zero == 3)
 
     @property
     def sums(self) -> int:
@@ -156,12 +159,13 @@ class Gradients:
         """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
         the layer itself."""
         part, e = self.part, self.element
-        if self.leave:
+        if self.leave and part.data == 1:
             return e * (min(above, self.largest) + own)
         if part.data == 1:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
         if part.zero == 3:
             done = self.owned if self.several else part.pieces(max(0, above - part.outside))
+            done = min(done, part.pieces(max(part.layers))) if self.leave else done
             under_way = part.reduce * max(part.layers) if above > part.outside else 0
             return 4 * done + e * (part.outside + own) + under_way
         unsent = min(above + own, BUCKET_NUMBERS)
@@ -179,7 +183,8 @@ class Gradients:
         if part.data == 1:
             return self.during(self.numbers, self.largest if self.leave else 0)
         if part.zero == 3:
-            return 4 * self.owned + (e + part.reduce) * part.outside
+            own = part.pieces(part.outside) if self.leave else self.owned
+            return 4 * own + (e + part.reduce) * part.outside
         filled = (e + 4 * (self.several and e < 4)) * self.bucket
         sent = self.numbers if part.zero < 2 else min(self.numbers, self.owned + 2 * self.bucket)
         return part.reduce * sent + filled

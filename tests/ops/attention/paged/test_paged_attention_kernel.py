@@ -10,10 +10,12 @@ from effort import quick_first
 
 pytest.importorskip("triton")
 
+from transect.ops.attention.paged import kv_cache_write
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.decode import Tiling
 from transect.ops.attention.paged.kv_cache_write import example_batch
 from transect.ops.attention.paged.paged_attention import PagedTriton, reference
+from transect.ops.attention.paged.rotary_kv_write import triton_rotary_kv_write
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.numerics import sample
 
@@ -171,3 +173,32 @@ def test_a_captured_step_follows_its_buffers(rows: tuple) -> None:
         for layer in layers:
             torch.testing.assert_close(layer[:used], expected, rtol=0, atol=2e-5)
             assert torch.equal(layer[:used], layers[0][:used])
+
+
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_a_cache_in_fp8_gives_what_its_numbers_give(rows: tuple) -> None:
+    batch = example_batch(rows, 16, 64).to(DEVICE)
+    q = 2 * sample(sum(new for new, _ in rows), 6, 16).to(DEVICE)
+    small = [cache.to(torch.float8_e4m3fn) for cache in caches()]
+    expected = reference(q, *(cache.float() for cache in small), batch, SCALE, None)
+    torch.testing.assert_close(reference(q, *small, batch, SCALE, None), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(PagedTriton()(q, *small, batch, SCALE, None), expected, rtol=0, atol=2e-5)
+
+
+def test_keys_and_values_are_written_in_fp8() -> None:
+    """By both kernels; the interpreter cuts off where a GPU rounds."""
+    batch = example_batch(MIXED, 16, 64).to(DEVICE)
+    tokens = sum(new for new, _ in MIXED)
+    q, k, v = (sample(tokens, heads, 16, seed=heads).to(DEVICE) for heads in (6, 2, 2))
+    cos, sin = torch.ones(tokens, 8, device=DEVICE), torch.zeros(tokens, 8, device=DEVICE)
+    made = []
+    for write in (kv_cache_write.reference, kv_cache_write.triton_kv_cache_write, None):
+        caches_ = [torch.zeros(64, 2, 16, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
+        if write is None:
+            triton_rotary_kv_write(q, k, v, cos, sin, *caches_, batch)
+        else:
+            write(k, v, *caches_, batch)
+        made.append(torch.stack([cache.float() for cache in caches_]))
+    assert made[0].any()
+    for other in made[1:]:
+        assert (other != made[0]).float().mean() < 0.05

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ...lang.jit import INTERPRETED, kernel, multiprocessors, next_power_of_2, tl
+from ...lang.jit import INTERPRETED, TRITON_TARGETS, kernel, multiprocessors, next_power_of_2, tl
 from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...registry import Kernel
 from ..packed.tiling import LOG2E, padded
@@ -263,11 +263,12 @@ def kernels() -> Sequence[Kernel]:
     parts = {"part_o": "*fp32", "part_l": "*fp32"}
     strides = ("q_t", "q_h", "cache_b", "cache_k")
     ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most"), "i32")
+    cached = dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")
     return [
         Kernel(
-            name="decode",
+            name=name,
             function=_decode,
-            arguments={**tensors, **indices, **parts, "scale2": "fp32", **ints},
+            arguments={**tensors, **cache, **indices, **parts, "scale2": "fp32", **ints},
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": 16, "BN": 32, "WINDOW": False,
                 "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False, "CHUNK": 8, "FAN": 16,
@@ -275,5 +276,7 @@ def kernels() -> Sequence[Kernel]:
             divisible=(*strides, "wanted", "least", "most"),
             warps=1,
             stages=2,
+            targets=targets,
         )
+        for name, cache, targets in (("decode", {}, TRITON_TARGETS), ("decode, cache in fp8", cached, ("sm_90",)))
     ]  # fmt: skip

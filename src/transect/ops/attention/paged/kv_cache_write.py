@@ -30,10 +30,18 @@ from .batch import PagedBatch
 
 
 def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
-    """Copy k, v ``[T, K, d]`` into the slots of the batch's tokens."""
+    """Copy k, v ``[T, K, d]`` into the slots of the batch's tokens, in the cache's dtype; in fp8 what is beyond its
+    largest number becomes that."""
     blocks, offsets = batch.slots_T
-    k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype == torch.float8_e4m3fn:
+            x = x.clamp(-448, 448)
+        cache[blocks, :, offsets] = x.to(cache.dtype)
+
+
+def numbers(*caches: Tensor) -> tuple[Tensor, ...]:
+    """For ``require``: the caches whose dtype kernels compute in. One in fp8 is only converted to and from."""
+    return tuple(cache for cache in caches if cache.dtype != torch.float8_e4m3fn)
 
 
 @kernel
@@ -118,7 +126,7 @@ def triton_kv_cache_write(
     block table entries below 0 are padding: nothing is written for them. ``dependent_launch``: begin while the kernel
     before still runs (Hopper). ValueError if the caches do not fit each other or the batch.
     """
-    require("kv_cache_write", k, v, k_cache, v_cache)
+    require("kv_cache_write", k, v, *numbers(k_cache, v_cache))
     tokens, heads, size = k.shape
     where = slot_arguments("kv_cache_write", batch, k_cache, v_cache, tokens)
     if not k.numel():

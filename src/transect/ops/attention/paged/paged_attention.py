@@ -47,7 +47,7 @@ from . import prefill_hopper as hopper
 from .batch import PagedBatch
 from .decode import DECODE_CHOICES, decode_rule
 from .decode_hopper import PagedDecode
-from .kv_cache_write import BLOCK_SIZE, example_batch
+from .kv_cache_write import BLOCK_SIZE, example_batch, numbers
 from .paged_attention_torch import tiled, tiled_uniform
 from .prefill import BESIDE_TILING, PREFILL_TILING
 
@@ -115,7 +115,7 @@ class PagedTriton:
 
         ``dependent_launch``: see ``PagedDecode``; other kernels always wait for the one before.
         """
-        require("paged_attention", q, k_cache, v_cache)
+        require("paged_attention", q, *numbers(k_cache, v_cache))
         tokens, heads, d = q.shape
         kv_heads = k_cache.shape[1]
         if heads % kv_heads or k_cache.shape != v_cache.shape or k_cache.shape[3] != d:

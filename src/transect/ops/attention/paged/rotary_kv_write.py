@@ -164,7 +164,7 @@ def triton_rotary_kv_write(
     Raises:
         ValueError: shapes, caches or batch that do not fit each other; one weight without the other.
     """
-    require("rotary_kv_write", q, k, v, cos, sin, k_cache, v_cache)
+    require("rotary_kv_write", q, k, v, cos, sin, *kv_cache_write.numbers(k_cache, v_cache))
     check_shapes("rotary_kv_write", q, k, cos, sin)
     if v.shape != k.shape or k_cache.shape[1::2] != k.shape[1:]:
         raise ValueError(
