@@ -26,6 +26,7 @@ import http_vs_offline
 import issue_rates
 import jump_ahead
 import ladder_tables
+import moe_tables
 import numerics
 import ops_tables
 import precisions
@@ -214,6 +215,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scaling-sums": lambda: scaling_tables.sums_table(scaling_tables.load()),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
+    "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
+    "moe-products": lambda: moe_tables.products(_load("h200/moe_ops.json")),
     "decoder-layer": decoder_layer,
     "memory-bound": ops_tables.memory_bound,
     "memory-bound-short": ops_tables.memory_bound_short,
