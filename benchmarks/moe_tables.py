@@ -10,7 +10,7 @@ import record
 def _origin(result: dict[str, Any], command: str) -> str:
     made = result["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items())
-    return f"\n`{command}` on {result['gpu']}, {packages}, rates {made['rates']}, {record.made_at([made])}.\n"
+    return f"\n`{command}` on an {result['gpu']}, {packages}, {record.made_at([made])}.\n"
 
 
 def decode(result: dict[str, Any]) -> str:

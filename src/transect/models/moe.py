@@ -144,6 +144,8 @@ class MoE(Half):
     def forward(self, x_TD: Tensor) -> Tensor:
         spread = self.spread
         out_TD = self._routed(x_TD) if spread is None else spread.scatter(self._routed(spread.gather(x_TD)), len(x_TD))
+        if not len(x_TD):  # this rank has taken part in a step of others
+            return out_TD
         if self.shared_gate_up is not None:
             out_TD = out_TD + self._shared(x_TD, self.shared_gate_up)
         return out_TD if spread is None else spread.sum(out_TD)

@@ -21,7 +21,7 @@ from .linear import gate_up, linear  # noqa: F401
 from .linear.stream_products import StreamProducts
 from .moe import combining, grouped_gate_up, grouped_linear, router, routing  # noqa: F401
 from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
-from .position import embed_tokens, rotary  # noqa: F401
+from .position import embed_tokens, norm_rotary, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
 
 

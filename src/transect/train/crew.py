@@ -322,6 +322,13 @@ def check(config: TrainConfig) -> None:
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
     if parallel.tensor > 1:
         _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
+    if parallel.context > 1 and config.objective != "next_token":
+        raise ValueError(
+            f'parallel.context = {parallel.context} is for objective = "next_token", not {config.objective!r}: set '
+            "parallel.context to 1, and parallel.data to the number of ranks"
+        )
+    if parallel.context > 1 and config.samples.prompts:
+        raise ValueError("samples are drawn by one rank, and parallel.context shares tokens: set it to 1")
     if parallel.pipeline > 1:
         _check_cut(config, f"parallel.pipeline = {parallel.pipeline}", "parallel.pipeline")
         schedule(parallel.schedule, parallel.pipeline, config.accumulate // parallel.data, parallel.runs)
