@@ -47,15 +47,15 @@ from transect.parallel.launch import Ranks
 
 SECTIONS = ("ops", "decode", "prefill")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor 2": {"tensor_parallel_size": 2},
     "tensor 2, experts shared": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "stages 2": {"pipeline_parallel_size": 2},
+    "tensor 2": {"tensor_parallel_size": 2},
     "data 2, experts shared": {"data_parallel_size": 2, "enable_expert_parallel": True},
 }
 STEPS, COPIES = 64, 6
 KINDS = {
     "products of experts": ("_grouped",),
-    "routing": ("_router", "_gating", "_count", "_place", "_combine"),
+    "routing": ("_route", "_gating", "_count", "_place", "_combine"),
     "attention": ("paged", "attention", "rotary", "decode_", "_merge"),
 }
 """Words in the names of kernels, by what they do; the rest is "other"."""

@@ -26,6 +26,7 @@ import http_vs_offline
 import issue_rates
 import jump_ahead
 import ladder_tables
+import moe_tables
 import numerics
 import offload_tables
 import ops_tables
@@ -33,6 +34,7 @@ import precisions
 import pretrain_tables
 import record
 import request_walk
+import scaling_tables
 import step_policy
 import structured_cost
 import structured_masks
@@ -210,8 +212,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-parts": gpu_engine(engine_tables.parts_table),
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
+    "scaling": lambda: scaling_tables.table(scaling_tables.load()),
+    "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
+    "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
+    "moe-products": lambda: moe_tables.products(_load("h200/moe_ops.json")),
     "decoder-layer": decoder_layer,
     "memory-bound": ops_tables.memory_bound,
     "memory-bound-short": ops_tables.memory_bound_short,

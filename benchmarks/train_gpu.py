@@ -33,18 +33,28 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from popular_shapes import SHAPES
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 SEQUENCE, ROWS = 4096, 2
 WORK = {
     "full 1b": ("llama-3.2-1b", "pretrain"),
+    "full qwen3 0.6b": ("qwen3-0.6b", "pretrain"),
+    "full qwen2.5 1.5b": ("qwen2.5-1.5b", "pretrain"),
+    "full 3b": ("llama-3.2-3b", "pretrain"),
     "lora 8b": ("llama-3.1-8b", "lora"),
+    "lora qwen2.5 7b": ("qwen2.5-7b", "lora"),
     "qlora 8b": ("llama-3.1-8b", "qlora"),
 }
 CONTENDERS = {
     "full 1b": ("transect", "transformers", "liger"),
-    "lora 8b": ("transect", "liger compiled"),
+    "full qwen3 0.6b": ("transect", "liger", "liger compiled"),
+    "full qwen2.5 1.5b": ("transect", "liger"),
+    "full 3b": ("transect", "liger"),
+    "lora 8b": ("transect", "liger", "liger compiled"),
+    "lora qwen2.5 7b": ("transect", "liger"),
     "qlora 8b": ("transect",),
 }
 LIMIT = {"qlora 8b": "24GB"}
@@ -57,6 +67,25 @@ PLANS = {"full 1b": ("selective", "full"), "lora 8b": ("selective", "full"), "ql
 """Plans of checkpointing whose memory is compared with the account, beside those of the race."""
 PEAK_RATE = 750e12
 """FLOP/s that the MFU is a share of: what an H200 sustains in bfloat16."""
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """The config.json of a preset, or of one of ``popular_shapes``."""
+    from transect.models.config_hf import to_hf
+    from transect.models.presets import PRESETS
+
+    return to_hf(PRESETS[shape]) if shape in PRESETS else SHAPES[shape].config()
+
+
+def source_of(shape: str) -> str:
+    """What the trainer calls the model: a preset's name, or a folder with a config.json."""
+    from transect.models.presets import PRESETS
+
+    if shape in PRESETS:
+        return shape
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config_of(shape)))
+    return str(folder)
 
 
 def trainer(work: str, **changes: Any) -> Any:
@@ -76,7 +105,7 @@ def trainer(work: str, **changes: Any) -> Any:
     np.arange(SEQUENCE, count + 1, SEQUENCE, dtype=np.uint64).tofile(folder / "ends.bin")
     write_meta(folder, count, count // SEQUENCE, 128256, "none")
     config = {
-        "model": shape,
+        "model": source_of(shape),
         "load_format": "dummy",
         "task": task,
         "steps": 10**6,
@@ -96,20 +125,19 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], 
     import torch
     import transformers
 
-    from transect.models.config_hf import to_hf
-    from transect.models.presets import PRESETS
-
+    values = config_of(shape)
+    family = values["model_type"]
     if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        import liger_kernel.transformers
 
-        apply_liger_kernel_to_llama()
-    values = to_hf(PRESETS[shape])
-    values.pop("architectures", None)
-    config = transformers.LlamaConfig(**{k: v for k, v in values.items() if k != "model_type"})
+        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")()
+    made, causal = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family], "ForCausalLM"
+    values = {k: v for k, v in values.items() if k not in ("model_type", "architectures", "torch_dtype")}
+    config = getattr(transformers, f"{made}Config")(**values)
     config._attn_implementation = "sdpa"
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config)
+        model = getattr(transformers, f"{made}{causal}")(config)
     torch.set_default_dtype(torch.float32)
     if task == "lora":
         import peft
@@ -251,10 +279,10 @@ def memory(work: str, path: str) -> list[dict[str, Any]]:
 
 def useful_flops(shape: str, task: str) -> float:
     """FLOPs of a step."""
-    from transect.models.presets import PRESETS
+    from transect.models.config_hf import from_hf
     from transect.train.flops import flops_per_token
 
-    return SEQUENCE * ROWS * flops_per_token(PRESETS[shape], SEQUENCE, frozen=task != "pretrain")
+    return SEQUENCE * ROWS * flops_per_token(from_hf(config_of(shape)), SEQUENCE, frozen=task != "pretrain")
 
 
 def profile(work: str, out: str) -> None:
@@ -343,7 +371,9 @@ def race(out: Path, chosen: list[str], seconds: float) -> None:
             enter(first[done], done.result())
         second = {pool.submit(one, pair, "--turns", turns): pair for pair in pairs if pair[0] in LIMIT}
         others = {
-            pool.submit(in_process, "--turns", turns, "--memory", work): work for work in chosen if work not in LIMIT
+            pool.submit(in_process, "--turns", turns, "--memory", work): work
+            for work in chosen
+            if work in PLANS and work not in LIMIT
         }
         for done in as_completed([*second, *others]):
             if done in second:

@@ -8,7 +8,7 @@ from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.engine.step_budget import LEARN_STEPS, StepBudget
+from transect.engine.step_budget import AUTO_RATIO, LEARN_STEPS, StepBudget
 from transect.engine.step_time import StepLoad, StepTimes
 
 BASE, EACH = 4e-3, 1e-4
@@ -91,11 +91,11 @@ def test_a_prompt_is_cut_into_steps_that_take_no_longer_than_the_target(lag):
     assert len(chunks) == 4 and all(0.8 * fitting <= chunk <= 1.1 * fitting for chunk in chunks[:3])
 
 
-def test_without_a_number_a_step_takes_twice_what_the_decodes_take():
+def test_without_a_number_a_step_takes_three_times_what_the_decodes_take():
     core = taught(itl_target=0.0)
     core.add(request("long", prompt=300, first=7, max_tokens=2))
     alone = BASE + 2 * EACH
-    assert sum(sizes(core, 1)[0]) == pytest.approx((2 * alone - BASE) / EACH, rel=0.15)
+    assert sum(sizes(core, 1)[0]) == pytest.approx((AUTO_RATIO * alone - BASE) / EACH, rel=0.15) and AUTO_RATIO == 3
 
 
 def test_steps_are_as_large_as_any_where_nobody_decodes_or_nothing_is_known():

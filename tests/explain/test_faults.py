@@ -55,5 +55,8 @@ def test_a_healthy_program_gets_no_finding():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_NAMES)
 def test_the_right_fault_comes_first_on_a_gpu(name):
-    found = verdict(name, machine_ceilings())
+    limits = machine_ceilings()
+    torch._C._cuda_clearCublasWorkspaces()  # one in a block of memory keeps the allocator from freeing that
+    torch.cuda.empty_cache()
+    found = verdict(name, limits)
     assert found.right, str(found)

@@ -13,6 +13,7 @@ from transect.engine.request import Request
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
+from transect.models.context import VarlenContext
 from transect.models.fused_stack import FusedStack
 from transect.models.load import load_on_device
 from transect.models.resolve import resolve
@@ -27,6 +28,7 @@ from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
 from transect.parallel.peer_sums import shared_sums
+from transect.parallel.ring import RingContext, own_tokens
 from transect.parallel.world import Failure
 
 
@@ -145,3 +147,23 @@ def own_sums(world, given):
                 wrong += int((found[0] != total).sum()) + int((found[2] != stream_after).sum())
                 wrong += int(((found[1].float() - normed.float()).abs() > 0.03).sum())
     return world.exchange(wrong)
+
+
+def ring_attention(world, given):
+    """Attention to packed documents by a ring, with its gradients, each beside that of one rank."""
+    mesh = Mesh(world, Layout(context=world.size))
+    total, generator = given["ends"][-1], torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(total, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    cu_seqlens = torch.tensor(given["ends"], dtype=torch.int32)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = VarlenContext(cu_seqlens).attend(0, *whole, 0.3, given["window"])
+    expected.backward(g)
+    parts = own_tokens(total, world.rank, world.size)
+
+    def own(x):
+        return torch.cat([x[part] for part in parts])
+
+    mine = [own(x).requires_grad_() for x in (q, k, v)]
+    found = RingContext(cu_seqlens, mesh.context).attend(0, *mine, 0.3, given["window"])
+    found.backward(own(g))
+    return [(found, own(expected)), *((a.grad, own(b.grad)) for a, b in zip(mine, whole, strict=True))]

@@ -155,6 +155,27 @@ def test_offloaded_states_are_cut_as_others_are(pair, tmp_path, zero):
     assert [loss for loss, _ in first + last] == pytest.approx([loss for loss, _ in whole], abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "zero", "precision"),
+    [
+        ("onebit_adam", 0, "float32"),
+        ("onebit_adam", 1, "bfloat16"),
+        pytest.param("onebit_lamb", 1, "mixed", marks=pytest.mark.prove),
+        pytest.param("zero_one_adam", 0, "mixed", marks=pytest.mark.prove),
+    ],
+)
+def test_ranks_that_exchange_signs_learn_as_those_that_sum(pair, tmp_path, name, zero, precision):
+    how = {"steps": 24, "accumulate": 2, "precision": precision, "schedule": {"kind": "constant"}}
+    rate = 1e-2 if name == "onebit_lamb" else 1e-3
+    settings = {"name": name, "freeze_step": 8, "learning_rate": rate, "sync_every": 2}
+    plain, _ = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how, optimizer={"learning_rate": 1e-3}))
+    signs, end = curve(pair, spread(tmp_path, zero, **how, optimizer=settings))
+    assert signs[-1][0] < 0.9 * signs[7][0]  # it goes on learning when only signs travel
+    if name == "onebit_adam":
+        assert signs[-1][0] == pytest.approx(plain[-1][0], rel=0.15)
+    assert {"m", "v"} <= {tensor.rpartition("/")[2] for tensor in end.tensors}
+
+
 def write_pairs(path):
     with path.open("w") as file:
         for i in range(40):
@@ -187,6 +208,9 @@ def test_each_rank_keeps_its_part(pair, tmp_path):
         ({"objective": "grpo"}, "draws its answers on one device"),
         ({"task": "lora", "parallel": {"data": 2, "zero": 3}}, r"set parallel\.zero to 2 for adapters"),
         ({"optimizer": {"name": "muon"}, "parallel": {"data": 2, "zero": 3}}, r"set parallel\.zero to 2"),
+        ({"optimizer": {"name": "onebit_adam"}, "parallel": {"data": 2, "zero": 2}}, r"set parallel\.zero to 1"),
+        ({"optimizer": {"name": "zero_one_adam"}, "parallel": {"data": 2, "zero": 1}}, r"set parallel\.zero to 0"),
+        ({"optimizer": {"name": "zero_one_adam"}, "precision": "bfloat16"}, 'set precision to "mixed"'),
         ({"parallel": {"data": 1, "zero": 1}}, r"set parallel\.data to 2 or more"),
         ({}, "2 ranks .*and 1 were started"),
     ],

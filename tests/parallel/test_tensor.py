@@ -166,8 +166,14 @@ def test_steps_that_are_sized_by_time(checkpoints, pair):
     llm.close()
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "axis"),
+    [
+        *((family, "data_parallel_size") for family in EXPERTS),
+        ("gpt-oss", "tensor_parallel_size"),
+        *(pytest.param(family, "tensor_parallel_size", marks=pytest.mark.prove) for family in EXPERTS[:-1]),
+    ],
+)
 def test_shared_experts_draw_the_same_tokens(checkpoints, pair, family, axis):
     """Each rank has half of the experts; along the data axis also half of the requests."""
     _, spread = assert_same(checkpoints(family), pair, axis, enable_expert_parallel=True)
@@ -178,11 +184,11 @@ def test_shared_experts_draw_the_same_tokens(checkpoints, pair, family, axis):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"async_scheduling": True},
         {"async_scheduling": True, "num_kv_blocks": 20, "max_model_len": 64},
-        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.prove),
+        pytest.param({"max_num_batched_tokens": 16, "enable_prefix_caching": False}, marks=pytest.mark.prove),
     ],
-    ids=["ahead", "preempted", "chunks"],
+    ids=["preempted", "ahead", "chunks"],
 )
 def test_ranks_with_requests_of_their_own_in_other_engines(checkpoints, pair, settings):
     alone, _ = assert_same(

@@ -80,7 +80,6 @@ def test_a_layout_that_cannot_be_is_refused_with_one_that_can():
         ({"pipeline": 33}, "has 32 layers"),
         ({"zero": 1}, r"parallel\.data to 2"),
         ({"sequence": True}, r"parallel\.tensor to 2"),
-        ({"context": 3}, "multiple of 6"),
     ):
         with pytest.raises(ValueError, match=message):
             only(**spread)

@@ -98,6 +98,47 @@ def test_loss_and_gradients_are_those_of_the_model_s_own_layers(task: str, keep:
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("change", "task", "keep"),
+    quick_first(
+        [({"qk_norm": True}, "finetune", "selective"), ({"qkv_bias": True}, "finetune", "full"),
+         ({"qk_norm": True}, "lora", "full"), ({"qkv_bias": True}, "lora", "none"),
+         ({"qk_norm": True}, "finetune", "none")], 2,
+    ),
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_norms_of_heads_and_biases_against_float64(change: dict, task: str, keep: str) -> None:
+    """The exact gradients are those of the model's own layers in float64."""
+    torch.set_num_threads(1)
+    config = replace(SMALL, **change, architecture="qwen3" if "qk_norm" in change else "qwen2")
+
+    def made(dtype: torch.dtype) -> Decoder:
+        model = model_of(config, task)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                generator = torch.Generator(DEVICE).manual_seed(len(name))
+                if "_norm" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator, device=DEVICE), alpha=0.2)
+                if name.endswith("bias"):
+                    parameter.normal_(0, 0.3, generator=generator)
+        return model if dtype == torch.float32 else model.double()
+
+    exact_loss, exact = gradients(made(torch.float64))
+    model = made(torch.float32)
+    model.stack = MergedLayers(model, keep)
+    loss, found = gradients(model)
+    assert loss == pytest.approx(exact_loss, abs=1e-5)
+    assert set(found) == set(exact)
+    names = [name for name in found if "q_norm" in name or "k.bias" in name]
+    assert names or task != "finetune"
+    for name, gradient in exact.items():
+        atol = 5e-5 * max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(
+            found[name].double(), gradient, atol=atol, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@needs_kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("task", quick_first(["lora", "finetune"], 0))
 def test_every_plan_is_the_same_to_the_bit(task: str) -> None:
@@ -136,8 +177,9 @@ def test_the_weights_stay_the_model_s() -> None:
 
 def test_other_layers_are_refused() -> None:
     assert refusal(CONFIG) is None
-    assert "normalised" in str(refusal(replace(CONFIG, qk_norm=True)))
-    assert "biases" in str(refusal(replace(CONFIG, qkv_bias=True)))
+    assert refusal(replace(CONFIG, qk_norm=True)) is None and refusal(replace(CONFIG, qkv_bias=True)) is None
+    assert "normalised" in str(refusal(replace(CONFIG, qk_norm=True, qk_norm_whole=True)))
+    assert "biases" in str(refusal(replace(CONFIG, mlp_bias=True)))
     assert "SwiGLU" in str(refusal(replace(CONFIG, activation="gelu", gated_mlp=False)))
 
 

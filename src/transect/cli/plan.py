@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -179,3 +180,54 @@ def _dump(result: Ranking) -> None:
         "refused": [{"layout": str(spread), "why": why} for spread, why in result.refused],
     }
     print(dumps(facts, indent=1))
+
+
+@application.command("schedule")
+def schedule(
+    pp: Annotated[int, typer.Option(min=1, help="Stages: ranks that have some layers each.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Of a step, for each group of stages.")] = 8,
+    name: Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b or interleaved; default: all.")] = "",
+    chunks: Annotated[int, typer.Option(min=2, help="Runs of layers of each rank, for interleaved.")] = 2,
+    backward: Annotated[float, typer.Option(help="How long a backward pass takes, in forward passes.")] = 2.0,
+    link: Annotated[float, typer.Option(help="How long activations travel, in forward passes.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the actions and when they are done.")] = False,
+) -> int:
+    """Draw what each stage of a pipeline does and when it waits, on a virtual clock: F0 is the forward pass of the
+    first micro-batch, B0b its backward pass through the rank's second run of layers."""
+    import json as encoder
+
+    from ..parallel.schedule import NAMES, drawn, simulate
+    from ..parallel.schedule import schedule as made
+
+    found = {}
+    for each in NAMES if not name else [name]:
+        own = chunks if each == "interleaved" else 1
+        try:  # a run of layers is as many times shorter as a rank has of them
+            times = simulate(made(each, pp, microbatches, own), 1 / own, backward / own, link)  # type: ignore[arg-type]
+        except ValueError as error:
+            if name:
+                raise
+            print(f"{each}: {error}", file=sys.stderr)
+            continue
+        found[each] = times
+        if json:
+            continue
+        kept = f"at most {max(times.kept)} activations kept" + (f", of 1/{own} of a stage each" if own > 1 else "")
+        print(f"{each}: {times.length:g} forward passes long, {max(times.bubbles):.1%} of it waiting, {kept}")
+        for rank, line in enumerate(drawn(times)):
+            print(f"  {rank}  {line.rstrip()}")
+    if json:
+        print(
+            encoder.dumps(
+                {
+                    each: {
+                        "length": times.length,
+                        "bubbles": times.bubbles,
+                        "kept": times.kept,
+                        "actions": [[[str(a), begin, end] for a, begin, end in rank] for rank in times.spans],
+                    }
+                    for each, times in found.items()
+                }
+            )
+        )
+    return 0

@@ -69,10 +69,10 @@ class EngineConfig:
             anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
             models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
             a server.
-        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: twice what the decodes alone
-            take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and makes
-            them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in ``LLM``,
-            ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
+        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: three times what the decodes
+            alone take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and
+            makes them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in
+            ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,

@@ -22,7 +22,7 @@ from .scheduler_config import SchedulerConfig
 from .step_time import KNOTS, StepLoad, StepTimes
 from .waiting_queue import WaitingQueue
 
-AUTO_RATIO = 2.0
+AUTO_RATIO = 3.0
 """Without a target in milliseconds: a step with prompts may take so many times as long as the decodes alone."""
 PATIENCE = 8
 """Steps for which prompts may wait before steps become longer than the target."""
@@ -101,9 +101,9 @@ class StepBudget:
         def each(tokens: int) -> float:
             return (self.times.predict(beside._replace(tokens=tokens)) - alone) / (tokens - beside.tokens)
 
-        fewer = [knot for knot in KNOTS if beside.tokens < knot < most]
-        limit = CHEAP * each(most) if fewer else 0.0
-        return max((tokens for tokens in fewer if each(tokens) <= limit), default=most)
+        sizes = [knot for knot in KNOTS if beside.tokens < knot < most]
+        limit = CHEAP * each(most) if sizes else 0.0
+        return max((tokens for tokens in sizes if each(tokens) <= limit), default=most)
 
     def _fills(self, running: Listed[Sequence], waiting: WaitingQueue) -> bool:
         return (

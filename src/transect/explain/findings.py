@@ -126,7 +126,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after which the GPU has nothing to do until it is given work again",
-            max(0.0, min(waited, split.wall - max(split.busy, split.issuing))),
+            max(0.0, min(waited, split.own - max(split.busy, split.issuing))),
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return

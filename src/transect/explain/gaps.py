@@ -75,6 +75,12 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
         for gap in split.gaps:
             gap.part, gap.label = _between_kernels(trace, gap, alone)
             split.parts[gap.part] += gap.seconds
+        left = split.profiling
+        for part in ("launch", "sync", "host"):  # it makes the gaps between kernels longer
+            moved = min(left, 0.9 * split.parts[part])
+            split.parts[part] -= moved
+            split.parts["profiler"] += moved
+            left -= moved
         return []
     short = SHORT_GAP_S
     if len(split.gaps) >= 100:

@@ -84,12 +84,9 @@ class Explain:
 
     def __enter__(self) -> Self:
         self._overhead = profiler_seconds()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._padding.look)
         self._sampler = Sampler() if self._stacks else None
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler = torch.profiler.profile(activities=_activities(), record_shapes=True)
         self._profiler.__enter__()
         if self._sampler is not None:
             self._sampler.__enter__()
@@ -186,10 +183,13 @@ def machine_ceilings() -> Ceilings:
 
 @functools.cache
 def profiler_seconds() -> float:
-    """What the profiler adds to a small operator, measured once."""
-    x = torch.ones(4)
+    """What the profiler adds to a small operator, measured once; with a GPU, to one that launches a kernel."""
+    on_gpu = torch.cuda.is_available()
+    x = torch.ones(4, device="cuda" if on_gpu else "cpu")
 
     def work() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(PROBES):
             x.neg()
@@ -197,9 +197,15 @@ def profiler_seconds() -> float:
 
     work()
     plain = min(work() for _ in range(3))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+    with torch.profiler.profile(activities=_activities(), record_shapes=True):
         watched = min(work() for _ in range(3))
     return max(0.0, (watched - plain) / PROBES)
+
+
+def _activities() -> list[torch.profiler.ProfilerActivity]:
+    """All that there are on this machine."""
+    every = torch.profiler.ProfilerActivity
+    return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
 
 
 class _Padding:

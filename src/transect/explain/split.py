@@ -109,6 +109,8 @@ class Split:
     lane: int
     trace: Trace
     notes: list[str] = field(default_factory=list)
+    profiling: float = 0.0
+    """Seconds that the profiler added to the main thread's calls of a GPU's driver and the operators around them."""
 
     @property
     def own(self) -> float:
@@ -126,11 +128,12 @@ class Split:
 
     @property
     def issuing(self) -> float:
-        """Seconds in which the main thread did not wait for the GPU."""
+        """Seconds in which the main thread did not wait for the GPU, without what profiling cost it."""
         trace, end = self.trace, self.begin + self.wall
         waits = [int(i) for i in trace.where(RUNTIME) if re.search(WAITS, trace.key_of(int(i)).name)]
         spans = ((float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in waits)
-        return self.wall - sum(max(0.0, min(last, end) - max(first, self.begin)) for first, last in spans)
+        waited = sum(max(0.0, min(last, end) - max(first, self.begin)) for first, last in spans)
+        return self.wall - waited - self.profiling
 
     def named(self, *names: str) -> list[OpStat]:
         """Operators with these names."""
@@ -154,7 +157,12 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
     for part in ("floor", "inefficiency"):
         parts[part] -= parts[part] * padding
     parts["padding"] = computed * padding
-    return Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace)
+    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace)
+    if trace.on_gpu:
+        mine = trace.where(RUNTIME)
+        inside = (trace.lane[mine] == lane) & (trace.ts[mine] >= begin) & (trace.ts[mine] < end)
+        split.profiling = profiler_s * int(inside.sum())
+    return split
 
 
 def _window(trace: Trace) -> tuple[float, float, int]:

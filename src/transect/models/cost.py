@@ -294,8 +294,8 @@ class _Counter:
                 self.add("expert_router", flops, read, 32 * tokens * moe.experts)
         pairs = tokens * moe.per_token
         scores = 32 * moe.experts * (tokens + moe.score_bias)
-        self.add("expert_gating", (5 + moe.per_token) * tokens * moe.experts, scores, 64 * pairs)
-        self.add("expert_order", 0, 32 * pairs, 64 * pairs + 32 * (moe.experts + 1))
+        written = 128 * pairs + 32 * (moe.held + 1)
+        self.add("expert_routing", (5 + moe.per_token) * tokens * moe.experts, scores, written)
         rows = pairs * width * storage.activation
         self.add("expert_combine", 2 * pairs * width, rows + 64 * pairs, tokens * width * storage.activation)
 

@@ -114,6 +114,10 @@ class FusedStack:
         if isinstance(self._embed, Embedding):
             begin = self._ops.embed_tokens if self._fusions.embed else embed_tokens.reference
             x_TD, rotations_Td = begin(tokens, positions_T, self._embed.weight, self._rotations, places_T)
+        elif self._fusions.embed and (part := getattr(self._embed, "part", tuple)()):
+            rows, first, total = part
+            x_TD, rotations_Td = self._ops.embed_tokens(tokens, positions_T, rows, self._rotations, places_T, first)
+            x_TD = total(x_TD)
         else:  # a rank has a part of the table
             x_TD = self._embed(tokens if places_T is None else embed_tokens.placed(tokens, places_T))
             rotations_Td = self._rotations.index_select(0, positions_T)

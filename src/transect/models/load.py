@@ -367,7 +367,11 @@ def allocated(
     if join:
         model.join()
     if stream is None:
-        return model.to_empty(device=device).requires_grad_(False)
+        model.to_empty(device=device)
+        for buffer in model.buffers():
+            if buffer.dtype == torch.int64:  # places in a tensor, which a run to warm up reads before they are there
+                buffer.zero_()
+        return model.requires_grad_(False)
     model.offloaded = offload(model, list(model.layers), stream, torch.device(device))
     model.tie_weights()
     return model.requires_grad_(False)

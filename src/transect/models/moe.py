@@ -118,8 +118,9 @@ class MoE(Half):
         self.moe, self.ops = moe, ops
         self.watch: Watch | None = None
         self.spread: Spread | None = None
-        gate = partial(ops.expert_gating, k=moe.per_token, score=moe.score, renormalize=moe.renormalize)
-        self._gate = partial(gate, scale=moe.scale, groups=moe.groups, groups_kept=moe.groups_kept)
+        route = partial(ops.expert_routing, k=moe.per_token, held=moe.held, score=moe.score)
+        more = {"renormalize": moe.renormalize, "groups": moe.groups, "groups_kept": moe.groups_kept}
+        self._route = partial(route, scale=moe.scale, **more)
 
         def matrix(name: str, inputs: int, outputs: int, bias: bool) -> Weight:
             kind = Dense if kinds is None else kinds(f"mlp.{name}")
@@ -143,6 +144,8 @@ class MoE(Half):
     def forward(self, x_TD: Tensor) -> Tensor:
         spread = self.spread
         out_TD = self._routed(x_TD) if spread is None else spread.scatter(self._routed(spread.gather(x_TD)), len(x_TD))
+        if not len(x_TD):  # this rank has taken part in a step of others
+            return out_TD
         if self.shared_gate_up is not None:
             out_TD = out_TD + self._shared(x_TD, self.shared_gate_up)
         return out_TD if spread is None else spread.sum(out_TD)
@@ -150,27 +153,14 @@ class MoE(Half):
     def _routed(self, x_TD: Tensor) -> Tensor:
         """What the experts that are here say of tokens."""
         logits_TE = self.router(x_TD)
-        weights_Tk, experts_Tk = self._gate(logits_TE, self.router.score_bias)
+        first = 0 if self.spread is None else self.spread.first
+        routed = self._route(logits_TE, self.router.score_bias, first=first)
+        weights_Tk, experts_Tk, order_R, places_R, starts_E1 = routed
         if self.watch is not None:
             self.watch(logits_TE, experts_Tk)
-        held = self.moe.held
-        if held < self.moe.experts:
-            weights_Tk, experts_Tk = self._held(weights_Tk, experts_Tk)
-            order_R, places_R, starts = self.ops.expert_order(experts_Tk, held + 1)
-            starts_E1 = starts[:-1]  # rows of experts elsewhere come last, and belong to none
-        else:
-            order_R, places_R, starts_E1 = self.ops.expert_order(experts_Tk, held)
         y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, order_R), starts_E1)
         out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
         return out_TD
-
-    def _held(self, weights_Tk: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, 0 for experts that are not here, and the numbers of experts among those here; one more is for all
-        others."""
-        held = self.moe.held
-        own_Tk = experts_Tk - (0 if self.spread is None else self.spread.first)
-        here_Tk = (own_Tk >= 0) & (own_Tk < held)
-        return torch.where(here_Tk, weights_Tk, 0.0), torch.where(here_Tk, own_Tk, held)
 
     def _inner(self, x_TD: Tensor, starts_E1: Tensor, order_R: Tensor) -> Tensor:
         """The first half of the experts, ``[R, F]``."""

@@ -19,9 +19,9 @@ from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
 from .linear import gate_up, linear  # noqa: F401
 from .linear.stream_products import StreamProducts
-from .moe import combining, gating, grouped_gate_up, grouped_linear, ordering, router  # noqa: F401
+from .moe import combining, grouped_gate_up, grouped_linear, router, routing  # noqa: F401
 from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
-from .position import embed_tokens, rotary  # noqa: F401
+from .position import embed_tokens, norm_rotary, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
 
 
@@ -43,8 +43,7 @@ class OpSet:
     paged_attention: Callable[..., Any]
     embed_tokens: Callable[..., Any]
     expert_router: Callable[..., Any]
-    expert_gating: Callable[..., Any]
-    expert_order: Callable[..., Any]
+    expert_routing: Callable[..., Any]
     grouped_linear: Callable[..., Any]
     grouped_gate_up: Callable[..., Any]
     expert_combine: Callable[..., Any]

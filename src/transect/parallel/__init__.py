@@ -22,6 +22,7 @@ Training on them:
 * ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others
 * ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
 * ``schedule.py``: pipeline schedules as data, and their simulation (no torch); ``pipeline.py`` runs one
+* ``ring.py``: context parallelism, attention whose keys and values go round
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)

@@ -7,6 +7,7 @@ for a checkpoint.
 * along ``tensor`` matrices are cut (``shards.py``, ``tensor.py``), and the loss is computed over a cut vocabulary
   (``split_loss.py``); with ``sequence`` the tokens between them are cut too (``differentiable.py``)
 * along ``pipeline`` each rank has some layers, or several runs of them (``schedule.py``, ``pipeline.py``)
+* along ``context`` each rank has some tokens of a micro-batch (``ring.py``)
 * along ``data`` whole micro-batches are shared (``replicas.py``, ``sharded.py``)
 
 Parameters go by their names in the whole model, whatever the part.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.config import ModelConfig
+from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.load import fill
 from ..models.shapes import weight_shapes
@@ -31,6 +33,7 @@ from .load import shard_embedding, shard_weights
 from .mesh import Mesh
 from .pipeline import Pipeline
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
+from .ring import RingContext, own_tokens
 from .schedule import Action, Name, schedule
 from .sharded import Sharded
 from .shards import Shard
@@ -80,6 +83,10 @@ def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
             return (
                 "parallel.zero = 3 cuts whole layers, and parallel.tensor has cut them already: set parallel.zero to 2"
             )
+    if layout.context > 1 and (config.attention_softcap is not None or config.attention_sinks):
+        return "ring attention knows no caps on scores and no attention sinks: set parallel.context to 1"
+    if layout.context > 1 and config.moe is not None:
+        return "routers of a model with experts see whole micro-batches: set parallel.context to 1"
     if layout.pipeline > 1:
         if config.moe is not None:
             return "a model with experts is not cut into stages for training: set parallel.pipeline to 1"
@@ -225,10 +232,47 @@ class Parallel:
     @property
     def token_multiple(self) -> int:
         """The number of tokens of a micro-batch must be a multiple of this."""
-        return self.mesh.tensor.size if self.plan.sequence else 1
+        context = self.mesh.context.size
+        return (2 * context if context > 1 else 1) * (self.mesh.tensor.size if self.plan.sequence else 1)
 
-    def loss(self, hidden_TD: Tensor, labels_T: Tensor, ignore: int, whole: Callable[..., Tensor]) -> Tensor:
-        """The mean loss over the labels; ``whole`` computes it where this rank has the whole head."""
+    def rows(self, tokens: int) -> int:
+        """How many of the tokens of a micro-batch this rank has between layers."""
+        return tokens // self.mesh.context.size // (self.mesh.tensor.size if self.plan.sequence else 1)
+
+    def own_tokens(self, x_T: Tensor) -> Tensor:
+        """Of a number for each token of a micro-batch those of the tokens that this rank has."""
+        context = self.mesh.context
+        if context.size == 1:
+            return x_T
+        return torch.cat([x_T[part] for part in own_tokens(x_T.shape[0], context.rank, context.size)])
+
+    def attention(self, cu_seqlens: Tensor) -> AttentionContext:
+        """The context of a micro-batch, of which ``cu_seqlens`` says where documents begin."""
+        if self.mesh.context.size > 1:
+            return RingContext(cu_seqlens, self.mesh.context)
+        return VarlenContext(cu_seqlens, self.model.ops)
+
+    def loss(
+        self, hidden_TD: Tensor, labels_T: Tensor, num_labels: int, ignore: int, whole: Callable[..., Tensor]
+    ) -> Tensor:
+        """The mean loss over the labels of a micro-batch; where ranks share its tokens, this rank's part of it.
+
+        Args:
+            labels_T: of the own tokens. num_labels: of all.
+            whole: computes the mean loss over labels where this rank has the whole head.
+        """
+        if self.mesh.context.size == 1:
+            return self._own_loss(hidden_TD, labels_T, ignore, whole)
+        own = int((labels_T != ignore).sum())
+        if not own:
+            return 0 * hidden_TD.float().sum()
+        return own / num_labels * self._own_loss(hidden_TD, labels_T, ignore, whole)
+
+    def whole_loss(self, loss: Tensor) -> Tensor:
+        """A loss without a gradient, when the ranks that share tokens have added theirs."""
+        return self.mesh.context.all_reduce(loss.detach().reshape(1))[0]
+
+    def _own_loss(self, hidden_TD: Tensor, labels_T: Tensor, ignore: int, whole: Callable[..., Tensor]) -> Tensor:
         head = self.parts[-1].head
         if not isinstance(head, GatheredShard):
             return whole(hidden_TD, head.dense(), labels_T, ignore)

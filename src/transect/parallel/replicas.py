@@ -85,6 +85,12 @@ class Replicas:
                     self._sums[name] = parameter.grad.float()
                 parameter.grad = None
 
+    def local(self) -> dict[str, Tensor]:
+        """This rank's own gradients of a step, where nothing was sent."""
+        self.collect()
+        found = {name: self._sums.get(name, parameter.grad) for name, parameter in self.parameters.items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
     def gradient_of(self, name: str) -> Tensor | None:
         """What this rank has of a gradient so far, where it is."""
         return self._sums.get(name, self.parameters[name].grad)

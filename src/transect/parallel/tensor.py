@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.decoder import Decoder
+from ..models.embedding import Embedding
 from ..models.staging import Staging
 from ..models.storage import WeightFormat
 from ..models.stored import Layout
@@ -120,7 +121,7 @@ class GatheredShard(ShardKind):
         if y.shape[1] < self._each:
             y = torch.nn.functional.pad(y, (0, self._each - y.shape[1]))
         parts_RTV = self.group.all_gather(y)
-        return parts_RTV.transpose(0, 1).flatten(1)[:, : self.out_features]
+        return torch.cat(parts_RTV.unbind(), dim=1)[:, : self.out_features]
 
 
 class ShardedEmbedding(nn.Module):
@@ -141,6 +142,12 @@ class ShardedEmbedding(nn.Module):
         inside_T = (own_T >= 0) & (own_T < self.count)
         rows_TD = self.table(own_T.clamp(0, self.count - 1))
         return _total(torch.where(inside_T[:, None], rows_TD, 0), self.group, self.sequence)
+
+    def part(self) -> tuple[Tensor, int, Product] | None:
+        """This rank's rows, the first of them, and what makes everybody's of what they give; None: only as above."""
+        if self.sequence or not isinstance(self.table, Embedding):
+            return None
+        return self.table.weight, self.start, self.group.all_reduce
 
     @property
     def weight(self) -> nn.Parameter | None:

@@ -178,8 +178,3 @@ def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
             f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{plan.optimizer}" cannot: set '
             'parallel.zero to 2, or optimizer.name to "adamw"'
         )
-    if plan.micro_batch % (2 * spread.context) and spread.context > 1:
-        raise ValueError(
-            f"a micro-batch of {plan.micro_batch} tokens is not cut evenly over {spread.context} context ranks, two "
-            f"parts each: set data.micro_batch to a multiple of {2 * spread.context}"
-        )

@@ -32,8 +32,9 @@ from .batches import Batch
 from .config import TrainConfig
 from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
-from .optim import Offload, Optimizer
+from .optim import Offload, OneBitAdam, Optimizer
 
+ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -144,6 +145,11 @@ class Crew:
             threads=max(1, cores),
         )
 
+    def connect(self, optimizer: Optimizer, trainable: Trainable) -> None:
+        """Tell an optimizer that exchanges things itself with whom."""
+        if isinstance(optimizer, OneBitAdam) and self.mesh is not None:
+            optimizer.connect(self.mesh.replicas, trainable.parameters)
+
     def gradients(
         self, batches: Sequence[Batch], loss_of: Callable[[int, Batch], Tensor], optimizer: Optimizer, losses: Tensor
     ) -> Tensor:
@@ -158,6 +164,7 @@ class Crew:
             The global norm of the gradient, a float32 scalar.
         """
         labels = sum(batch.num_labels for batch in batches)
+        own = isinstance(optimizer, OneBitAdam) and optimizer.compresses
         if self.parallel is not None and self.parallel.pipeline is not None:
             gradients = self._piped(self.parallel, self.parallel.pipeline, batches, labels, optimizer, losses)
         elif self.parallel is None or self.parallel.spread is None:
@@ -174,9 +181,13 @@ class Crew:
             leave = isinstance(spread, Sharded) and optimizer.sink is not None
             if isinstance(spread, Sharded):
                 spread.send_to(optimizer.sink)
-            gradients = self._shared(spread, batches, labels, loss_of, losses)
+            gradients = self._shared(spread, batches, labels, loss_of, losses, own)
             if leave:
                 return self.parallel.norm_of(optimizer.gradient_norm().square())
+        if own:  # their sum is the optimizer's business
+            assert isinstance(optimizer, OneBitAdam)
+            optimizer.give(gradients)
+            return optimizer.norm_of(gradients)
         self.parallel.complete(gradients)
         optimizer.give(gradients)
         return self.parallel.norm(gradients)
@@ -215,8 +226,9 @@ class Crew:
         labels: int,
         loss_of: Callable[[int, Batch], Tensor],
         losses: Tensor,
+        own: bool = False,
     ) -> dict[str, Tensor]:
-        """The own micro-batches of a step, and the sum of all ranks' gradients."""
+        """The own micro-batches of a step, and the sum of all ranks' gradients; ``own``: this rank's gradients."""
         assert self.mesh is not None
         place, size = self.mesh.place.data, self.mesh.layout.data
         check_shares(len(batches), size)
@@ -227,12 +239,12 @@ class Crew:
         else:
             todo = [(index, batch) for index, batch in todo if batch.num_labels]
         for number, (index, batch) in enumerate(todo, 1):
-            last = number == len(todo)
+            last = number == len(todo) and not own
             with spread.last() if last else nullcontext():
                 _backward(loss_of(index, batch), batches[index].num_labels / labels, losses[index])
             if not last:
                 spread.collect()
-        gradients = spread.reduce()
+        gradients = spread.local() if own and isinstance(spread, Replicas) else spread.reduce()
         self.mesh.replicas.all_reduce(losses)
         return gradients
 
@@ -296,6 +308,13 @@ def check(config: TrainConfig) -> None:
     parallel = config.parallel
     if parallel.offload != "none":
         _check_offload(config)
+    if config.optimizer.name in ONE_BIT:
+        _check_signs(config)
+    if config.optimizer.name == "zero_one_adam" and config.precision == "bfloat16":
+        raise ValueError(
+            'optimizer.name = "zero_one_adam" takes local steps, which weights in bfloat16 alone would round away: set '
+            'precision to "mixed"'
+        )
     if parallel.layout.size == 1:
         return
     check_shares(config.accumulate, parallel.data)
@@ -303,6 +322,13 @@ def check(config: TrainConfig) -> None:
         raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
     if parallel.tensor > 1:
         _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
+    if parallel.context > 1 and config.objective != "next_token":
+        raise ValueError(
+            f'parallel.context = {parallel.context} is for objective = "next_token", not {config.objective!r}: set '
+            "parallel.context to 1, and parallel.data to the number of ranks"
+        )
+    if parallel.context > 1 and config.samples.prompts:
+        raise ValueError("samples are drawn by one rank, and parallel.context shares tokens: set it to 1")
     if parallel.pipeline > 1:
         _check_cut(config, f"parallel.pipeline = {parallel.pipeline}", "parallel.pipeline")
         schedule(parallel.schedule, parallel.pipeline, config.accumulate // parallel.data, parallel.runs)
@@ -314,6 +340,21 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{config.optimizer.name}" cannot: '
             'set parallel.zero to 2, or optimizer.name to "adamw"'
+        )
+
+
+def _check_signs(config: TrainConfig) -> None:
+    """See that an optimizer whose ranks exchange signs has what it needs."""
+    name, zero = config.optimizer.name, config.parallel.zero
+    if zero > 1:
+        raise ValueError(
+            f'optimizer.name = "{name}" needs the whole gradient on every rank, and parallel.zero = {zero} cuts it: '
+            "set parallel.zero to 1"
+        )
+    if name == "zero_one_adam" and zero:
+        raise ValueError(
+            'optimizer.name = "zero_one_adam" steps on every rank by itself, and parallel.zero = 1 cuts its state: set '
+            'parallel.zero to 0, or optimizer.name to "onebit_adam"'
         )
 
 

@@ -42,29 +42,34 @@ def token_loss(device: torch.device) -> TokenLoss:
 def batch_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel | None = None) -> Tensor:
     """Mean loss over the batch's labels, a scalar. The batch is on the model's device; ``parallel`` has the ranks that
     compute it together."""
-    if parallel is not None and parallel.pipeline is not None:
-        return parallel.pipeline.measure(piece(parallel, batch, loss))
     if parallel is not None:
-        batch = padded(batch, parallel.token_multiple)
+        return _shared_loss(model, batch, loss, parallel)
     context = VarlenContext(batch.cu_seqlens, model.ops)
     hidden_TD = model(batch.tokens_T, batch.positions_T, context)
-    if parallel is not None:
-        return parallel.loss(hidden_TD, batch.labels_T, IGNORE, loss)
     return loss(hidden_TD, model.head.dense(), batch.labels_T, IGNORE)
 
 
+def _shared_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parallel) -> Tensor:
+    """The loss on ranks that compute it together; with a gradient, this rank's part of it."""
+    own = piece(parallel, batch, loss)
+    if parallel.pipeline is not None:
+        return parallel.whole_loss(parallel.pipeline.measure(own))
+    found = own.loss(model(own.tokens_T, own.positions_T, own.context))
+    return found if torch.is_grad_enabled() else parallel.whole_loss(found)
+
+
 def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0) -> Piece:
-    """A micro-batch for the stages of a pipeline, whose mean loss is multiplied by ``share``."""
+    """What this rank computes of a micro-batch, whose mean loss is multiplied by ``share``."""
     whole = padded(batch, parallel.token_multiple)
+    tokens, positions, labels = map(parallel.own_tokens, (whole.tokens_T, whole.positions_T, whole.labels_T))
 
     def scaled(hidden_TD: Tensor) -> Tensor:
         if not batch.num_labels:
             return 0 * hidden_TD.float().sum()
-        return share * parallel.loss(hidden_TD, whole.labels_T, IGNORE, loss)
+        return share * parallel.loss(hidden_TD, labels, batch.num_labels, IGNORE, loss)
 
-    context = VarlenContext(whole.cu_seqlens, parallel.model.ops)
-    rows = whole.num_tokens // parallel.token_multiple
-    return Piece(whole.tokens_T, whole.positions_T, context, rows, scaled)
+    context = parallel.attention(whole.cu_seqlens)
+    return Piece(tokens, positions, context, parallel.rows(whole.num_tokens), scaled)
 
 
 @torch.no_grad()

@@ -87,6 +87,7 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         tensor=parallel.tensor,
         sequence=parallel.sequence,
         pipeline=parallel.pipeline,
+        context=parallel.context,
         reduce=reduce,
         host_state=elsewhere,
         host_weights=parallel.offload == "all" and device.type == "cuda",

@@ -17,6 +17,10 @@ hundred nodes. Kept for the backward pass, by plan:
 
     none: s, n, q, k, v, o, t, m, g, u    selective: s, q, k, v, o, t (one product more)    full: s alone
 
+Where each head of q and k has a norm (Qwen3), q, k, v are kept as the projection made them, and norm and rotation,
+which are one kernel (``ops/position/norm_rotary.py``), are computed again. A bias of q, k, v (Qwen2) is added in place;
+its gradient is the sum of theirs over tokens.
+
 The products and their gradients are ``merged_products.py``. The merged weights are one matrix in memory, and the
 model's parameters are views of it: state, optimizer and checkpoints see what they always saw.
 
@@ -42,7 +46,7 @@ from ..ops.activation import swiglu
 from ..ops.attention.packed import backward as flash_attention_backward
 from ..ops.attention.packed import flash_attention
 from ..ops.norm import add_rms_norm, rms_norm
-from ..ops.position import rotary
+from ..ops.position import norm_rotary, rotary
 from .activations import Checkpointing as Plan
 from .activations import stack_with
 from .merged_products import Product, Scratch, product
@@ -118,9 +122,15 @@ class MergedLayer:
         self.down = product(mlp.down, scratch)
         self.first, self.second = layer.attention_norm, layer.mlp_norm
         self.products = (self.qkv, self.o, self.gate_up, self.down)
+        self.head_norms: tuple[Any, Any] | None = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self.head_norms = attention.q_norm, attention.k_norm
+        self.biases = [matrix.bias for matrix in attention.qkv.matrices if matrix.bias is not None]
         self.parameters = [
             self.first.weight,
             self.second.weight,
+            *(each.weight for each in self.head_norms or ()),
+            *self.biases,
             *(p for made in self.products for p in made.parameters),
         ]
 
@@ -130,12 +140,38 @@ class MergedLayer:
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def _attend(self, n: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """n -> rotated q, k and v in one matrix, the attended values ``[T, H d]``, the softmax's sums, ``low``."""
+        """n -> q, k and v in one matrix (rotated, unless they have norms), the attended values ``[T, H d]``, the
+        softmax's sums, ``low``."""
         qkv, low = self.qkv.forward(n)
-        q, k, v = self._heads(qkv)
-        rotary.triton_rotary(q, k, step.cos, step.sin, out=(q, k))
+        if self.biases:
+            qkv[:, : self.qkv.outputs] += torch.cat([bias.detach() for bias in self.biases])
+        if self.head_norms is None:
+            q, k, _ = self._heads(qkv)
+            rotary.triton_rotary(q, k, step.cos, step.sin, out=(q, k))
+        q, k, v = self._turned(qkv, step)
         o_THd, sums = flash_attention.forward(q, k, v, step.cu_seqlens, self.scale, True, self.window)
         return qkv, o_THd.flatten(1), sums, low
+
+    def _turned(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as attention sees them, from what is kept."""
+        q, k, v = self._heads(qkv)
+        if self.head_norms is None:
+            return q, k, v
+        first, second = self.head_norms
+        turned = norm_rotary.triton_norm_rotary(q, k, first.weight, second.weight, first.eps, step.cos, step.sin)
+        return *turned, v
+
+    def _turn_back(self, dq: Tensor, dk: Tensor, qkv: Tensor, step: Step) -> list[Tensor | None]:
+        """The gradients of q and k over q and k; returns those of the norms' weights."""
+        q, k, _ = self._heads(qkv)
+        if self.head_norms is None:
+            rotary.triton_rotary(dq, dk, step.cos, step.sin, opposite=True, out=(q, k))
+            return []
+        first, second = self.head_norms
+        *_, of_q, of_k = norm_rotary.triton_backward(
+            dq, dk, q, k, first.weight, second.weight, first.eps, step.cos, step.sin, out=(q, k)
+        )
+        return [of_q if first.weight.requires_grad else None, of_k if second.weight.requires_grad else None]
 
     def _normed(self, norm: Any, into: Product, x_TD: Tensor, d_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The norm of x + d, with room for the product that it goes into, and x + d."""
@@ -217,21 +253,24 @@ class MergedLayer:
         self.o.prepare(g)
         do_THd = self.o.gradient(g).unflatten(-1, (-1, self.head_dim))
         out = self.o.gradients(g, o, kept.low[1])
-        q, k, v = self._heads(qkv)
+        q, k, v = self._turned(qkv, step)
         dq, dk, dv = flash_attention_backward.backward(
             do_THd, q, k, v, o.view(do_THd.shape), sums, step.cu_seqlens, self.scale, True, self.window
         )
-        del do_THd, o
-        rotary.triton_rotary(dq, dk, step.cos, step.sin, opposite=True, out=(q, k))  # over q, k and v: their gradient
-        v.copy_(dv)
-        del dq, dk, dv
+        del do_THd, o, q, k
+        v.copy_(dv)  # over q, k and v: their gradient
+        heads = self._turn_back(dq, dk, qkv, step)
+        del dq, dk, dv, v
+        if self.biases:
+            sums = qkv[:, : self.qkv.outputs].sum(0).split(self.qkv.sizes)
+            heads += [each if bias.requires_grad else None for each, bias in zip(sums, self.biases, strict=True)]
         self.qkv.prepare(qkv)
         into = self.qkv.gradients(qkv, n[:, : self.qkv.inputs], kept.low[0])
         if not need_x:
-            return None, [None, second, *into, *out, *inner, *down]
+            return None, [None, second, *heads, *into, *out, *inner, *down]
         dn = self.qkv.gradient(qkv)
         dx, first = self._through(self.first, dn, dt_TD, s, step.room(self.down, s))
-        return dx, [first, second, *into, *out, *inner, *down]
+        return dx, [first, second, *heads, *into, *out, *inner, *down]
 
     def _through(
         self, norm: Any, dn_TD: Tensor, dt_TD: Tensor, t_TD: Tensor, place: Tensor
@@ -264,12 +303,12 @@ def refusal(config: ModelConfig) -> str | None:
     """Why the layers of such a model cannot be merged, in a sentence; None if they can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
-    if config.qk_norm:
-        return "its queries and keys are normalised"
+    if config.qk_norm_whole:
+        return "its queries and keys are normalised over all heads together"
     if config.beyond_stacks:
         return f"it has {config.beyond_stacks[0]}"
-    if config.qkv_bias or config.o_bias or config.mlp_bias:
-        return "its matrices have biases"
+    if config.o_bias or config.mlp_bias:
+        return "its matrices have biases, and not of q, k and v alone"
     return None
 
 

@@ -171,8 +171,9 @@ class Trainer:
         self.memory = fit(begun, source.config, device_of(config.device))
         self.trainable: Trainable = self.crew.cut(build(begun, self.told.append))
         self.model, self.device = self.trainable.model, self.trainable.device
+        merged = config.merged and config.parallel.context == 1
         for part in self.crew.parts(self.model):
-            part.stack = stack_of(part, self.memory.checkpointing, config.merged, self.memory.whole)
+            part.stack = stack_of(part, self.memory.checkpointing, merged, self.memory.whole)
         # It measures the model as the run began, so what a checkpoint brings comes after it.
         self.objective: Objective = build_objective(config, self.trainable)
         if checkpoint is not None:
@@ -186,6 +187,7 @@ class Trainer:
             shapes=shapes,
             offload=self.crew.offload(),
         )
+        self.crew.connect(self.optimizer, self.trainable)
         if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
             self.told.append(
                 'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '

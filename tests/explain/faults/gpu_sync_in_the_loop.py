@@ -6,8 +6,8 @@ KIND = "sync"
 
 
 def run(read):
-    x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45  # products keep their size
-    y = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64  # products keep their size
+    y = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(60):
         y = x @ y
         if read:

@@ -188,7 +188,7 @@ def test_sums_are_those_of_the_reference_to_the_bit(ranks: int, rows: int, width
 def test_delays_change_nothing(ranks: int) -> None:
     """Calls of all sizes one after another in a graph, while ranks and blocks dawdle."""
     sizes = [(1, 64), (40, 4096), (1, 4096), (200, 1024), (3, 64)]
-    peers, memory = played_by_one(ranks, torch.device("cuda"), lines_for(ranks, 40 * 4096 * 2))
+    peers, memory = played_by_one(ranks, torch.device("cuda"), lines_for(ranks, 200 * 1024 * 2))
     parts = [parts_of(ranks, rows, width, seed) for seed, (rows, width) in enumerate(sizes)]
     outs = [torch.empty_like(part) for part in parts]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

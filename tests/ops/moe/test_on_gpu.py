@@ -11,7 +11,7 @@ from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
-from transect.ops.moe import combining, gating, grouped_linear, ordering, router
+from transect.ops.moe import combining, gating, grouped_linear, ordering, router, routing
 from transect.ops.moe.triton import triton_grouped_gate_up
 from transect.ops.opset import resolve_ops
 
@@ -37,6 +37,17 @@ def test_routing_is_that_of_the_reference(tokens):
     torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
     for found, want in zip(ordering.triton_order(experts, 128), ordering.reference(experts, 128), strict=True):
         assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 33, 64, 65, 1000])
+@pytest.mark.parametrize(("first", "held"), [(0, None), (0, 64), (64, 64), (96, 32)])
+def test_routing_in_one_launch(tokens, first, held):
+    """Also where other ranks have the rest of the experts."""
+    logits = drawn(tokens, 128, seed=tokens, dtype=torch.float32)
+    found = routing.triton_route(logits, None, 8, first, held)
+    want = routing.reference(logits, None, 8, first, held)
+    torch.testing.assert_close(found[0], want[0], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], want[1:], strict=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 65, 256, 3000])

@@ -22,7 +22,7 @@ from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .part import Gradients, Part, below, count
 from .terms import Estimate, Phase, Term, gib
-from .training_plan import TrainingPlan, state_bytes, step_bytes, trained_shapes
+from .training_plan import TrainingPlan, exchange_bytes, state_bytes, step_bytes, trained_shapes
 
 LOSS_CHUNK = 1024
 """Tokens whose logits the fused loss holds on a GPU; twice as many for narrow models (``ops/linear_cross_entropy``)."""
@@ -130,7 +130,7 @@ class Account:
             step,
             f"{plan.optimizer} at its largest parameter, {largest}" if step else "one kernel changes all in place",
         )
-        held = {**static, "gradients": gradients.stepping, "optimizer temporaries": step}
+        held = {**static, "gradients": gradients.stepping, "optimizer temporaries": step + self.exchanging}
         phases.append(Phase("optimizer step", held))
         if part.owned is not None:
             sent = self.term("weights on their way", self.e * gradients.bucket, "from the ranks that updated them")
@@ -185,6 +185,10 @@ class Account:
             if part.host_state:
                 self.host += (Term(name, size, f"{reason}; in the memory of the host"),)
             held[name] = self.term(name, 0 if part.host_state else size, reason)
+        numbers = count(self.trained)
+        exchange, self.exchanging = exchange_bytes(numbers, part.data, plan)
+        if exchange:
+            held["exchange"] = self.term("exchange", exchange, "float32 momentum, and errors that are owed")
         if plan.reference:
             why = "what is trained, as it was when the run began"
             held["reference"] = self.term("reference", e * count(self.trained), why)
@@ -379,5 +383,8 @@ _STATE = {
     "adamw": "two moments for each trained number",
     "adamw8bit": "two moments of 8 bits, a scale for each 256",
     "lamb": "two moments for each trained number",
+    "onebit_adam": "two moments for each trained number",
+    "onebit_lamb": "three moments for each number of a matrix, two for the rest",
+    "zero_one_adam": "two moments for each trained number",
     "muon": "one momentum for the matrices of the layers, two moments for the rest",
 }

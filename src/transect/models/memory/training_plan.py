@@ -18,6 +18,10 @@ SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
 """The 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
 
 
+ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+"""Optimizers whose ranks exchange signs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
     """A way to train. Names and meanings are those of the training configuration.
@@ -39,7 +43,7 @@ class TrainingPlan:
     task: Task = "finetune"
     objective: Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"] = "next_token"
     precision: Literal["float32", "bfloat16", "mixed"] = "float32"
-    optimizer: Literal["adamw", "adamw8bit", "lamb", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "lamb", "muon", "onebit_adam", "onebit_lamb", "zero_one_adam"] = "adamw"
     checkpointing: Kept = "none"
     seq_len: int = 1024
     micro_batch: int = 4096
@@ -105,6 +109,8 @@ def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
         return 8 * size if size < SMALL_PARAMETER else -(-size // BLOCK) * (2 * BLOCK + 8)
     if plan.optimizer == "muon" and _by_muon(name, shape):
         return each * size
+    if plan.optimizer == "onebit_lamb" and len(shape) >= 2:
+        return 3 * each * size + 8
     return 2 * each * size
 
 
@@ -119,6 +125,8 @@ def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     if plan.optimizer == "adamw8bit" and size >= SMALL_PARAMETER:
         # both moments, weight and gradient in float32, and two more to encode
         return 24 * min(size, CHUNK * BLOCK) + wide_gradient
+    if plan.optimizer in ONE_BIT:  # of one parameter in float32: weight, step, root; ``exchange_bytes`` has the rest
+        return 20 * size
     if plan.optimizer == "lamb" and len(shape) >= 2:  # the step, and in 16 bits weight, gradient and moments
         return (4 if each == 4 else 20) * size + wide_gradient
     if plan.optimizer == "muon" and _by_muon(name, shape):
@@ -127,6 +135,14 @@ def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
     if each < 4:  # weight, gradient, both moments and the root of v in float32, a part at a time
         return 20 * min(size, WIDE)
     return each * size + wide_gradient  # the root of v
+
+
+def exchange_bytes(numbers: int, ranks: int, plan: TrainingPlan) -> tuple[int, int]:
+    """What ranks that exchange signs hold beside the states, always and while they do: momentum and errors that are
+    owed; own momentum, what was sent, what came back."""
+    if plan.optimizer not in ONE_BIT:
+        return 0, 0
+    return (16 if plan.optimizer == "zero_one_adam" else 8) * numbers + 4 * numbers // ranks, 12 * numbers
 
 
 def _by_muon(name: str, shape: tuple[int, ...]) -> bool:

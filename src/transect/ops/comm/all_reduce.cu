@@ -18,13 +18,13 @@ namespace {
 
 constexpr int kMostRanks = 8;
 constexpr int kThreads = 512;
-constexpr int kVectors = 4;     // of 16 bytes, that a thread has of a row to be normalised
+constexpr int kVectors = 2;     // of 16 bytes, that a thread has of a row to be normalised
 constexpr uint32_t kEmpty = 0xFFFFFFFF, kOtherNaN = 0x7FFF7FFF;
 constexpr int kPatience = 1 << 16;  // reads of a line, between two looks at ``stop``
 
 struct State {
   uint32_t calls;  // that have ended
-  uint32_t done;   // blocks of this call that have ended
+  uint32_t begun;  // blocks of this call that have read that
 };
 constexpr int kStateBytes = 256;
 
@@ -271,6 +271,11 @@ __global__ void __launch_bounds__(kThreads, kRanks == 2 ? 2 : 1)
       const long long i = row * work.width + v;
       if (i < work.vectors) call.push(i, x[i]);
     }
+  __syncthreads();  // all threads have read the number of calls ...
+  if (threadIdx.x == 0 && (gridDim.x == 1 || atomicAdd(&state->begun, 1) + 1 == gridDim.x)) {  // ... of all blocks
+    state->begun = 0;
+    state->calls = number;
+  }
   if (kRanks > 2 && work.two_shot) {
     call.dawdle(1);
     for (long long row = blockIdx.x; row < work.rows; row += gridDim.x)
@@ -288,16 +293,22 @@ __global__ void __launch_bounds__(kThreads, kRanks == 2 ? 2 : 1)
       }
       continue;
     }
-    uint4 kept[kVectors];
+    uint4 kept[kVectors], weights[kVectors];
     float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kVectors; k++) {  // on their way while the other ranks' numbers are
+      const int v = threadIdx.x + k * kThreads;
+      if (v >= work.width) continue;
+      kept[k] = residual[row * work.width + v];
+      weights[k] = work.weight[v];
+    }
 #pragma unroll
     for (int k = 0; k < kVectors; k++) {
       const int v = threadIdx.x + k * kThreads;
       if (v >= work.width) continue;
       const long long i = row * work.width + v;
-      const uint4 before = residual[i];
       float sum[N::kCount], stream[N::kCount];
-      N::unpack(before, stream);
+      N::unpack(kept[k], stream);
       N::unpack(call.result(i, x[i]), sum);
 #pragma unroll
       for (int j = 0; j < N::kCount; j++) stream[j] += sum[j];
@@ -313,19 +324,10 @@ __global__ void __launch_bounds__(kThreads, kRanks == 2 ? 2 : 1)
       if (v >= work.width) continue;
       float stream[N::kCount], weight[N::kCount];
       N::unpack(kept[k], stream);
-      N::unpack(work.weight[v], weight);
+      N::unpack(weights[k], weight);
 #pragma unroll
       for (int j = 0; j < N::kCount; j++) stream[j] = stream[j] * scale * weight[j];
       out[row * work.width + v] = N::pack(stream);
-    }
-  }
-
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(&state->done, 1) + 1 == gridDim.x) {  // the last block: all have read the number of calls
-      state->done = 0;
-      state->calls = number;
     }
   }
 }

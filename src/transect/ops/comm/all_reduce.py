@@ -38,7 +38,7 @@ from ..registry import Case, Cost, Implementation, Op, register
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
-MOST_NORM_BYTES = 512 * 4 * 16
+MOST_NORM_BYTES = 512 * 2 * 16
 """Of a row that is normalised: what the registers of a block hold."""
 LINE, STATE, REGIONS = 16, 256, 4
 """Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""

@@ -3,6 +3,7 @@
 * ``router.py``          a score of each expert for each token
 * ``gating.py``          which experts a token goes to, and with what weight
 * ``ordering.py``        the rows of a step sorted by expert
+* ``routing.py``         both, in one launch where tokens are few
 * ``grouped_linear.py``  a product that takes each row's expert; its kernels in ``triton.py``
 * ``grouped_gate_up.py``  gate and up of each row's expert, and the gate, in one launch
 * ``combining.py``       the weighted sum of what a token's experts say

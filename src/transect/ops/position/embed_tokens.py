@@ -5,7 +5,8 @@
 The ids may lie apart: some were drawn by the step before and stand where it left them, others came from the host.
 Without places the ids are those of the tokens, in order. A place below 0 marks a padding row: its x is 0, and with it,
 in a decoder, everything that follows, which takes less power than other numbers do. Copies, no arithmetic, no gradient.
-Every other place, id and position must be inside its table: nothing is checked on the device.
+Every other place, id and position must be inside its table: nothing is checked on the device. Of a table that is a part
+of a larger one, from row ``first`` of that, ids of other rows give 0, too.
 
 Shapes: embedding ``[V, D]``, rotations ``[positions, d]`` float32 (cosines, then sines); ids int64, of any number where
 there are places, else ``[T]``; positions and places int32 or int64 ``[T]``; results ``[T, D]`` and ``[T, d]``.
@@ -30,10 +31,20 @@ from ..registry import Case, Cost, Implementation, Kernel, Op, register
 
 
 def reference(
-    ids: Tensor, positions: Tensor, embedding: Tensor, rotations: Tensor, places: Tensor | None = None
+    ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    rotations: Tensor,
+    places: Tensor | None = None,
+    first: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(embeddings ``[T, D]``, rotations ``[T, d]``)."""
     turned = rotations.index_select(0, positions)
+    if first is not None:
+        own = (ids if places is None else ids.index_select(0, places.clamp(min=0))) - first
+        outside = (own < 0) | (own >= len(embedding)) | (False if places is None else places < 0)
+        x = embedding.index_select(0, own.clamp(0, len(embedding) - 1))
+        return x.masked_fill_(outside[:, None], 0), turned
     if places is None:
         return embedding.index_select(0, ids), turned
     x = embedding.index_select(0, placed(ids, places))
@@ -48,7 +59,8 @@ def placed(ids: Tensor, places: Tensor) -> Tensor:
 @kernel
 def _embed(
     ids_ptr, places_ptr, positions_ptr, embedding_ptr, rotations_ptr, x_ptr, out_ptr, n_cols, n_angles,
-    embedding_row, rotations_row, BLOCK: tl.constexpr, ANGLES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    embedding_row, rotations_row, first, n_rows,
+    BLOCK: tl.constexpr, ANGLES: tl.constexpr, PART: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """One token a program."""
     # In this order: what begins now finds all that was there before this kernel.
@@ -60,10 +72,14 @@ def _embed(
     if places_ptr is not None:
         place = tl.load(places_ptr + t).to(tl.int64)
     token = tl.load(ids_ptr + place, mask=place >= 0, other=0)
+    inside = place >= 0
+    if PART:
+        token -= first
+        inside = inside & (token >= 0) & (token < n_rows)
     angle = tl.arange(0, ANGLES)
     turn = tl.load(rotations_ptr + position * rotations_row + angle, mask=angle < n_angles)
     col = tl.arange(0, BLOCK)
-    row = tl.load(embedding_ptr + token * embedding_row + col, mask=also(col < n_cols, place >= 0), other=0.0)
+    row = tl.load(embedding_ptr + token * embedding_row + col, mask=also(col < n_cols, inside), other=0.0)
     tl.store(out_ptr + t * n_angles + angle, turn, mask=angle < n_angles)
     tl.store(x_ptr + t * n_cols + col, row, mask=col < n_cols)
 
@@ -74,6 +90,7 @@ def triton_embed_tokens(
     embedding: Tensor,
     rotations: Tensor,
     places: Tensor | None = None,
+    first: int | None = None,
     *,
     dependent_launch: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -105,14 +122,22 @@ def triton_embed_tokens(
     block = next_power_of_2(width)
     _embed[(tokens,)](
         ids.contiguous(), None if places is None else places.contiguous(), positions.contiguous(), embedding, rotations,
-        x, out, width, angles, embedding.stride(0), rotations.stride(0), BLOCK=block, ANGLES=next_power_of_2(angles),
+        x, out, width, angles, embedding.stride(0), rotations.stride(0), first or 0, len(embedding),
+        BLOCK=block, ANGLES=next_power_of_2(angles), PART=first is not None,
         DEPENDENT_LAUNCH=dependent_launch, num_warps=max(1, min(8, block // 512)),
         **({"launch_pdl": True} if dependent_launch else {}),
     )  # fmt: skip
     return x, out
 
 
-def cost(ids: Tensor, positions: Tensor, embedding: Tensor, rotations: Tensor, places: Tensor | None = None) -> Cost:
+def cost(
+    ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    rotations: Tensor,
+    places: Tensor | None = None,
+    first: int | None = None,
+) -> Cost:
     """Rows of both tables, read and written; the numbers that say which are not counted."""
     row = embedding.shape[1] * embedding.element_size() + rotations.shape[1] * rotations.element_size()
     return Cost(0, len(positions) * row, len(positions) * row)
@@ -140,7 +165,8 @@ def _examples() -> Sequence[dict[str, Any]]:
     in_order = dict(examples[1])
     del in_order["places"]
     examples[2]["places"][3:5] = -1
-    return [*examples, in_order]
+    parts = [{**examples[1], "first": 11}, {**in_order, "first": 0, "embedding": sample(17, 33)}]
+    return [*examples, in_order, *parts]
 
 
 def _cases() -> Sequence[Case]:
@@ -160,9 +186,12 @@ def _kernels() -> Sequence[Kernel]:
     arguments = {"ids_ptr": "*i64", "places_ptr": "*i32", "positions_ptr": "*i32", "embedding_ptr": "*bf16"}
     arguments |= {"rotations_ptr": "*fp32", "x_ptr": "*bf16", "out_ptr": "*fp32"}
     numbers = ("n_cols", "n_angles", "embedding_row", "rotations_row")
-    arguments |= dict.fromkeys(numbers, "i32")
+    arguments |= dict.fromkeys((*numbers, "first", "n_rows"), "i32")
     constants = {"BLOCK": 1024, "ANGLES": 128, "DEPENDENT_LAUNCH": False}
-    return [Kernel("embed_tokens", _embed, arguments, constants, numbers, warps=2)]
+    return [
+        Kernel(name, _embed, arguments, {**constants, "PART": part}, numbers, warps=2)
+        for name, part in (("embed_tokens", False), ("part", True))
+    ]
 
 
 register(

@@ -18,7 +18,11 @@ class OptimizerConfig:
             ``orpo`` and ``grpo``.
         beta1, beta2, eps: AdamW's.
         name: ``adamw``; ``adamw8bit`` (moments in 8 bits, by blocks); ``lamb`` (steps in proportion to each matrix,
-            for large batches); ``muon`` (matrices of the layers by Muon, the rest by AdamW).
+            for large batches); ``muon`` (matrices of the layers by Muon, the rest by AdamW). For slow links between
+            ranks: ``onebit_adam``, ``onebit_lamb`` and ``zero_one_adam``, which exchange one bit a number.
+        freeze_step: of those: the step from which on the variance stays as it is (1-bit: and compression begins).
+            15 to 25% of a run is usual.
+        sync_every: of ``zero_one_adam``: from ``freeze_step`` on the ranks agree every so many steps.
         rounding: of weights and moments in bfloat16: ``stochastic`` keeps small steps on average; ``nearest`` loses
             those of less than a 512th of a weight.
         weight_decay: decoupled, on matrices only; norms and biases have none. 0.1 to pretrain, 0.01 to fine-tune all
@@ -28,7 +32,7 @@ class OptimizerConfig:
         muon_learning_rate: for the matrices under ``muon``; ``learning_rate`` is AdamW's.
     """
 
-    name: Literal["adamw", "adamw8bit", "lamb", "muon"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "lamb", "muon", "onebit_adam", "onebit_lamb", "zero_one_adam"] = "adamw"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     learning_rate: float = 3e-4
     beta1: float = 0.9
@@ -38,6 +42,8 @@ class OptimizerConfig:
     clip: float = 1.0
     muon_learning_rate: float = 0.02
     muon_momentum: float = 0.95
+    freeze_step: int = 100
+    sync_every: int = 1
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "muon_learning_rate"):
@@ -47,6 +53,8 @@ class OptimizerConfig:
         for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} must be at least 0 and less than 1, not {getattr(self, name)}")
+        if self.freeze_step < 1 or self.sync_every < 1:
+            raise ValueError("optimizer.freeze_step and optimizer.sync_every are numbers of steps, 1 or more")
         for name in ("weight_decay", "clip"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

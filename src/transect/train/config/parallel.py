@@ -12,7 +12,7 @@ from .parse import positive
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """How a run is spread over ranks, each with a device of its own. A step is the same, to rounding, however it is
-    spread. There are ``data * tensor * pipeline`` ranks.
+    spread. There are ``data * tensor * pipeline * context`` ranks.
 
     Attributes:
         data: ranks that share the ``accumulate`` micro-batches of a step.
@@ -27,6 +27,7 @@ class ParallelConfig:
         schedule: in which order they do their passes: ``1f1b``, a backward pass after each forward pass; ``gpipe``, all
             forward passes first; ``interleaved``, ``1f1b`` with ``chunks`` runs of layers to a rank and shorter waits.
         chunks: runs of layers of each rank with ``interleaved``.
+        context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
             weights to compute with too, with ``zero`` 3, which come to the device a layer at a time.
@@ -46,12 +47,13 @@ class ParallelConfig:
     pipeline: int = 1
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     chunks: int = 2
+    context: int = 1
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
 
     def __post_init__(self) -> None:
-        positive(self, "data", "tensor", "pipeline", "chunks")
+        positive(self, "data", "tensor", "pipeline", "chunks", "context")
         if self.zero and self.data == 1:
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
         if self.sequence and self.tensor == 1:
@@ -77,4 +79,4 @@ class ParallelConfig:
     @property
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        return Layout(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+        return Layout(tensor=self.tensor, pipeline=self.pipeline, data=self.data, context=self.context)

@@ -32,16 +32,32 @@ class Lamb(Optimizer):
         if not self.is_matrix(name):
             adamw_update(self, name, weight, gradient, state["m"], state["v"], factor, scale)
             return
-        config, gradient = self.config, self.widened(gradient, scale)
-        m, v, wide = state["m"].float(), state["v"].float(), weight.detach().float()
-        m.lerp_(gradient, 1 - config.beta1)
-        v.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
-        step = v.sqrt().div_(math.sqrt(1 - config.beta2**self.steps)).add_(config.eps)
-        step = m.div(1 - config.beta1**self.steps).div_(step).add_(wide, alpha=self.decay(name))
-        sizes = torch.stack([wide.norm(), step.norm()])
-        ratio = torch.where((sizes > 0).all(), sizes[0] / sizes[1], torch.ones_like(sizes[0]))
-        wide.sub_(step.mul_(ratio * (config.learning_rate * factor)))
-        if weight.dtype != torch.float32:
-            self.keep(name, state["m"], m, shift=FIRST)
-            self.keep(name, state["v"], v, shift=SECOND)
-            self.keep(name, weight, wide)
+        lamb_update(self, name, weight, gradient, state["m"], state["v"], factor, scale)
+
+
+def lamb_update(
+    optimizer: Optimizer,
+    name: str,
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    factor: float,
+    scale: Tensor | None,
+) -> Tensor:
+    """The formula above, in place on ``weight``, ``first`` (m) and ``second`` (v) of the matrix ``name``. Returns the
+    ratio, a float32 scalar."""
+    config, gradient = optimizer.config, optimizer.widened(gradient, scale)
+    m, v, wide = first.float(), second.float(), weight.detach().float()
+    m.lerp_(gradient, 1 - config.beta1)
+    v.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
+    step = v.sqrt().div_(math.sqrt(1 - config.beta2**optimizer.steps)).add_(config.eps)
+    step = m.div(1 - config.beta1**optimizer.steps).div_(step).add_(wide, alpha=optimizer.decay(name))
+    sizes = torch.stack([wide.norm(), step.norm()])
+    ratio = torch.where((sizes > 0).all(), sizes[0] / sizes[1], torch.ones_like(sizes[0]))
+    wide.sub_(step.mul_(ratio * (config.learning_rate * factor)))
+    if weight.dtype != torch.float32:
+        optimizer.keep(name, first, m, shift=FIRST)
+        optimizer.keep(name, second, v, shift=SECOND)
+        optimizer.keep(name, weight, wide)
+    return ratio

@@ -184,7 +184,8 @@ class Tiling:
 def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling:
     """The quickest tiling of those tried on an H200 at the shapes of an 8B model, as a rule."""
     if INTERPRETED:
-        return Tiling(16, 16, BLOCK if blocks else 32, 2 if k > 64 and not blocks else 1, swap=m < 32, warps=4)
+        split = 2 if k > 64 and not blocks else 1
+        return Tiling(16, 16, BLOCK if blocks else 32, split, swap=m < 32, warps=4, flat=split == 1)
     wide, deep, long = n >= 16384, k >= 8192, BLOCK if blocks else 256
     if m <= 64:
         bm = 16 if m <= 16 else 32 if m <= 32 else 64
@@ -244,7 +245,7 @@ class Products8:
         if not out.numel():
             return out
         blocks = scale.ndim == 2
-        units = 1 if INTERPRETED else multiprocessors(a.device)
+        units = 2 if INTERPRETED else multiprocessors(a.device)
         tiling = tiling or choose_tiling(m, n, k, blocks)
         chunks = -(-k // tiling.bk)
         part_k = -(-chunks // tiling.split) * tiling.bk
@@ -255,7 +256,7 @@ class Products8:
             parts = out.new_empty((split, m, n), dtype=torch.float32)
             held = self._counters.get(a.device, tiles)
         kind = torch.float8_e4m3fn if fp8 else torch.int8
-        programs = max(1, min(tiles, units // split if tiles > units else tiles))
+        programs = min(tiles, units) if tiling.flat else tiles
         options: dict[str, Any] = {"launch_pdl": True} if self._dependent else {}
         _tiles[(programs, split)](
             describe(a.view(kind), tiling.bm, tiling.bk), describe(codes.view(kind), tiling.bn, tiling.bk), x_scale,
