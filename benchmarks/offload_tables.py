@@ -80,6 +80,6 @@ def origin(found: list[dict[str, Any]]) -> str:
         f"`python benchmarks/train_offload.py OUT.json --part memory` on one NVIDIA H200 held to {found[0]['limit']}, "
         f"{machine['cores']} cores of an {machine['processor']}, Python {machine['python']}, {versions}, "
         f"{record.made_at(result['environment'] for result in found)}: random weights and tokens, bfloat16 with "
-        f"float32 master weights, medians of {found[0]['step_seconds']['runs']} steps after the first. Floors: the GPU at 750 "
-        f"TFLOP/s, AdamW at the best rate of host memory in the run; the processor begins when the norm is known."
+        f"float32 master weights, medians of {found[0]['step_seconds']['runs']} steps after the first. Floors: the GPU "
+        f"at 750 TFLOP/s, AdamW at the best rate of host memory in the run; the processor begins when the norm is known."
     )
