@@ -81,5 +81,6 @@ def origin(found: list[dict[str, Any]]) -> str:
         f"{machine['cores']} cores of an {machine['processor']}, Python {machine['python']}, {versions}, "
         f"{record.made_at(result['environment'] for result in found)}: random weights and tokens, bfloat16 with "
         f"float32 master weights, medians of {found[0]['step_seconds']['runs']} steps after the first. Floors: the GPU "
-        f"at 750 TFLOP/s, AdamW at the best rate of host memory in the run; the processor begins when the norm is known."
+        "at 750 TFLOP/s, AdamW at the best rate of host memory in the run; the processor begins when the norm is "
+        "known."
     )
