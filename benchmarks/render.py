@@ -29,6 +29,7 @@ import jump_ahead
 import ladder_tables
 import moe_tables
 import numerics
+import offload_tables
 import ops_tables
 import precisions
 import pretrain_tables
@@ -244,6 +245,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),
     "pretrain-samples": pretrain(lambda result: pretrain_tables.samples(result, 6), "library"),
     "pretrain-race": pretrain(pretrain_tables.race, "race"),
+    "train-offload": offload_tables.table,
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
