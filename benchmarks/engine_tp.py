@@ -76,7 +76,7 @@ def predict(model: str, batches: list[int], steps: int, links: Links) -> dict[st
 def decode(llm: LLM, model: str, tp: int, batch: int, steps: int, runs: int, said: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a step, beside the floor of a rank and the prediction."""
     spare = -(-batch * PROMPT // 8192) + 2
-    decode_steps(llm, prompts(batch, 99), 8, spare)
+    decode_steps(llm, prompts(min(batch, 16), 99), 8, spare)
     found = [decode_steps(llm, prompts(batch, seed), steps, spare) for seed in range(runs)]
     floor = rank_floor(PRESETS[model], [Row(1, length) for length in found[0].middle], RATES, tp).seconds
     times = record.summary([each.per_token for each in found])

@@ -187,10 +187,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = compare(options, Path(folder))
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     result = {
         "command": f"python benchmarks/step_prediction.py --model {options.model} --rate {options.rate:g} "
         f"--seconds {options.seconds:g}",
-        "environment": record.environment(),
+        "environment": record.environment() | gpu,
         "model": options.model,
         **found,
     }

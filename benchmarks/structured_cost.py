@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import record
 from transect import LLM, SamplingParams
@@ -115,9 +116,10 @@ def main() -> None:
         extra = summaries["constrained"]["median"] / summaries["free"]["median"] - 1
         found[rows] = {**summaries, "extra_percent": 100 * extra, "host": host_cost(llm, rows, options.steps)}
         print(rows, "rows:", found[rows], flush=True)
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     result = {
         "command": f"python benchmarks/structured_cost.py --model {Path(options.model).name}",
-        "environment": record.environment(),
+        "environment": record.environment() | gpu,
         "model": Path(options.model).name,
         "kernels": llm.kernels,
         "unit": "milliseconds a step",

@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero 2": {"parallel": {"zero": 2, "reduce": "bfloat16"}},
     "zero 3": {"parallel": {"zero": 3, "reduce": "bfloat16"}},
     "ddp few": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
+    "ddp spare": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
     "ddp late": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
     "tensor": {"parallel": {"tensor": 2}},
     "tensor sequence": {"parallel": {"tensor": 2, "sequence": True}},
@@ -48,8 +49,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2 compiled": {},
 }
-VARIABLES = {"ddp few": {"NCCL_MAX_CTAS": "4"}}
+VARIABLES = {"ddp few": {"NCCL_MAX_CTAS": "4"}, "ddp spare": {"NCCL_MAX_CTAS": "8"}}
 """Of the environment: sums on few multiprocessors, which are slower and leave more to the products."""
+SPARED = 8
+"""Multiprocessors that persistent products leave to the sums, with ``ddp spare``: one that finds its place taken would
+wait for all others, and a product take twice as long."""
 CHECKED = 4
 """Steps whose losses are shown."""
 MOST = 40
@@ -155,6 +159,11 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
 
         if given["way"] == "ddp late":  # one bucket, which is full when the backward pass is done
             replicas.BUCKET_BYTES = 2**50
+        if given["way"] == "ddp spare":
+            from transect.ops.linear.many_rows import matmul
+
+            count = matmul.multiprocessors
+            matmul.multiprocessors = lambda device: count(device) - SPARED
 
         trainer = Trainer(TrainConfig.from_dict(given["config"]), world=world)
         facts["predicted_bytes"] = trainer.memory.estimate.peak

@@ -15,7 +15,7 @@ from transect.models.fused_stack import FusedStack, Fusions
 from transect.models.load import allocated, fill
 from transect.models.storage import Storage
 from transect.models.streaming.plan import layer_bytes, plan_stream
-from transect.models.weights.int4_serving import kinds_for
+from transect.models.weights.kinds import kinds_for
 from transect.models.weights.weight import Weight
 from transect.models.weights_dummy import dummy_weights
 

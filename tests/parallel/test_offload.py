@@ -54,3 +54,21 @@ def test_ranks_stream_their_own_parts(checkpoint, pair, tmp_path, axis, where):
     finally:
         spread.close()
         gc.collect()
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+def test_ranks_that_share_experts(pair, tmp_path, axis):
+    """Along the data axis a rank without requests computes the experts of others, and streams for that."""
+    make_model("qwen3-moe", num_hidden_layers=4).save_pretrained(tmp_path)
+    save_tiny_llm_text(tmp_path)
+    alone = LLM(str(tmp_path), **SETTINGS)
+    spread = LLM(
+        str(tmp_path), ranks=pair, **{axis: 2}, enable_expert_parallel=True, cpu_offload_gb=1000, check_plans=True,
+        **SETTINGS,
+    )  # fmt: skip
+    try:
+        assert tokens_of(spread.generate(PROMPTS[:1], PARAMS[0])) == tokens_of(alone.generate(PROMPTS[:1], PARAMS[0]))
+        assert tokens_of(spread.generate(PROMPTS, PARAMS)) == tokens_of(alone.generate(PROMPTS, PARAMS))
+    finally:
+        spread.close()
+        gc.collect()
