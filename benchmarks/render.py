@@ -35,6 +35,7 @@ import record
 import request_walk
 import scaling_tables
 import step_policy
+import streaming_tables
 import structured_cost
 import structured_masks
 import train_tables
@@ -211,6 +212,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-parts": gpu_engine(engine_tables.parts_table),
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
+    "zero-inference": lambda: streaming_tables.table(_load("h200/zero_inference.json")),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
     "scaling-sums": lambda: scaling_tables.sums_table(scaling_tables.load()),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
