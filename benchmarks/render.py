@@ -34,6 +34,7 @@ import pretrain_tables
 import record
 import request_walk
 import scaling_tables
+import serve_load
 import step_policy
 import structured_cost
 import structured_masks
@@ -214,6 +215,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
     "scaling-sums": lambda: scaling_tables.sums_table(scaling_tables.load()),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
+    "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
     "moe-products": lambda: moe_tables.products(_load("h200/moe_ops.json")),
