@@ -21,6 +21,7 @@ import cpu_lora
 import cpu_vs_llamacpp
 import data_formats
 import engine_tables
+import format_tables
 import grammars
 import http_vs_offline
 import issue_rates
@@ -28,6 +29,7 @@ import jump_ahead
 import ladder_tables
 import moe_tables
 import numerics
+import offload_tables
 import ops_tables
 import precisions
 import pretrain_tables
@@ -131,6 +133,11 @@ def clients_table() -> str:
     return f"{clients.table(result)}\n{origin}\n"
 
 
+def number_formats() -> str:
+    """Number formats on one GPU."""
+    return format_tables.table(_load("h200/formats.json"), _load("h200/engine_llama-3.1-8b.json"))
+
+
 def decoder_layer() -> str:
     """One layer in a CUDA graph, with each fusion off in turn."""
     import decoder_layer  # loads torch
@@ -204,6 +211,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "request-walk": walk,
     "http": http,
     "engine-gpu": gpu_engine(engine_tables.main_table),
+    "number-formats": number_formats,
     "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
     "engine-gpu-startup": gpu_engine(engine_tables.startup_table),
@@ -213,7 +221,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
-    "scaling-sums": lambda: scaling_tables.sums_table(scaling_tables.load()),
+    "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
@@ -240,6 +248,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),
     "pretrain-samples": pretrain(lambda result: pretrain_tables.samples(result, 6), "library"),
     "pretrain-race": pretrain(pretrain_tables.race, "race"),
+    "train-offload": offload_tables.table,
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
