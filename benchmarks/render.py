@@ -36,7 +36,9 @@ import pretrain_tables
 import record
 import request_walk
 import scaling_tables
+import serve_load
 import step_policy
+import streaming_tables
 import structured_cost
 import structured_masks
 import train_tables
@@ -219,9 +221,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-parts": gpu_engine(engine_tables.parts_table),
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
+    "zero-inference": lambda: streaming_tables.table(_load("h200/zero_inference.json")),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
+    "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
     "moe-products": lambda: moe_tables.products(_load("h200/moe_ops.json")),
