@@ -176,13 +176,20 @@ def training_settings() -> str:
 def kills() -> str:
     """Checkpoints after kills in the middle of their writing."""
     result, run = _load("cpu/kill_checkpoints.json"), _load("cpu/kill_training.json")
+    ranks = _load("cpu/kill_ranks.json")
+    first, second = ranks["kills_of_the_first_rank"], ranks["kills_of_the_second_rank"]
     return (
         f"`{result['command']}`: {result['kills']} kills, {result['kills_within_a_write']} of them within a write; the "
         f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all whole.\n\n"
         f"`{run['command']}`: {run['kills']} kills of a GRPO run with adapters, {run['kills_within_a_write']} of them "
         f"within a write and {run['kills_between_steps_of_a_rollout']} between two optimizer steps of one rollout; the "
         f"run was resumed each time, came to its end {run['runs_that_reached_their_end_with_the_same_bits']} times, "
-        "and every loss, adapter and optimizer state had the bits of a run that nobody disturbed.\n"
+        "and every loss, adapter and optimizer state had the bits of a run that nobody disturbed.\n\n"
+        f"`{ranks['command']}`: {first + second} kills of one of two ranks with sharded weights, {first} of the first "
+        f"and {second} of the second, {ranks['kills_within_a_write']} of them within a write; the other rank ended by "
+        f"itself, the {ranks['checkpoints_read_after_a_kill_all_whole']} checkpoints looked at afterwards were whole "
+        "on both, and the run that reached its end had the losses, weights and states of an undisturbed one, to the "
+        "bit.\n"
     )
 
 
@@ -254,6 +261,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
+    "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }
 
 
