@@ -47,9 +47,9 @@ from transect.parallel.launch import Ranks
 
 SECTIONS = ("ops", "decode", "prefill")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor 2": {"tensor_parallel_size": 2},
     "tensor 2, experts shared": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "stages 2": {"pipeline_parallel_size": 2},
+    "tensor 2": {"tensor_parallel_size": 2},
     "data 2, experts shared": {"data_parallel_size": 2, "enable_expert_parallel": True},
 }
 STEPS, COPIES = 64, 6

@@ -105,19 +105,16 @@ def _row(
     )
 
 
-def sums_table(files: dict[str, dict[str, Any]]) -> str:
-    """A sum over two GPUs inside a CUDA graph, by NCCL and by our kernel, by bytes."""
-    found = [
-        section
-        for sections in files.values()
-        for name, section in sections.items()
-        if name in ("tp2 links", "tp2-nccl links")
-    ]
-    kept = next((each for each in found if each["result"]["own"]), found[0])
-    own, library = kept["result"]["own"], kept["result"]["library"]
-    rows = [
-        (f"{int(size) >> 10:,} KiB", f"{seconds * 1e6:.1f} us", f"{own[size] * 1e6:.1f} us" if size in own else "")
-        for size, seconds in library.items()
-    ]
-    origin = f"\nOne after another in a CUDA graph, two NVIDIA H200, {record.made_at([kept])}.\n"
-    return engine_tables._rows(("bytes of each rank", "NCCL", "ours"), rows) + origin
+def sums_table(kept: dict[str, Any]) -> str:
+    """A sum over two GPUs inside a CUDA graph, by NCCL and by our kernel, beside the floor of the link."""
+    found = {(row["collective"], row["bytes"]): row for row in kept["rows"] if row["in_place"]}
+    rows = []
+    for (name, size), nccl in found.items():
+        if name == "all_reduce":
+            ours = found.get(("all_reduce_ours", size))
+            shown = "" if ours is None else f"{ours['seconds'] * 1e6:.1f} us"
+            cells = (f"{size:,}", f"{nccl['floor'] * 1e6:.2f} us", f"{nccl['seconds'] * 1e6:.1f} us", shown)
+            rows.append((*cells, "none" if nccl["wrong"] + (0 if ours is None else ours["wrong"]) == 0 else "some"))
+    command = "transect bench collectives all_reduce all_reduce_ours --graphs --dtype bfloat16"
+    origin = f"\n`{command}` on two NVIDIA H200, {record.made_at([kept['environment']])}, in place.\n"
+    return engine_tables._rows(("bytes", "floor", "NCCL", "ours", "wrong"), rows) + origin

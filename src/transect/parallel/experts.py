@@ -88,5 +88,6 @@ def meeting(model: Decoder) -> ExpertRanks | None:
 def idle(model: Decoder, like: Tensor) -> None:
     """Take part in a step in which this rank has no tokens. ``like``: of the dtype and device of hidden states."""
     nothing_0D = torch.empty(0, model.config.dim, dtype=like.dtype, device=like.device)
-    for moe in moe_layers(model):
-        moe(nothing_0D)
+    for layer in model.in_turn(list(model.layers)):
+        if isinstance(layer, Layer) and isinstance(layer.mlp, MoE):
+            layer.mlp(nothing_0D)

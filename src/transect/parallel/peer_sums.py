@@ -23,10 +23,10 @@ from ..ops.registry import Unavailable
 from .group import Group
 from .world import World
 
-MOST_BYTES = 4 << 20
+MOST_BYTES = 8 << 20
 """The largest sum that the kernels are asked for."""
-TIMED = tuple(8 << 10 + 2 * power for power in range(5))
-"""Bytes of the sums that are timed: 8 KiB to 2 MiB."""
+TIMED = tuple(8 << 10 + 2 * power for power in range(6))
+"""Bytes of the sums that are timed: 8 KiB to 8 MiB."""
 REPEATS, REPLAYS = 20, 5
 
 

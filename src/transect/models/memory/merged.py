@@ -62,6 +62,8 @@ def merged_kept(config: ModelConfig, targets: tuple[str, ...], rank: int, elemen
     # in float32 and the products g . o.
     mlp = element * (2 * dim + room["down"] + ffn)
     attention = element * (2 * dim + room["down"] + room["o"] + 2 * (q + kv)) + 4 * q + sums
+    if config.qk_norm:  # q and k as attention sees them, beside those that are kept
+        attention += element * (q + kv)
     kept = {"full": element * full, "selective": element * selective + sums, "none": element * none + sums}
     return MergedKept(kept, mlp, attention)  # type: ignore[arg-type]
 

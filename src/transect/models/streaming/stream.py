@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..weights.weight import Weight
 from .homes import FileHomes, Homes, HostHomes
 from .placed import PlacedLayer
 from .plan import SLOTS, StreamPlan
@@ -84,9 +85,9 @@ class LayerStream:
         place = self._places.get(int(name.split(".", 2)[1]))
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        if place is None:
+        if place is None or not isinstance(module, Weight):
             return
-        placed, bias = self._placed[place], getattr(module, "bias", None)
+        placed, bias = self._placed[place], module.bias
         for tensor in (*module.parameters(), *module.buffers()):
             # Only what was read just now: another layer may have been in the slot since the rest was.
             if tensor in placed and (tensor is bias) == (leaf == "bias"):
