@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", default=";".join(RUNS), help="names, with semicolons between")
+    parser.add_argument("--more", action="store_true", help="beside what OUT has already")
     arguments = parser.parse_args()
     from transect.hardware.environment import environment
     from transect.parallel.launch import Ranks
@@ -134,7 +135,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     prepare(folder)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text())["rows"] if arguments.more else []
     ranks = Ranks.start(RANKS)
     try:
         for name in arguments.only.split(";"):

@@ -21,6 +21,7 @@ import cpu_lora
 import cpu_vs_llamacpp
 import data_formats
 import engine_tables
+import format_tables
 import grammars
 import http_vs_offline
 import issue_rates
@@ -28,13 +29,16 @@ import jump_ahead
 import ladder_tables
 import moe_tables
 import numerics
+import offload_tables
 import ops_tables
 import precisions
 import pretrain_tables
 import record
 import request_walk
 import scaling_tables
+import serve_load
 import step_policy
+import streaming_tables
 import structured_cost
 import structured_masks
 import train_tables
@@ -130,6 +134,11 @@ def clients_table() -> str:
     return f"{clients.table(result)}\n{origin}\n"
 
 
+def number_formats() -> str:
+    """Number formats on one GPU."""
+    return format_tables.table(_load("h200/formats.json"), _load("h200/engine_llama-3.1-8b.json"))
+
+
 def decoder_layer() -> str:
     """One layer in a CUDA graph, with each fusion off in turn."""
     import decoder_layer  # loads torch
@@ -167,13 +176,20 @@ def training_settings() -> str:
 def kills() -> str:
     """Checkpoints after kills in the middle of their writing."""
     result, run = _load("cpu/kill_checkpoints.json"), _load("cpu/kill_training.json")
+    ranks = _load("cpu/kill_ranks.json")
+    first, second = ranks["kills_of_the_first_rank"], ranks["kills_of_the_second_rank"]
     return (
         f"`{result['command']}`: {result['kills']} kills, {result['kills_within_a_write']} of them within a write; the "
         f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all whole.\n\n"
         f"`{run['command']}`: {run['kills']} kills of a GRPO run with adapters, {run['kills_within_a_write']} of them "
         f"within a write and {run['kills_between_steps_of_a_rollout']} between two optimizer steps of one rollout; the "
         f"run was resumed each time, came to its end {run['runs_that_reached_their_end_with_the_same_bits']} times, "
-        "and every loss, adapter and optimizer state had the bits of a run that nobody disturbed.\n"
+        "and every loss, adapter and optimizer state had the bits of a run that nobody disturbed.\n\n"
+        f"`{ranks['command']}`: {first + second} kills of one of two ranks with sharded weights, {first} of the first "
+        f"and {second} of the second, {ranks['kills_within_a_write']} of them within a write; the other rank ended by "
+        f"itself, the {ranks['checkpoints_read_after_a_kill_all_whole']} checkpoints looked at afterwards were whole "
+        "on both, and the run that reached its end had the losses, weights and states of an undisturbed one, to the "
+        "bit.\n"
     )
 
 
@@ -203,6 +219,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "request-walk": walk,
     "http": http,
     "engine-gpu": gpu_engine(engine_tables.main_table),
+    "number-formats": number_formats,
     "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
     "engine-gpu-startup": gpu_engine(engine_tables.startup_table),
@@ -211,9 +228,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-parts": gpu_engine(engine_tables.parts_table),
     "engine-gpu-ablation": gpu_engine(engine_tables.ablation_table),
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
+    "zero-inference": lambda: streaming_tables.table(_load("h200/zero_inference.json")),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
+    "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
     "moe-products": lambda: moe_tables.products(_load("h200/moe_ops.json")),
@@ -237,9 +257,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),
     "pretrain-samples": pretrain(lambda result: pretrain_tables.samples(result, 6), "library"),
     "pretrain-race": pretrain(pretrain_tables.race, "race"),
+    "train-offload": offload_tables.table,
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
+    "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }
 
 

@@ -171,10 +171,40 @@ def table(result: dict[str, Any]) -> str:
         "| rate | server | out tok/s | TTFT p50 | p99 | TPOT p50 | p99 | ITL p99 | E2E p50 | p99 |",
         "|---" * 10 + "|",
     ]
-    rates = list(dict.fromkeys(each["rate"] for each in result["levels"]))
+    rates = sorted({each["rate"] for each in result["levels"]}, key=float)
     for rate in rates:
         lines += [row(rate, f"Transect, seed {e['seed']}", e["result"]) for e in result["levels"] if e["rate"] == rate]
         lines += [line for line in [vllm_row(rate)] if line]
+    return "\n".join(lines)
+
+
+CAUSES = {
+    "take": "the device itself, and messages meanwhile",
+    "device": "the device itself",
+    "launch": "launching: captures, kernels one by one",
+    "plan": "planning",
+    "commit": "taking tokens in",
+}
+"""What the parts of a gap between two steps mean (``step_timeline.py``)."""
+
+
+def page(result: dict[str, Any]) -> str:
+    """For a page: the table, what made the latest 1% of tokens late, and how good predictions were."""
+    lines = [table(result), ""]
+    lines += ["| rate | gap p99 | " + " | ".join(CAUSES.values()) + " | late captures | predicted / measured |"]
+    lines += ["|---" * (4 + len(CAUSES)) + "|"]
+    for each in sorted(result["levels"], key=lambda level: float(level["rate"])):
+        found, counts = each["timeline"], each["result"]["counters"]
+        shares = " | ".join(f"{found['causes']['shares'][part]:.0%}" for part in CAUSES)
+        late = f"{counts['late_captures']:.0f}" if "late_captures" in counts else "not counted"
+        ratio = counts["predicted_step_seconds"] / counts["step_seconds"]
+        lines.append(f"| {each['rate']} | {found['p99'] * 1e3:.1f} ms | {shares} | {late} | {ratio:.2f} |")
+    machine = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    lines.append(
+        f"\n`{result['command']}` on one NVIDIA H200, {result['shape']}, {result['work']['requests']} requests, "
+        f"{versions}, {record.made_at([machine])}; ready after {result['ready_s']:.0f} s.\n"
+    )
     return "\n".join(lines)
 
 
@@ -193,7 +223,6 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": "python benchmarks/serve_load.py",
         "environment": record.environment(("torch", "triton")),
-        "commit": record.commit(),
         "shape": options.shape,
         "options": options.options,
         "generator": "transect bench serve",

@@ -1,7 +1,7 @@
 """Training with the optimizer's states in host memory and on a disk: tokens per second beside the slowest part's floor.
 
     python benchmarks/train_offload.py OUT.json --part adamw|memory|disk [--model llama-3.1-8b]
-        [--limit 60GB] [--folder /tmp/states] [--steps 5] [--seconds 60] [--smallest]
+        [--limit 60GB] [--accumulate 1] [--delayed] [--folder /tmp/states] [--steps 5] [--seconds 60] [--smallest]
 
 ``adamw``: the C++ kernel beside torch's fused AdamW on the processor, for several numbers of threads, and the rate at
 which memory is copied.
@@ -163,7 +163,7 @@ def configuration(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     from train_parallel import random_tokens, smallest_model, text
 
     tokens = 64 if given.smallest else 4096
-    parallel: dict[str, Any] = {"offload": "optimizer"}
+    parallel: dict[str, Any] = {"offload": "optimizer", "delayed_update": given.delayed}
     if given.part == "disk":
         parallel["offload_path"] = given.folder
     return {
@@ -171,6 +171,7 @@ def configuration(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         "load_format": "auto" if given.smallest else "dummy",
         "task": "finetune" if given.smallest else "pretrain",
         "steps": 10**6,
+        "accumulate": given.accumulate,
         "precision": "mixed",
         "memory": "" if given.smallest else given.limit,
         "device": "cpu" if given.smallest else "cuda",
@@ -201,7 +202,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     rates: dict[str, Any] = {"link": link() if gpu else None}
     rates["adamw"] = adamw(2**20 if given.smallest else 2**27, [cores()])
     if given.part == "disk":
-        rates["disk"] = disk(given.folder, 2**30 if given.smallest else 2**32)
+        rates["disk"] = disk(given.folder, 2**30 if given.smallest else 2**31)
         given.model = affordable(given.model.split(","), rates["disk"]["both"], given.seconds)
     print(json.dumps(rates), flush=True)
     begin = time.perf_counter()
@@ -244,6 +245,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
                     "loss": record.loss,
                     "flops": record.flops,
                     "tokens": record.tokens,
+                    "micro_batches": given.accumulate,
                 }
             )
             print(json.dumps(steps[-1]), flush=True)
@@ -255,12 +257,14 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "numbers": numbers,
         "state_bytes": optimizer.state_bytes(),
         "limit": given.limit,
+        "accumulate": given.accumulate,
+        "delayed": given.delayed,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
         "predicted_bytes": trainer.memory.estimate.peak,
         "build_seconds": built,
         "rates": rates,
         "steps": steps,
-        **beside_floors(numbers, steps[1:], rates, gpu),
+        **beside_floors(numbers, steps[1:], rates, gpu, given.delayed),
     }
 
 
@@ -278,14 +282,17 @@ def affordable(models: list[str], rate: float, seconds: float) -> str:
     return models[-1]
 
 
-def beside_floors(numbers: int, steps: list[dict[str, Any]], rates: dict[str, Any], gpu: bool) -> dict[str, Any]:
+def beside_floors(
+    numbers: int, steps: list[dict[str, Any]], rates: dict[str, Any], gpu: bool, delayed: bool
+) -> dict[str, Any]:
     """The median step and what each part would take at the least."""
     kernel = rates["adamw"][0]
     memory = max(kernel["bytes_per_second"], kernel["copy_bytes_per_second"])
     floors = {"adamw": ADAMW_BYTES * numbers / memory}
+    given_times = steps[0]["micro_batches"]
     if gpu:
         floors["gpu"] = steps[0]["flops"] / GPU_FLOPS
-        floors["gradients to the host"] = LINK_BYTES * numbers / rates["link"]["to_host"]
+        floors["gradients to the host"] = given_times * LINK_BYTES * numbers / rates["link"]["to_host"]
         floors["weights to the device"] = LINK_BYTES * numbers / rates["link"]["to_device"]
     if "disk" in rates:
         floors["disk"] = 2 * DISK_BYTES * numbers / rates["disk"]["both"]
@@ -308,6 +315,9 @@ def beside_floors(numbers: int, steps: list[dict[str, Any]], rates: dict[str, An
         "sequential_floor": first + second,
         "share_of_sequential_floor": (first + second) / seconds,
     }
+    if delayed:  # nothing is sequential but the weights
+        found["sequential_floor"] = max(first, second) + floors.get("weights to the device", 0.0)
+        found["share_of_sequential_floor"] = found["sequential_floor"] / seconds
     if "disk" in rates:
         in_step = statistics.median(step["adamw"] + step["tail"] for step in steps)
         found["disk_bytes_per_second"] = 2 * DISK_BYTES * numbers / in_step
@@ -324,6 +334,8 @@ def main() -> None:
     parser.add_argument("--folder", default="/tmp/transect-states")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of 2 x 4096 tokens to a step")
+    parser.add_argument("--delayed", action="store_true", help="steps beside the next one (delayed_update)")
     parser.add_argument("--smallest", action="store_true", help="a rehearsal on a CPU")
     given = parser.parse_args()
     from record import commit, environment, write

@@ -68,6 +68,21 @@ def memory(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", origin(result)]) + "\n"
 
 
+def slow_links(result: dict[str, Any]) -> str:
+    """Final losses, and bytes that a rank sends for gradients in a step after the warm-up."""
+    lines = [
+        "| optimizer | steps | validation loss | beside AdamW at the usual batch | bytes a step | fewer |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['name']} | {row['steps']} | {row['validation_loss']:.4f} | {row['beside_adamw']:+.2%} | "
+            f"{row['bytes_a_step']:,.0f} | {row['fewer']:.1f}x |"
+        )
+    machine = result["environment"]
+    return "\n".join([*lines, "", f"`{result['command']}`, {record.made_at([machine])}: {result['method']}."]) + "\n"
+
+
 def origin(result: dict[str, Any]) -> str:
     """Where the numbers come from."""
     machine = result["environment"]

@@ -88,6 +88,11 @@ def test_serving_on_several_devices(capsys):
     assert code == 0 and "does not fit" in out and "smallest layout that does: --tp 2 --pp 1 (2 devices)" in out
     code, out, _ = run(capsys, *arguments, "--tp", "2")
     assert code == 0 and "on each of 2 ranks" in out and "fits in" in out and "heads 0-15 of 32" in out
+    few = ("qwen3-30b-a3b", "--serve", "--device-memory", "80GB", "--context", "4096")
+    code, out, _ = run(capsys, *few, "--ep", "2")
+    assert code == 0 and "experts 0-63 of 128" in out and "fits in" in out
+    code, _, err = run(capsys, *few, "--tp", "2", "--ep", "3")
+    assert code == 2 and "give --ep 4" in err
     found = json.loads(run(capsys, *arguments, "--tp", "2", "--pp", "2", "--json")[1])
     assert found["fits"] and len(found["ranks"]) == 2 and "layers 16-31 of 32, head" in found["ranks"][1]["share"]
     code, _, err = run(capsys, *arguments, "--tp", "3")

@@ -176,3 +176,14 @@ def test_the_log_is_json_lines_with_every_step_once(folder) -> None:
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 21))
     assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [5, 10, 15, 20]
     assert all(line["tokens_per_second"] > 0 and line["mfu"] > 0 for line in lines if line["kind"] == "step")
+
+
+def test_a_command_that_torchrun_starts_again_goes_on(folder, monkeypatch) -> None:
+    file = write_config(folder, "restarted", steps=4)
+    assert run_here("train", str(file), "--steps", "3").returncode == 0
+    again = ("train", str(file), "--steps", "4")
+    assert run_here(*again).returncode == 2  # by hand it must be said
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    done = run_here(*again)
+    assert done.returncode == 0 and "goes on from step-00000003" in done.stderr
+    assert len(losses(folder, "restarted")) == 4

@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from commands import run_here
 from quantized_files import awq, fp8, gptq, int8, packed
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import make_model, write_gguf
 from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
+from transect.bench.floors import storage_of
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.layouts import held_layouts, storage_held
@@ -104,6 +106,19 @@ def test_what_is_planned_is_what_is_held(checkpoints, name):
     storage = storage_held(storage_for(2), tuple(layouts.items()))
     assert storage.of("attention.q") == bits and storage.of("head") == 16
     assert layouts["attention.q"].ordered == (name == "gptq-act-order")
+
+
+def test_memory_and_floors_count_packed_matrices(checkpoints):
+    arguments = ("--serve", "--device", "cuda", "--device-memory", "4GB", "--context", "32", "--max-num-seqs", "4")
+    weights = []
+    for more in ((), ("--dtype", "float32"), ("--kv-cache-dtype", "fp8")):
+        done = run_here("memory", str(checkpoints["fp8-channel"].path), *arguments, "--json", *more)
+        assert done.returncode == 0, done.stderr
+        weights.append(json.loads(done.stdout))
+    held, exact, small = ({term["name"]: term["bytes"] for term in each["terms"]} for each in weights)
+    assert held["weights"] < exact["weights"] / 2.2 and small["KV cache"] == held["KV cache"] // 2
+    storage = storage_of(checkpoints["fp8-channel"], "auto", keeps_quantized=False)
+    assert storage.of("attention.q") == 8 and storage.head == 16
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed", "int8"])

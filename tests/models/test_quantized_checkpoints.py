@@ -144,6 +144,7 @@ def damaged(folder, target, change):
         ),
         ("fp8-channel", lambda t: t.pop(f"{Q}.weight_scale"), r"q_proj\.weight_scale' is missing"),
         ("fp8-channel", lambda t: t.update({f"{Q}.weight_scale": torch.ones(3, 3, 3)}), r"q_proj\.weight_scale"),
+        ("int8", lambda t: t.update({f"{Q}.weight_zero_point": torch.ones(64, 1)}), "quantized symmetrically"),
         ("fp8-tensor", lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf), r"scales of '.*q_proj\.weight'"),
     ],
 )

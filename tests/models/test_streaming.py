@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from transect.models.fused_stack import FusedStack, Fusions
 from transect.models.load import allocated, fill
 from transect.models.storage import Storage
 from transect.models.streaming.plan import layer_bytes, plan_stream
+from transect.models.weights.dense import Dense
+from transect.models.weights.int4_serving import Int4Products, ServingInt4
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights.weight import Weight
 from transect.models.weights_dummy import dummy_weights
+from transect.ops.linear.packed import int4_matmul
 
 CONFIG = ModelConfig(
     architecture="llama", vocab_size=61, dim=32, n_layers=5, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48,
@@ -26,6 +30,11 @@ CONFIG = ModelConfig(
 MOE = dataclasses.replace(CONFIG, moe=MoEConfig(experts=4, per_token=2, expert_dim=16, dense_layers=(0,)))
 EVERYTHING = 1000.0
 STORAGE = Storage(linear=32, norm=32)
+
+
+def gated_by_torch(x, weight, outputs):
+    gate, up = int4_matmul.reference(x, weight, outputs).unflatten(-1, (-1, 2, 16)).unbind(2)
+    return torch.nn.functional.silu(gate.flatten(1)) * up.flatten(1)
 
 
 class Apart(Weight):
@@ -77,9 +86,11 @@ def plans(config=CONFIG, folder=None):
     return plan_stream(sizes, 1e-6, folder), plan_stream(sizes, EVERYTHING, folder)
 
 
+BY_TORCH = Int4Products(int4_matmul.reference, gated_by_torch)
+"""The kernels take seconds in the interpreter."""
 KINDS = {
     "dense": None,
-    "int4": kinds_for("int4", "cpu"),
+    "int4": lambda name: Dense if name == "head" else partial(ServingInt4, products=BY_TORCH),
     "fp8": kinds_for("fp8", "cpu"),
     "int8": kinds_for("int8", "cpu"),
     "unknown": lambda name: Apart,

@@ -99,9 +99,9 @@ def plain_onebit_adam(config, every):
             g = sum(gs)
             m = config.beta1 * m + (1 - config.beta1) * g
             v = config.beta2 * v + (1 - config.beta2) * g * g
-        else:
-            m = sums.sum([config.beta1 * m / ranks + (1 - config.beta1) * g for g in gs])
         root = (v / (1 - config.beta2 ** min(t, config.freeze_step))).sqrt() + config.eps
+        if t > config.freeze_step:
+            m = root * sums.sum([(config.beta1 * m / ranks + (1 - config.beta1) * g) / root for g in gs])
         flat -= config.learning_rate * m / (1 - config.beta1**t) / root
     return {name: part.view(SHAPES[name]) for name, part in zip(names, flat.split([960, 33]), strict=True)}
 
@@ -190,14 +190,16 @@ def test_onebit_lamb_is_its_formula():
     config, every = settings("onebit_lamb"), gradients_of(9, 2)
     name, c = "layers.0.mlp.up.weight", config
     w, shape = first_weights()[name], SHAPES[name]
-    m, v, vector = torch.zeros(shape), torch.zeros(shape), torch.zeros(33)
+    m, v, vector, v_vector = torch.zeros(shape), torch.zeros(shape), torch.zeros(33), torch.zeros(33)
     ratio, stretch, sums = 0.0, 1.0, PlainSums(993, 2)
     for t, step in enumerate(every, 1):
         before = m
         if t <= c.freeze_step:
             g = step[0][name] + step[1][name]
             m, v = c.beta1 * m + (1 - c.beta1) * g, c.beta2 * v + (1 - c.beta2) * g * g
-            vector = c.beta1 * vector + (1 - c.beta1) * (step[0]["norm.weight"] + step[1]["norm.weight"])
+            of_vector = step[0]["norm.weight"] + step[1]["norm.weight"]
+            vector = c.beta1 * vector + (1 - c.beta1) * of_vector
+            v_vector = c.beta2 * v_vector + (1 - c.beta2) * of_vector**2
             r = m / (1 - c.beta1**t) / ((v / (1 - c.beta2**t)).sqrt() + c.eps) + c.weight_decay * w
             now = w.norm() / r.norm()
             ratio = 0.9 * ratio + 0.1 * float(now)
@@ -206,7 +208,8 @@ def test_onebit_lamb_is_its_formula():
             continue
         both = torch.cat([m.reshape(-1), vector])
         own = [torch.cat([g[n].reshape(-1) for n in SHAPES]) for g in step]
-        both = sums.sum([c.beta1 * both / 2 + (1 - c.beta1) * g for g in own])
+        roots = (torch.cat([frozen.reshape(-1), v_vector]) / (1 - c.beta2**c.freeze_step)).sqrt() + c.eps
+        both = roots * sums.sum([(c.beta1 * both / 2 + (1 - c.beta1) * g) / roots for g in own])
         m, vector = both[:960].view(shape), both[960:]
         g = (m - c.beta1 * before) / (1 - c.beta1)
         v = c.beta2 * v + (1 - c.beta2) * g * g
@@ -254,15 +257,15 @@ def test_a_round_of_local_steps_is_its_formula():
     flat = torch.cat([start[name].reshape(-1) for name in SHAPES])
     m, v = (torch.cat([made.state[name][kind].reshape(-1) for name in SHAPES]) for kind in ("m", "v"))
     root = (v / (1 - c.beta2**VARIANCE_STEPS)).sqrt() + c.eps
-    own, moved = [m, m], [torch.zeros_like(m)] * 2
+    own, moved = [m / root, m / root], [torch.zeros_like(m)] * 2
     for step in every[VARIANCE_STEPS:]:
         for rank, given in enumerate(step):
             g = torch.cat([given[name].reshape(-1) for name in SHAPES])
-            own[rank] = c.beta1 * own[rank] + (1 - c.beta1) * 2 * g
+            own[rank] = c.beta1 * own[rank] + (1 - c.beta1) * 2 * g / root
             moved[rank] = moved[rank] + c.learning_rate * own[rank]
     together = PlainSums(len(flat), 2).sum([u / 2 for u in moved])
     decay = torch.cat([torch.full((math.prod(s),), c.weight_decay * (len(s) > 1)) for s in SHAPES.values()])
-    expected = (1 - 3 * c.learning_rate * decay) * flat - together / root
+    expected = (1 - 3 * c.learning_rate * decay) * flat - together
     for found, _ in on_threads(2, lambda group: trained(group, c, every)):
         torch.testing.assert_close(torch.cat([found[n].reshape(-1) for n in SHAPES]), expected, rtol=1e-4, atol=1e-5)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ..hardware.ceilings import Ceilings
 from ..models.config import ModelConfig
 from ..models.cost import Row, Storage, least_cost
+from ..models.layouts import held_layouts, storage_held
 from ..models.resolve import ModelSource
 from ..models.storage import storage_for
 
@@ -109,6 +110,8 @@ def storage_of(source: ModelSource, dtype: str, *, keeps_quantized: bool, quanti
     dense = 32.0 if dtype == "float32" else 16.0
     if source.kind != "gguf" or not keeps_quantized:
         storage = storage_for(int(dense) // 8, quantization, native=keeps_quantized)
+        if quantization is None and not keeps_quantized and dtype != "float32":
+            storage = storage_held(storage, held_layouts(source, gguf=False))
         return replace(storage, norm=16, activation=dense)
     sizes = {"head": [0, 0], "linear": [0, 0]}
     head = "token_embd.weight" if source.config.tied_embeddings else "output.weight"

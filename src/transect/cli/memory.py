@@ -9,6 +9,7 @@ import typer
 from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
+    from ..models.layouts import Layouts
     from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
@@ -218,6 +219,19 @@ def _stages(stages: list[StageMemory]) -> None:
     Console().print(table, highlight=False)
 
 
+def _layouts(source: ModelSource) -> Layouts:
+    """How the files of a model pack its matrices; nothing where there are no weights."""
+    from pathlib import Path
+
+    from ..models.layouts import held_layouts
+    from ..models.resolve import resolve
+
+    folder = Path(source.name)
+    if source.kind == "shape" and folder.is_dir() and any(folder.glob("*.safetensors")):
+        source = resolve(source.name)
+    return held_layouts(source)
+
+
 def _serve(
     source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool, link: float | None
 ) -> None:
@@ -229,6 +243,7 @@ def _serve(
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
     from ..engine.offload import planned_stream
     from ..models.cost import weight_bytes
+    from ..models.layouts import storage_held
     from ..models.memory.serving import ServingPlan
     from ..models.memory.terms import gib
     from ..models.storage import storage_for
@@ -242,6 +257,9 @@ def _serve(
     element = 4 if config.dtype == "float32" or kind == "cpu" else 2
     bytes_each = 4 if config.dtype == "float32" else 2
     storage = storage_for(bytes_each, config.quantization, native=kind == "cpu")
+    dequantized = config.dtype == "float32" or config.deterministic or config.cpu_offload_gb
+    if kind == "cuda" and config.quantization is None and not dequantized:
+        storage = storage_held(storage, _layouts(source))
     if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto" and config.quantization is None:
         weights = source.path.stat().st_size  # the C++ kernels keep the file's own blocks
     else:

@@ -46,6 +46,10 @@ def command(
         raise ValueError("give a TOML file to train by, or --resume")
     else:
         settings = TrainConfig.from_toml(config, changes)
+        # torchrun starts the same command again after a rank has ended: the run goes on.
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoint.list_steps(settings.run_dir):
+            found = checkpoint.newest(settings.run_dir)
+            print(f"transect: started again by torchrun, goes on from {found.path.name}", file=sys.stderr)
     if found is None and checkpoint.list_steps(settings.run_dir):
         raise ValueError(
             f"{settings.run_dir} holds a run already: go on with it by --resume --run {settings.run_dir}, or set "

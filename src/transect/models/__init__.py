@@ -29,6 +29,7 @@ Weights and names:
   published models without files
 * ``weights_hf.py``: safetensors in and out; ``weights_hf_moe.py``: the names of experts there;
   ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``;
+  ``quantized_codes.py``: the same packed; ``layouts.py``: how a model's checkpoint packs its matrices;
   ``quantize_out.py`` writes such
 * ``weights_gguf.py``: GGUF in, ``gguf_out.py``: out; ``weights_dummy.py``: random
 * ``grown.py``: tables with rows for new tokens

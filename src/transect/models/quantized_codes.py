@@ -106,6 +106,8 @@ def _words(
         return NONE
     in_order = torch.arange(inputs) // size
     index = in_order if order is None else all_of(order).long()
+    if len(index) != inputs:
+        return NONE
     columns_of = None if bool((index == in_order).all()) else torch.argsort(index, stable=True)
     if columns_of is not None and not bool((index[columns_of] == in_order).all()):
         return NONE  # groups of unequal size

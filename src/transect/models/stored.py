@@ -26,13 +26,13 @@ class Layout:
 
     format: Literal["fp8", "int8", "int4"]
     blocks: bool = False
-    """Of fp8: a scale for each 128 outputs by 128 inputs, else for each output."""
+    """In fp8: a scale for each 128 outputs by 128 inputs, else for each output."""
     group: int = 0
-    """Of int4: inputs that share a scale and a zero."""
+    """In int4: inputs that share a scale and a zero."""
     ordered: bool = False
-    """Of int4: the inputs of a group are not neighbours (act-order)."""
+    """In int4: the inputs of a group are not neighbours (act-order)."""
     rounds_inputs: bool = True
-    """Of 8 bits: who made it expects activations to be rounded too."""
+    """In 8 bits: who made it expects activations to be rounded too."""
     blocks_of_gguf: bool = False
     """It is read from blocks of a GGUF file, which the C++ kernels take as they are."""
 
@@ -47,7 +47,7 @@ class Codes8:
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Memory of codes and scales."""
         return self.codes.nbytes + self.scale.nbytes
 
 
@@ -65,7 +65,7 @@ class Codes4:
 
     @property
     def nbytes(self) -> int:
-        """As a file has them, two codes in a byte."""
+        """Bytes in a file, which has two codes in one."""
         return self.codes.numel() // 2 + self.scale.nbytes
 
 

@@ -218,6 +218,12 @@ def _scaled(
     inverse = f"{prefix}.weight_scale_inv" in found
     scale = side(found, prefix, "weight_scale_inv" if inverse else "weight_scale")
     outputs, inputs = codes.shape
+    zero = found.get(f"{prefix}.weight_zero_point")
+    if zero is not None and bool(all_of(zero).float().any()):
+        raise ValueError(
+            f"{zero.path}: the tensor {zero.name!r} holds zero points, and 8 bits are read without: take a checkpoint "
+            "that was quantized symmetrically"
+        )
     try:
         spread(torch.ones(scale.shape), outputs, inputs, block)
     except ValueError as error:

@@ -162,7 +162,7 @@ class Shard:
         return Part(self.vocabulary if module in ("embed", "head") else ALL, ALL)
 
     def _expert_part(self, inner: str, shape: tuple[int, ...]) -> Part | None:
-        """Of the matrices or the biases of all experts of a layer."""
+        """The part of the matrices or the biases of all experts of a layer."""
         assert self.model.moe is not None
         experts = self.model.moe.experts
         if self.expert_ranks > 1:
@@ -175,7 +175,7 @@ class Shard:
         return None if self.rank else Part(ALL, ALL)  # one rank adds the bias
 
     def _head_part(self, name: str, shape: tuple[int, ...]) -> Part:
-        """Of what a layer has beside its matrices."""
+        """The part of what a layer has beside its matrices."""
         module = name.removesuffix(".weight")
         if module in CUT_HEADS and (module == "attention.sinks" or self.model.qk_norm_whole):
             return Part(self._even(shape[0], CUT_HEADS[module]), ALL)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, Plan, parallelize
 from ..parallel.pipeline import Pipeline
+from ..parallel.pulse import Pulse, default_store
 from ..parallel.replicas import Replicas
 from ..parallel.schedule import schedule
 from ..parallel.sharded import Sharded
@@ -62,6 +63,20 @@ class Crew:
         self.mesh = None if world is None else Mesh(world, layout)
         self.parallel: Parallel | None = None
         self._token_loss: TokenLoss | None = None
+        timeout = config.parallel.timeout
+        watched = world is not None and world.size > 1 and timeout > 0
+        self.pulse = Pulse(default_store(), world.rank, world.size, timeout) if world and watched else None
+        self._step = 0
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Around a run: one that hangs is ended with a message after ``parallel.timeout`` (``parallel/pulse.py``)."""
+        return nullcontext() if self.pulse is None else self.pulse.watching()
+
+    def at(self, what: str, step: int | None = None, *, alone: bool = False) -> None:
+        """Say what this rank is at, for ``watching``; ``alone``: it waits for nobody there."""
+        self._step = self._step if step is None else step
+        if self.pulse is not None:
+            self.pulse.at(self._step, what, alone=alone)
 
     @property
     def rank(self) -> int:
@@ -239,11 +254,13 @@ class Crew:
         else:
             todo = [(index, batch) for index, batch in todo if batch.num_labels]
         for number, (index, batch) in enumerate(todo, 1):
+            self.at(f"micro-batch {number} of {len(todo)}")
             last = number == len(todo) and not own
             with spread.last() if last else nullcontext():
                 _backward(loss_of(index, batch), batches[index].num_labels / labels, losses[index])
             if not last:
                 spread.collect()
+        self.at("the sums of gradients")
         gradients = spread.local() if own and isinstance(spread, Replicas) else spread.reduce()
         self.mesh.replicas.all_reduce(losses)
         return gradients
@@ -257,6 +274,7 @@ class Crew:
 
     def any(self, flag: bool) -> bool:
         """Whether a rank says so; all ask together."""
+        self.at("the question whether to go on")
         return flag if self.world is None else any(self.world.exchange(flag))
 
     def mean(self, numbers: Mapping[str, float]) -> Mapping[str, float]:

@@ -220,6 +220,7 @@ class Trainer:
             TrainingStopped: the loss or a gradient is not finite, or the loss has jumped.
         """
         begin = time.perf_counter()
+        self.crew.at("its passes", self.steps_done + 1)
         before = copy(self.objective.position)
         batches = self.objective.batches(self.steps_done)
         labels = sum(batch.num_labels for batch in batches)
@@ -236,6 +237,7 @@ class Trainer:
         if early:
             finite = 0 * (losses.sum() + norm)
             self.optimizer.step(rate, finite + (1.0 if scale is None else scale))
+        self.crew.at("the update")
         values = seen.wait()
         taken = self._check(values[:-1], values[-1], before, on_device, labels)
         if taken and not early:
@@ -280,7 +282,7 @@ class Trainer:
             ValueError: a checkpoint could not be written.
         """
         config = self.config
-        with Writer(config.run_dir, config.keep, self.crew.rank) as writer:
+        with Writer(config.run_dir, config.keep, self.crew.rank) as writer, self.crew.watching():
             saved = self._taken_up_at
             if saved >= 0:
                 writer.point(self.best.step)
@@ -317,6 +319,7 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, on the CPU; of several ranks, which all ask together, this one's part."""
+        self.crew.at("a checkpoint", alone=True)
         self.optimizer.settle()
         write = self.crew.snapshot(self.trainable)
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.state(self.optimizer).items()}
@@ -429,6 +432,7 @@ class Trainer:
 
     def _evaluated(self, listeners: Sequence[Listener]) -> bool:
         """Whether a measurement was the best so far."""
+        self.crew.at("the evaluation", alone=True)
         record = self.evaluate()
         if record is None:
             return False
@@ -437,6 +441,7 @@ class Trainer:
         return self.best.see(record.loss, record.step, self.config.min_gain)
 
     def _sampled(self, samples: Samples, listeners: Sequence[Listener]) -> None:
+        self.crew.at("samples", alone=True)
         for record in samples.draw(self.steps_done):
             for listener in listeners:
                 listener.sample(record)

@@ -142,7 +142,7 @@ def exchange_bytes(numbers: int, ranks: int, plan: TrainingPlan) -> tuple[int, i
     owed; own momentum, what was sent, what came back."""
     if plan.optimizer not in ONE_BIT:
         return 0, 0
-    return (16 if plan.optimizer == "zero_one_adam" else 8) * numbers + 4 * numbers // ranks, 12 * numbers
+    return (20 if plan.optimizer == "zero_one_adam" else 12) * numbers + 4 * numbers // ranks, 12 * numbers
 
 
 def _by_muon(name: str, shape: tuple[int, ...]) -> bool:

@@ -122,7 +122,7 @@ class ServingInt4(Weight):
 
     arranged: Tensor
     order: Tensor | None
-    """Of the columns: the inputs that they are for, where a checkpoint's groups are not of neighbours (act-order)."""
+    """The inputs that the columns are for, where a checkpoint's groups are not of neighbours (act-order)."""
 
     def __init__(
         self,

@@ -55,3 +55,13 @@ class Upload:
         with torch.cuda.stream(self._stream):
             target.copy_(made, non_blocking=True)
         slot.busy_until(self._stream)
+
+    def whole(self, name: str, values: Tensor) -> None:
+        """Send all of a parameter, from pinned memory that stays as it is until ``wait``."""
+        with torch.cuda.stream(self._stream):  # None: on the host, at once
+            self._flat[name].copy_(values, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait until all that was sent is there."""
+        if self._stream is not None:
+            self._stream.synchronize()

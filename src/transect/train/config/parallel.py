@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -35,6 +36,8 @@ class ParallelConfig:
             run lasts (ZeRO-Infinity); empty: host memory.
         delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
             old. It is faster, and another method: losses differ a little.
+        timeout: seconds without progress of any rank after which a run that hangs is ended, with a message that says
+            where each rank is; 0: never. A checkpoint, an evaluation and samples may take longer.
     """
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {"nvme_path": "offload_path"}
@@ -51,9 +54,12 @@ class ParallelConfig:
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
+    timeout: float = 300.0
 
     def __post_init__(self) -> None:
         positive(self, "data", "tensor", "pipeline", "chunks", "context")
+        if not (math.isfinite(self.timeout) and self.timeout >= 0):
+            raise ValueError(f"parallel.timeout must be 0 or a number of seconds, not {self.timeout}")
         if self.zero and self.data == 1:
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
         if self.sequence and self.tensor == 1:

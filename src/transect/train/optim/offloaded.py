@@ -104,13 +104,18 @@ class OffloadedAdamW(Optimizer):
         self._upload = Upload(parameters, device, offload.most)
         self._drain = self._new_drain(threads)
         self._other = self._new_drain(threads) if offload.delay else None
+        self._made: dict[str, Tensor] = {}
+        """With ``delay``: weights that a step has made, on their way to the parameters."""
+        if offload.delay:
+            gpu = device.type == "cuda"
+            self._made = {n: host_tensor((p.numel(),), p.dtype, pin=gpu) for n, p in parameters.items()}
         self._team = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if offload.delay else None
         self._step: Future[None] | None = None
         self._free = threading.Event()
         """Nobody reads the states."""
         self._free.set()
-        self._stale = False
-        """A step that was delayed has not reached the parameters."""
+        self._stale: set[str] = set()
+        """What a delayed step has changed, before it has reached the parameters."""
         if offload.watch:
             for name, parameter in parameters.items():
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))  # type: ignore[misc]
@@ -178,16 +183,16 @@ class OffloadedAdamW(Optimizer):
         )
         if self._team is None:
             with self._upload.begun():
-                self._walk(dict(gradients), step, upload=True)
+                self._walk(dict(gradients), step)
             return
         assert self._other is not None
         self.settle()
         self._drain, self._other = self._other, self._drain
-        self._step = self._team.submit(self._walk, dict(gradients), step, upload=False)
-        self._stale = True
+        self._step = self._team.submit(self._walk, dict(gradients), step)
+        self._stale = set(gradients)
 
     @torch.no_grad()
-    def _walk(self, gradients: Mapping[str, Tensor], step: HostStep, *, upload: bool) -> None:
+    def _walk(self, gradients: Mapping[str, Tensor], step: HostStep) -> None:
         self._free.wait()
         flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
         wanted = [n for n, group in enumerate(self.states.groups) if any(p.name in flat for p in group.pieces)]
@@ -197,7 +202,9 @@ class OffloadedAdamW(Optimizer):
                     continue
                 weight, m, v = (states[kind][piece.place] for kind in (WEIGHT, FIRST, SECOND))
                 gradient, decay = flat[piece.name][piece.begin : piece.end], self.decay(piece.name)
-                with self._upload.piece(piece) if upload else nullcontext() as out:
+                made = self._made.get(piece.name)
+                later = None if made is None else nullcontext(made[piece.begin : piece.end])
+                with later or self._upload.piece(piece) as out:
                     self.kernels.step(gradient, weight, m, v, out, step, decay)
 
     @torch.no_grad()
@@ -208,11 +215,10 @@ class OffloadedAdamW(Optimizer):
             self._step = None
         if self._stale:
             with self._upload.begun():
-                for group, states in self.states.walk(range(len(self.states.groups))):
-                    for piece in group.pieces:
-                        with self._upload.piece(piece) as out:
-                            out.copy_(states[WEIGHT][piece.place])
-            self._stale = False
+                for name in self._stale:
+                    self._upload.whole(name, self._made[name])
+            self._upload.wait()
+            self._stale = set()
 
     # States in and out
 

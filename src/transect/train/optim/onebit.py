@@ -3,20 +3,22 @@ r"""1-bit Adam: AdamW whose momentum is summed over ranks in one bit a number (T
 The first ``freeze_step`` steps are AdamW's. Then v stays as it is, and with g_i the part of the gradient that rank i of
 n has (they add up to the gradient):
 
-    m <- S(b1 m / n + (1 - b1) g_i)        w <- (1 - lr decay) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^T)) + eps)
+    d = sqrt(v / (1 - b2^T)) + eps
+    z <- S(b1 z / n + (1 - b1) g_i / d)        w <- (1 - lr decay) w - lr / (1 - b1^t) * z
 
 S is a sum of signs and scales that makes its errors good later (``parallel/compressed.py``), and T is ``freeze_step``.
-Numbers whose v is 0 have had no gradient, and would take steps of m / eps: they are left alone. The norm that
+z is m / d. The paper sums m and divides by d afterwards; but numbers that share a scale may have very different d, as
+rows of an embedding have, and small ones would take steps far too large. All of z are of about one size.
+Numbers whose v is 0 have had no gradient and are left alone. The norm that
 gradients are clipped by is then the root of the mean of the ranks' squared norms, sqrt(n sum_i |g_i|^2): the norm of
 their sum would need the sum.
 
-Whatever dtype the weights have, m is float32 in all compressed steps, on every rank. With ``zero`` 1 a rank has v
-and the master weights of its own parameters alone, and weights travel whole after a step, as ever.
+Whatever dtype the weights have, z and d are float32, on every rank. With ``zero`` 1 a rank has the states and master
+weights of its own parameters alone beside these, and weights travel whole after a step, as ever.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -36,7 +38,9 @@ class OneBitAdam(Optimizer):
     sums: SignSums | None = None
     """What momentum is summed by, from the first compressed step on."""
     _momentum: Tensor | None = None
-    """All ranks' ``m``, of all parameters one behind the other, float32."""
+    """z of all parameters one behind the other, float32, the same on every rank."""
+    _root: Tensor | None = None
+    """d, in the same order."""
     _group = Group.alone()
     _all: Mapping[str, nn.Parameter] | None = None
 
@@ -83,30 +87,29 @@ class OneBitAdam(Optimizer):
             gradient = given.get(name, parameter.grad)
             if gradient is not None:
                 part.copy_(gradient.reshape(-1))
-        own.mul_(1 - self.config.beta1 if scale is None else (1 - self.config.beta1) * scale)
+        own.div_(self.root).mul_(1 - self.config.beta1 if scale is None else (1 - self.config.beta1) * scale)
         own.add_(before, alpha=self.config.beta1 / self._group.size)
         assert self.sums is not None
         now = self.sums.sum(own)
-        for name, m, old in zip(self.everything, self._split(now), self._split(before), strict=True):
+        for name, z, old in zip(self.everything, self._split(now), self._split(before), strict=True):
             if name in self.parameters:
-                self._apply(name, m, old, factor)
+                self._apply(name, z, old, factor)
         self._momentum = now
 
-    def _apply(self, name: str, m: Tensor, before: Tensor, factor: float) -> None:
-        """Take the step of one parameter; ``m`` and ``before``: its momentum now and one step ago, ``[numbers]``."""
+    def _apply(self, name: str, z: Tensor, before: Tensor, factor: float) -> None:
+        """Take the step of one parameter; ``z`` and ``before``: its momentum over d now and one step ago."""
         parameter, state = self.parameters[name], self.state[name]
         kept = state.get("master", parameter)
         weight = kept.detach().float()
         rate = self.config.learning_rate * factor
         weight.mul_(1 - rate * self.decay(name))
-        weight.sub_(self.direction(m.view_as(weight), state["v"].float()), alpha=rate)
+        weight.sub_(self.direction(name, z), alpha=rate)
         self._put(name, kept, weight)
 
-    def direction(self, m: Tensor, v: Tensor, correction: float | None = None) -> Tensor:
-        """What a step is in proportion to, with v as it was at ``freeze_step``; ``correction``: 1 - b1^t if None."""
-        config = self.config
-        root = v.sqrt().div_(math.sqrt(1 - config.beta2 ** max(1, config.freeze_step)))
-        found = m.div(1 - config.beta1**self.steps if correction is None else correction).div_(root.add_(config.eps))
+    def direction(self, name: str, z: Tensor, correction: float | None = None) -> Tensor:
+        """What a step is in proportion to, like the parameter; ``correction``: 1 - b1^t if None."""
+        v = self.state[name]["v"]
+        found = z.view_as(v) / (1 - self.config.beta1**self.steps if correction is None else correction)
         return found.masked_fill_(v == 0, 0.0)
 
     def _put(self, name: str, kept: Tensor, weight: Tensor) -> None:
@@ -118,31 +121,47 @@ class OneBitAdam(Optimizer):
         if kept is not self.parameters[name]:
             self.parameters[name].copy_(kept)
 
+    @property
+    def root(self) -> Tensor:
+        """d of all parameters."""
+        assert self._root is not None
+        return self._root
+
     def momentum(self) -> Tensor:
-        """All parameters' m; made of the states of all ranks when compressed steps begin."""
+        """z of all parameters; made of the states of all ranks when compressed steps begin."""
         if self._momentum is None:
-            device = next(iter(self.everything.values())).device
-            numbers = sum(parameter.numel() for parameter in self.everything.values())
-            found = torch.zeros(numbers, device=device)
-            for name, part in zip(self.everything, self._split(found), strict=True):
-                if name in self.parameters:
-                    part.copy_(self.state[name]["m"].reshape(-1))
-            if len(self.parameters) < len(self.everything):
-                self._group.all_reduce(found)
-            self._momentum = found
-            self.sums = self.sums or SignSums(self._group, numbers, device)
+            self._root = self._flat("v").div_(1 - self.config.beta2**self.variance_steps).sqrt_().add_(self.config.eps)
+            self._momentum = self._flat("m").div_(self._root)
+            self.sums = self.sums or SignSums(self._group, len(self._root), self._root.device)
         return self._momentum
+
+    @property
+    def variance_steps(self) -> int:
+        """How many steps have gone into v."""
+        return self.config.freeze_step
+
+    def _flat(self, kind: str) -> Tensor:
+        """A state of all parameters, float32, on every rank."""
+        device = next(iter(self.everything.values())).device
+        found = torch.zeros(sum(parameter.numel() for parameter in self.everything.values()), device=device)
+        for name, part in zip(self.everything, self._split(found), strict=True):
+            if name in self.parameters:
+                part.copy_(self.state[name][kind].reshape(-1))
+        if len(self.parameters) < len(self.everything):
+            self._group.all_reduce(found)
+        return found
 
     def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
         """The part of each parameter, in their order."""
         return flat.split([parameter.numel() for parameter in self.everything.values()])
 
+    @torch.no_grad()
     def settle(self) -> None:
         if self._momentum is not None:
-            for name, part in zip(self.everything, self._split(self._momentum), strict=True):
+            for name, part in zip(self.everything, self._split(self._momentum * self.root), strict=True):
                 if name in self.parameters:
                     self.state[name]["m"].copy_(part.view_as(self.state[name]["m"]))
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        self._momentum = self.sums = None
+        self._momentum = self._root = self.sums = None
         super().load_state_tensors(tensors, steps)

@@ -6,11 +6,12 @@ The first ``VARIANCE_STEPS`` are all of them, the next as many are every second,
 
 Local steps: from ``freeze_step`` on a rank steps by its own momentum, and every ``sync_every`` steps all agree:
 
-    m_i <- b1 m_i + (1 - b1) n g_i        w_i <- w_i - lr m_i / (sqrt(v) + eps)        u_i <- u_i + lr m_i
-    agree:  u = S(u_i / n)    w <- (1 - (sum of lr) decay) w_0 - u / (sqrt(v) + eps)    m <- u / (sum of lr)    u_i <- 0
+    z_i <- b1 z_i + (1 - b1) n g_i / d        w_i <- w_i - lr z_i        u_i <- u_i + lr z_i
+    agree:  u = S(u_i / n)        w <- (1 - (sum of lr) decay) w_0 - u        z <- u / (sum of lr)        u_i <- 0
 
-S is a sum of signs (``parallel/compressed.py``), w_0 the weights when the ranks last agreed. Between agreements their
-weights differ a little; a checkpoint makes them agree first. With ``sync_every`` 1 every step agrees.
+d is sqrt(v) + eps, and z is m / d, as in ``onebit.py``. S is a sum of signs (``parallel/compressed.py``), w_0 the
+weights when the ranks last agreed. Between agreements their weights differ a little; a checkpoint makes them agree
+first. With ``sync_every`` 1 every step agrees.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class ZeroOneAdam(OneBitAdam):
         return self.frozen or not learns_variance(self.steps)
 
     @property
+    def variance_steps(self) -> int:
+        return sum(map(learns_variance, range(min(self.steps, self.config.freeze_step)))) or 1
+
+    @property
     def frozen(self) -> bool:
         """Whether the variance stays as it is from now on."""
         return self.steps >= self.config.freeze_step
@@ -77,14 +82,15 @@ class ZeroOneAdam(OneBitAdam):
         moved = self._moved
         share = (1 - config.beta1) * self._group.size
         m.mul_(config.beta1)
+        roots = self._split(self.root)
         given = self._sums if self._sums else self.gradients()
         rate = config.learning_rate * factor
-        for (name, parameter), part in zip(self.everything.items(), self._split(m), strict=True):
+        for (name, parameter), part, root in zip(self.everything.items(), self._split(m), roots, strict=True):
             gradient = given.get(name, parameter.grad)
             if gradient is not None:
-                part.add_(self.widened(gradient.reshape(-1).clone(), scale), alpha=share)
+                part.add_(self.widened(gradient.reshape(-1).clone(), scale).div_(root), alpha=share)
             kept = self._kept(name)
-            self._put(name, kept, kept.detach().clone().sub_(self._divided(name, part), alpha=rate))
+            self._put(name, kept, kept.detach().clone().sub_(self.direction(name, part, 1.0), alpha=rate))
         moved.add_(m, alpha=rate)
         self._rates += rate
         self._since += 1
@@ -99,7 +105,7 @@ class ZeroOneAdam(OneBitAdam):
         for name, first, step in zip(self.everything, self._split(before), self._split(together), strict=True):
             kept = self._kept(name)
             weight = first.view_as(kept) * (1 - self._rates * self.decay(name))
-            self._put(name, kept, weight.sub_(self._divided(name, step)))
+            self._put(name, kept, weight.sub_(self.direction(name, step, 1.0)))
         if self._rates > 0:
             self._momentum = together / self._rates
         moved.zero_()
@@ -108,11 +114,6 @@ class ZeroOneAdam(OneBitAdam):
     def _kept(self, name: str) -> Tensor:
         """Where a weight is kept in float32."""
         return self.state[name].get("master", self.parameters[name])
-
-    def _divided(self, name: str, flat: Tensor) -> Tensor:
-        """``flat`` of a parameter over the root of its variance."""
-        v = self.state[name]["v"].float()
-        return self.direction(flat.view_as(v), v, 1.0)
 
     @torch.no_grad()
     def settle(self) -> None:

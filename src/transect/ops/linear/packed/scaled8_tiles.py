@@ -237,7 +237,7 @@ class Products8:
         dtype: torch.dtype = torch.bfloat16,
         tiling: Tiling | None = None,
     ) -> Tensor:
-        """Of rows that are rounded: codes ``a`` int8 ``[T, I]`` and ``x_scale`` as ``rounded`` gives them."""
+        """The product of rows that are rounded already: ``a`` and ``x_scale`` are what ``rounded`` gives."""
         if reason := refusal(a, codes, scale):
             raise ValueError(f"scaled8: {reason}")
         (m, k), n = a.shape, codes.shape[0]

@@ -1,0 +1,86 @@
+"""The table of training with states in host memory and on a disk, from ``results/h200/train_offload_*.json``
+(``train_offload.py``)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import record
+
+PARTS = ("memory", "accumulate", "delayed", "disk")
+
+
+def results() -> list[dict[str, Any]]:
+    """Those that were measured."""
+    files = [record.RESULTS / "h200" / f"train_offload_{part}.json" for part in PARTS]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def way(result: dict[str, Any]) -> str:
+    """What differs from run to run."""
+    where = "a disk" if result["part"] == "disk" else "host memory"
+    times = result.get("accumulate", 1)
+    batch = f"{times} x {result['steps'][0]['tokens'] // times:,} tokens"
+    return f"{result['model']}, states on {where}, {batch}{', delayed' if result.get('delayed') else ''}"
+
+
+def table() -> str:
+    """Each run beside the floors of its parts."""
+    lines = [
+        "| run | tok/s | step, s (min to max) | until the norm, s (floor) | AdamW, s (floor) | floor over step | GPU "
+        "memory, predicted and measured |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = results()
+    for result in found:
+        step, floors, steps = result["step_seconds"], result["floors"], result["steps"][1:]
+        middle = sorted(steps, key=lambda one: one["seconds"])[len(steps) // 2]
+        first = max(floors["gpu"], floors["gradients to the host"])
+        second = max(floors["adamw"], floors["weights to the device"], floors.get("disk", 0.0))
+        lines.append(
+            f"| {way(result)} | {result['tokens_per_second']:,.0f} | {step['median']:.2f} ({step['min']:.2f} to "
+            f"{step['max']:.2f}) | {middle['to_the_norm']:.2f} ({first:.2f}) | {middle['adamw']:.2f} ({second:.2f}) | "
+            f"{result['share_of_sequential_floor']:.0%} | {result['predicted_bytes'] / 1e9:.1f} and "
+            f"{result['peak_bytes'] / 1e9:.1f} GB |"
+        )
+    return "\n".join([*lines, "", *map(rates, found[:1]), *filter(None, map(disk, found)), origin(found)]) + "\n"
+
+
+def rates(result: dict[str, Any]) -> str:
+    """What the machine gave in the same run."""
+    kernel, link = result["rates"]["adamw"][0], result["rates"]["link"]
+    return (
+        f"In the same run the C++ AdamW took {kernel['numbers_per_second'] / 1e9:.1f} billion numbers a second on "
+        f"{kernel['threads']} cores ({kernel['bytes_per_second'] / 1e9:.0f} GB/s), torch's fused AdamW "
+        f"{kernel['torch_fused_numbers_per_second'] / 1e9:.1f}, and "
+        f"{kernel['torch_fused_and_rounding_numbers_per_second'] / 1e9:.1f} with the rounding to bfloat16 that the "
+        f"kernel does on its way; the link gave {link['to_host'] / 1e9:.0f} GB/s to the host and "
+        f"{link['to_device'] / 1e9:.0f} GB/s to the device.\n"
+    )
+
+
+def disk(result: dict[str, Any]) -> str:
+    """The rate of the disk, and what of it a step used."""
+    if result["part"] != "disk":
+        return ""
+    rate = result["rates"]["disk"]
+    return (
+        f"The disk read {rate['read'] / 1e9:.2f} GB/s, wrote {rate['write'] / 1e9:.2f} GB/s, and moved "
+        f"{rate['both'] / 1e9:.2f} GB/s when asked for both; a step moved "
+        f"{result['disk_bytes_per_second'] / 1e9:.2f} GB/s.\n"
+    )
+
+
+def origin(found: list[dict[str, Any]]) -> str:
+    """Where the numbers come from."""
+    machine = found[0]["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return (
+        f"`python benchmarks/train_offload.py OUT.json --part memory` on one NVIDIA H200 held to {found[0]['limit']}, "
+        f"{machine['cores']} cores of an {machine['processor']}, Python {machine['python']}, {versions}, "
+        f"{record.made_at(result['environment'] for result in found)}: random weights and tokens, bfloat16 with "
+        f"float32 master weights, medians of {found[0]['step_seconds']['runs']} steps after the first. Floors: the GPU "
+        "at 750 TFLOP/s, AdamW at the best rate of host memory in the run; the processor begins when the norm is "
+        "known."
+    )
