@@ -82,7 +82,8 @@ def states() -> str:
     return (
         f"States of {result['numbers'] / 1e6:.0f} million numbers in a file, without a model: AdamW moved "
         f"{middle['bytes_per_second'] / 1e9:.1f} GB/s to and from the disk, which gave "
-        f"{middle['disk']['both'] / 1e9:.1f} GB/s just before when asked to read and write at once ({middle['share']:.0%}; "
+        f"{middle['disk']['both'] / 1e9:.1f} GB/s just before when asked to read and write at once "
+        f"({middle['share']:.0%}; "
         f"{min(row['share'] for row in rows):.0%} to {max(row['share'] for row in rows):.0%} over {len(rows)} steps; "
         f"`python benchmarks/train_offload.py OUT.json --part states` on {machine['cores']} cores of an "
         f"{machine['processor']}, {record.made_at([machine])}).\n"
