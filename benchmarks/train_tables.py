@@ -97,7 +97,8 @@ MODELS = {"1b": "Llama-3.2-1B", "8b": "Llama-3.1-8B"}
 def spread(*results: dict[str, Any]) -> str:
     """Training on several GPUs: rates, what the links cost, and peak memory."""
     lines = [
-        "| model | how | tok/s | over Transect on one GPU | step, ms (min to max) | sums and gathers, ms (exposed) | peak a rank |",
+        "| model | how | tok/s | over Transect on one GPU | step, ms (min to max) | sums and gathers, ms (exposed) | "
+        "peak a rank |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in (row for result in results for row in result["rows"]):
