@@ -33,12 +33,16 @@ def tensors_of(found):
 
 def same_runs(one, two):
     """Two results of ``curve`` agree: losses, norms, weights, the optimizer's state."""
-    (mine, found), (theirs, other) = one, two
+    same_curves(one[0], two[0])
+    here, there = tensors_of(one[1]), tensors_of(two[1])
+    assert here.keys() == there.keys()
+    for name in here:
+        torch.testing.assert_close(here[name], there[name], rtol=1e-3, atol=1e-5)
+
+
+def same_curves(mine, theirs):
+    """Losses and norms agree."""
     assert len(mine) == len(theirs)
     for column, tolerance in ((0, {"rtol": 0, "atol": 1e-5}), (1, {"rtol": 1e-3, "atol": 1e-6})):
         ours, ones = (torch.tensor([record[column] for record in log]) for log in (mine, theirs))
         torch.testing.assert_close(ours, ones, **tolerance)
-    here, there = tensors_of(found), tensors_of(other)
-    assert here.keys() == there.keys()
-    for name in here:
-        torch.testing.assert_close(here[name], there[name], rtol=1e-3, atol=1e-5)

@@ -145,14 +145,14 @@ def test_a_run_has_the_losses_of_one_without_and_goes_on_as_either(tmp_path, cha
         how = {"steps": steps, "run_dir": str(tmp_path / run), "schedule": {"kind": "constant"}, "log_to": []}
         return tiny_run(tmp_path, parallel=parallel, **how, **changes)
 
-    plain, _ = losses(config("plain", 6))
-    ours, _ = losses(config("ours", 6, offload="optimizer"))
+    plain, _ = losses(config("plain", 3))
+    ours, _ = losses(config("ours", 3, offload="optimizer"))
     close = {"abs": 1e-5} if not changes else {"abs": 5e-3}
     assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in plain], **close)
     assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in plain], rel=2e-3 if not changes else 3e-2)
-    first, found = losses(config("mixed", 2, offload="optimizer"))
-    second, found = losses(config("mixed", 4), found)
-    third, found = losses(config("mixed", 6, offload="optimizer", offload_path=str(tmp_path / "disk")), found)
+    first, found = losses(config("mixed", 1, offload="optimizer"))
+    second, found = losses(config("mixed", 2), found)
+    third, found = losses(config("mixed", 3, offload="optimizer", offload_path=str(tmp_path / "disk")), found)
     assert [loss for loss, _ in first + second + third] == pytest.approx([loss for loss, _ in plain], **close)
 
 

@@ -15,6 +15,7 @@ Parameters go by their names in the whole model, whatever the part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -297,7 +298,8 @@ class Parallel:
                 group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype, host=plan.host
             )
         else:
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype)
+            whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
+            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole)
         return self.spread.owned
 
     def actions(self, micro_batches: int) -> list[Action]:

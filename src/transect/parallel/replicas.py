@@ -37,6 +37,8 @@ class Replicas:
         parameters: all that are trained, by name.
         zero: 0, 1 or 2.
         reduce_dtype: what gradients are summed in.
+        sizes: numbers of each parameter to hand them out by, where ranks of other groups have other parts of the same
+            parameters and must hand them out alike; None: their own.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class Replicas:
         parameters: Mapping[str, nn.Parameter],
         zero: int = 0,
         reduce_dtype: torch.dtype = torch.float32,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
         self.parameters = dict(parameters)
-        sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        own = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        sizes = own if sizes is None else {name: sizes[name] for name in own}
         self.owner = owners(sizes, group.size) if zero else dict.fromkeys(self.parameters, group.rank)
         self._sums: dict[str, Tensor] = {}
         self._buckets = _buckets(self.parameters, self.owner, zero == 2)

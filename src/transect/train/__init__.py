@@ -19,7 +19,7 @@
   ``perplexity.py``, ``harness.py``: how good a model
   is, measured through the engine.
 * ``loss.py``: the fused loss; ``balance.py``: losses that keep experts busy. ``optim/``: AdamW, 8-bit AdamW, Muon.
-  ``schedule.py``: the learning rate.
+  ``schedule.py``: the learning rate. ``layer_drop.py``: layers that are left out of steps.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories; ``parts.py``: of several ranks;
   ``stored_state.py``: their tensors. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.

@@ -31,6 +31,7 @@ from ..parallel.sharded import Sharded
 from ..parallel.world import World
 from .batches import Batch
 from .config import TrainConfig
+from .layer_drop import check as check_layers
 from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
 from .optim import Offload, OneBitAdam, Optimizer
@@ -323,6 +324,7 @@ def check(config: TrainConfig) -> None:
     Raises:
         ValueError: it cannot; the message names the nearest way that works.
     """
+    check_layers(config)
     parallel = config.parallel
     if parallel.offload != "none":
         _check_offload(config)

@@ -69,6 +69,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         backend="cpu" if device.type == "cpu" else "gpu",
         merged=(
             config.merged
+            and config.layer_keep == 1.0
             and device.type == "cuda"
             and not refusal_to_merge(model)
             and not (adapted and config.lora.refuses_merging())

@@ -47,6 +47,7 @@ from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_tensor
 from .identity import base_identity, compare
+from .layer_drop import dropping
 from .lora import take_adapter
 from .memory import fit
 from .merged_layers import stack_of
@@ -174,6 +175,9 @@ class Trainer:
         merged = config.merged and config.parallel.context == 1
         for part in self.crew.parts(self.model):
             part.stack = stack_of(part, self.memory.checkpointing, merged, self.memory.whole)
+        if config.layer_keep < 1:
+            recompute = self.memory.checkpointing != "none"
+            self.model.stack = dropping(self.model, config.seed, config.layer_keep, self._place, recompute=recompute)
         # It measures the model as the run began, so what a checkpoint brings comes after it.
         self.objective: Objective = build_objective(config, self.trainable)
         if checkpoint is not None:
@@ -256,6 +260,10 @@ class Trainer:
             extra={**self.crew.mean(self.objective.metrics()), **({} if taken else {"skipped": 1.0})},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
+
+    def _place(self) -> tuple[int, int]:
+        """The step under way, from 0, and the steps of the run."""
+        return self.steps_done, self.config.steps
 
     def _loss(self, index: int, batch: Batch) -> Tensor:
         """The mean loss of micro-batch ``index`` of the step under way."""

@@ -50,6 +50,9 @@ class TrainConfig:
             ``selective`` recomputes the MLP's inner activations, ``full`` whole layers; ``auto`` takes the first of
             these that fits.
         memory: how much of the device's memory the run may use, such as ``24GB``; empty: what is free.
+        layer_keep: the share of the last layers that is kept towards the end of a run; less than 1 leaves layers out of
+            steps, more of them the later they are in the model and the run (progressive layer dropping). Layers then
+            run operator by operator.
         merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
             model is of that kind; false: operator by operator.
         on_spike: what happens when the loss jumps and the model, not the batch, is the cause: ``warn`` and go on,
@@ -80,6 +83,7 @@ class TrainConfig:
     precision: Precision = "float32"
     checkpointing: Checkpointing = "auto"
     memory: str = ""
+    layer_keep: float = 1.0
     merged: bool = True
     on_spike: Literal["warn", "skip", "stop"] = "warn"
     seed: int = 0
@@ -112,6 +116,8 @@ class TrainConfig:
             raise ValueError("give steps or epochs, not both")
         if not self.epochs and not self.steps:
             object.__setattr__(self, "steps", 100)
+        if not 0 < self.layer_keep <= 1:
+            raise ValueError(f"layer_keep is a share, more than 0 and at most 1, not {self.layer_keep}")
         positive(self, "accumulate", "keep", *([] if self.epochs else ["steps"]))
         if unknown := sorted(set(self.log_to) - set(PLACES)):
             raise ValueError(f"log_to knows {', '.join(PLACES)}, not {', '.join(unknown)}")
