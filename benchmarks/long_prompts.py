@@ -120,6 +120,34 @@ def engine(name: str, folder: Path) -> dict[str, Any]:
     return {"seconds": record.summary(times), "floor_s": least, "vllm_s": VLLM.get(name)}
 
 
+def page(result: dict[str, Any]) -> str:
+    """For a page: attention through pages before and now, and prompts of 12,000 tokens."""
+    before = result["before"]
+    lines = ["| chunk of 4,096 queries | ours | of floor | before | torch, keys side by side |", "|---" * 5 + "|"]
+    for name, each in result["kernel"].items():
+        model, context = name.split(" at ")
+        heads, kv_heads, d = HEADS[model]
+        old, torchs = before["kernel"].get(name), each["torch_s"]
+        cells = [f"{1e3 * each['seconds']:.2f} ms", f"{each['of_floor']:.0%}"]
+        cells += ["" if value is None else f"{1e3 * value:.2f} ms" for value in (old and old["seconds"], torchs)]
+        lines.append(
+            f"| {heads} heads of {d}, {kv_heads} key heads, {int(context):,} positions | " + " | ".join(cells) + " |"
+        )
+    lines += ["", "| 12 prompts of 12,000 tokens | ours | of floor | before | vLLM 0.24 (apart) |", "|---" * 5 + "|"]
+    for name, each in result["engine"].items():
+        median = each["seconds"]["median"]
+        old = before["engine"][name]["seconds"]["median"]
+        share = each["floor_s"] / median
+        lines.append(f"| {name} | {median:.2f} s | {share:.0%} | {old:.2f} s | {each['vllm_s']:.2f} s |")
+    machine = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    lines.append(
+        f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at([machine])}; before: commit "
+        f"{before['commit']}.\n"
+    )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["kernel", "engine"])

@@ -1,5 +1,5 @@
-"""The table of training with states in host memory and on a disk, from ``results/h200/train_offload_*.json``
-(``train_offload.py``)."""
+"""The table of training with states in host memory and on a disk, from ``results/h200/train_offload_*.json`` and
+``results/cpu/train_offload_states.json`` (``train_offload.py``)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def table() -> str:
             f"{result['share_of_sequential_floor']:.0%} | {result['predicted_bytes'] / 1e9:.1f} and "
             f"{result['peak_bytes'] / 1e9:.1f} GB |"
         )
-    return "\n".join([*lines, "", *map(rates, found[:1]), *filter(None, map(disk, found)), origin(found)]) + "\n"
+    return (
+        "\n".join([*lines, "", *map(rates, found[:1]), *filter(None, map(disk, found)), states(), origin(found)]) + "\n"
+    )
 
 
 def rates(result: dict[str, Any]) -> str:
@@ -69,6 +71,22 @@ def disk(result: dict[str, Any]) -> str:
         f"The disk read {rate['read'] / 1e9:.2f} GB/s, wrote {rate['write'] / 1e9:.2f} GB/s, and moved "
         f"{rate['both'] / 1e9:.2f} GB/s when asked for both; a step moved "
         f"{result['disk_bytes_per_second'] / 1e9:.2f} GB/s.\n"
+    )
+
+
+def states() -> str:
+    """AdamW over states on a disk, beside the disk."""
+    result = json.loads((record.RESULTS / "cpu" / "train_offload_states.json").read_text())
+    machine, rows = result["environment"], result["rows"]
+    middle = sorted(rows, key=lambda row: row["share"])[len(rows) // 2]
+    return (
+        f"States of {result['numbers'] / 1e6:.0f} million numbers in a file, without a model: AdamW moved "
+        f"{middle['bytes_per_second'] / 1e9:.1f} GB/s to and from the disk, which gave "
+        f"{middle['disk']['both'] / 1e9:.1f} GB/s just before when asked to read and write at once "
+        f"({middle['share']:.0%}; "
+        f"{min(row['share'] for row in rows):.0%} to {max(row['share'] for row in rows):.0%} over {len(rows)} steps; "
+        f"`python benchmarks/train_offload.py OUT.json --part states` on {machine['cores']} cores of an "
+        f"{machine['processor']}, {record.made_at([machine])}).\n"
     )
 
 

@@ -27,6 +27,7 @@ import http_vs_offline
 import issue_rates
 import jump_ahead
 import ladder_tables
+import long_prompts
 import moe_tables
 import numerics
 import offload_tables
@@ -37,6 +38,7 @@ import record
 import request_walk
 import scaling_tables
 import serve_load
+import shapes_gpu
 import step_policy
 import streaming_tables
 import structured_cost
@@ -232,6 +234,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
+    "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
+    "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),

@@ -58,6 +58,20 @@ def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]
     return found
 
 
+def page(result: dict[str, Any]) -> str:
+    """For a page: milliseconds of a step, and the share of its floor."""
+    rows = sorted({int(count) for each in result["shapes"].values() for count in each["rows"]})
+    lines = ["| shape | " + " | ".join(f"{count} rows" for count in rows) + " |", "|---" * (1 + len(rows)) + "|"]
+    for name, each in result["shapes"].items():
+        cells = [each["rows"][str(count)] for count in rows]
+        shown = (f"{cell['step_s']['median'] * 1e3:.2f} ms, {cell['of_floor']:.0%}" for cell in cells)
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
+    runs = [each | {"version": result["environment"]["version"]} for each in result["shapes"].values()]
+    lines.append(f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at(runs)}, one run.\n")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}; default: all")

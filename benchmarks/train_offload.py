@@ -1,10 +1,12 @@
 """Training with the optimizer's states in host memory and on a disk: tokens per second beside the slowest part's floor.
 
-    python benchmarks/train_offload.py OUT.json --part adamw|memory|disk [--model llama-3.1-8b]
+    python benchmarks/train_offload.py OUT.json --part adamw|states|memory|disk [--model llama-3.1-8b]
         [--limit 60GB] [--accumulate 1] [--delayed] [--folder /tmp/states] [--steps 5] [--seconds 60] [--smallest]
 
 ``adamw``: the C++ kernel beside torch's fused AdamW on the processor, for several numbers of threads, and the rate at
 which memory is copied.
+
+``states``: AdamW over states in a file alone, without a model: bytes per second beside the disk's rate in the same run.
 
 ``memory``: full training of a model with random weights, in mixed precision, on one GPU held to ``--limit``, with
 float32 weights and both moments in host memory. ``disk``: the same with these in a file, of the first of ``--model``
@@ -154,6 +156,34 @@ def disk(folder: str, nbytes: int) -> dict[str, Any]:
         "read": moved / read,
         "both": 2 * moved / both,
     }
+
+
+def states(folder: str, numbers: int) -> dict[str, Any]:
+    """AdamW steps over states in a file, each with the rate of the disk just before it."""
+    import torch
+
+    from transect.ops.cpu.adamw import HostStep, corrections, host_kernels
+    from transect.parallel.offload.groups import GROUP
+    from transect.parallel.offload.states import DiskStates
+
+    kept = DiskStates(folder, {"first": numbers // 2, "second": numbers // 2}, 3)
+    kernels = host_kernels(cores())
+    step = HostStep(1e-4, 0.9, 0.95, 1e-8, *corrections(0.9, 0.95, 9))
+    gradient, out = torch.zeros(2, GROUP, dtype=torch.bfloat16)
+    rows = []
+    for _ in range(6):
+        rate = disk(folder, 2**31)
+        begin = time.perf_counter()
+        for group, three in kept.walk(range(len(kept.groups))):
+            for piece in group.pieces:
+                count = piece.end - piece.begin
+                w, m, v = (three[kind][piece.place] for kind in range(3))
+                kernels.step(gradient[:count], w, m, v, out[:count], step, 0.1)
+        kept.settle()
+        moved = 2 * DISK_BYTES * numbers / (time.perf_counter() - begin)
+        rows.append({"bytes_per_second": moved, "disk": rate, "share": moved / rate["both"]})
+        print(json.dumps(rows[-1]), flush=True)
+    return {"numbers": numbers, "kernel": str(kernels), "rows": rows[1:]}
 
 
 # A run
@@ -328,7 +358,7 @@ def beside_floors(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--part", choices=["adamw", "memory", "disk"], required=True)
+    parser.add_argument("--part", choices=["adamw", "states", "memory", "disk"], required=True)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--limit", default="60GB")
     parser.add_argument("--folder", default="/tmp/transect-states")
@@ -344,6 +374,8 @@ def main() -> None:
     if given.part == "adamw":
         teams = sorted({1, *(n for n in (2, 4, 8, 16, 32, 64) if n < cores()), cores()})
         result: dict[str, Any] = {"part": "adamw", "rows": adamw(2**20 if given.smallest else 2**27, teams)}
+    elif given.part == "states":
+        result = {"part": "states", **states(given.folder, 2**20 if given.smallest else 400_000_000)}
     else:
         result = train(given)
     write(given.out, about | result)

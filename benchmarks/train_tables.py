@@ -91,3 +91,18 @@ def origin(result: dict[str, Any]) -> str:
         f"`{result['command']}` on one {result.get('gpu', 'NVIDIA H200')}, Python {machine['python']}, {versions}, "
         f"{record.made_at([machine])}: {result['method']}."
     )
+
+
+def families(result: dict[str, Any]) -> str:
+    """Full training of other families beside Liger."""
+    lines = ["| work | contender | tokens/s | of ours | peak memory | MFU |", "|---|---|---|---|---|---|"]
+    ours = {row["work"]: row["tokens_per_second"] for row in result["rows"] if row["contender"] == "transect"}
+    for row in result["rows"]:
+        rate = row["tokens_per_second"]
+        lines.append(
+            f"| {row['work']} | {row['contender']} | {rate:,.0f} | {rate / ours[row['work']]:.2f} | "
+            f"{row['peak_bytes'] / 1e9:.2f} GB | {row['mfu']:.0%} |"
+        )
+    made = record.made_at([result["environment"]])
+    lines.append(f"\n`{result['command']}` on one {result['gpu']}, 2 x 4096 tokens a step, {made}.\n")
+    return "\n".join(lines)

@@ -52,10 +52,11 @@ def test_routing_in_one_launch(tokens, first, held):
 
 @pytest.mark.parametrize("tokens", [1, 16, 65, 256, 3000])
 def test_scores_are_in_float32(tokens):
-    """Of bfloat16 tokens and weights: the exact products, added up in float32."""
+    """The exact products of bfloat16 tokens and weights, added up in float32: sums of up to 100, which bfloat16 would
+    round by 0.2."""
     x, weight, bias = drawn(tokens, 2048), drawn(128, 2048, seed=1), drawn(128, seed=2)
     want = x.double() @ weight.double().T + bias.double()
-    assert (router.triton_router(x, weight, bias) - want).abs().max() < 2e-4
+    assert (router.triton_router(x, weight, bias) - want).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 63, 256, 2048])

@@ -24,8 +24,9 @@ from ..numerics import sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from . import gating, ordering
 
-MOST = 8192
-"""Tokens times experts, both rounded up to powers of two, that one program holds."""
+MOST = 1024
+"""Tokens times experts, both rounded up to powers of two, that one program is given. On an H200, with 128 experts, one
+token takes 5.3 us so and 9.5 us in four launches; 16 tokens take 12 and 10, 64 tokens 46 and 10."""
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -154,7 +155,7 @@ def triton_route(
         logits, logits if bias is None else bias.contiguous(), weights, experts, order, places, starts,
         tokens, total, logits.stride(0), scale, first, own,
         K=k, SIGMOID=score == "sigmoid", RENORMALIZE=renormalize, BIAS=bias is not None,
-        CHOICES=next_power_of_2(k), ROWS=rows, BLOCK=block, num_warps=4 if rows * block <= 2048 else 8,
+        CHOICES=next_power_of_2(k), ROWS=rows, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return weights, experts, order, places, starts
 
@@ -196,9 +197,9 @@ def _kernels() -> Sequence[Kernel]:
     types |= dict.fromkeys(("experts", "order", "places", "starts"), "*i32")
     types |= dict.fromkeys(("T", "E", "row_stride"), "i32") | {"scale": "fp32", "first": "i32", "held": "i32"}
     one = {"K": 8, "SIGMOID": False, "RENORMALIZE": True, "BIAS": False, "CHOICES": 8, "ROWS": 1, "BLOCK": 128}
-    most = {"K": 8, "SIGMOID": True, "RENORMALIZE": True, "BIAS": True, "CHOICES": 8, "ROWS": 64, "BLOCK": 128}
+    most = {"K": 8, "SIGMOID": True, "RENORMALIZE": True, "BIAS": True, "CHOICES": 8, "ROWS": 8, "BLOCK": 128}
     sizes = ("E", "row_stride")
-    return [Kernel("one token", _route, types, one, sizes), Kernel("64 tokens", _route, types, most, sizes, 8)]
+    return [Kernel("one token", _route, types, one, sizes), Kernel("8 tokens", _route, types, most, sizes)]
 
 
 register(
