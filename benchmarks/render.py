@@ -266,6 +266,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
+    "train-parallel": lambda: train_tables.spread(
+        _load("h200/train_parallel.json"), _load("h200/train_parallel_8b.json")
+    ),
     "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }
 

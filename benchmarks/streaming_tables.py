@@ -27,8 +27,9 @@ def table(result: dict[str, Any]) -> str:
                 f"{link / 1e9:.1f} GB/s | {what.format(row['tokens'])} | {seconds:.3f} s | "
                 f"{row['floor_s']:.3f} s | {row['of_floor']:.1%} | {row['tokens'] / seconds:,.0f} |"
             )
+        gpu = "the GPU" if about["ranks"] == 1 else "the first GPU"
         lines_after.append(
-            f"{about['gpu_bytes_used'] / 1e9:.1f} GB of {'the GPU' if about['ranks'] == 1 else 'each GPU'} are in use, "
+            f"{about['gpu_bytes_used'] / 1e9:.1f} GB of {gpu} are in use, "
             f"with a KV cache of {about['kv_tokens']:,} tokens; the engine started in {about['start_s']:.0f} s."
         )
     packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items())

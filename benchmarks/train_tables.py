@@ -1,4 +1,5 @@
-"""The tables of training on one GPU, from ``results/h200/train.json`` and ``train_before.json`` (``train_gpu.py``)."""
+"""The tables of training on GPUs: on one from ``results/h200/train.json`` and ``train_before.json`` (``train_gpu.py``),
+on several from ``train_parallel.json`` and ``train_parallel_8b.json`` (``train_parallel.py``)."""
 
 from __future__ import annotations
 
@@ -83,12 +84,42 @@ def slow_links(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{result['command']}`, {record.made_at([machine])}: {result['method']}."]) + "\n"
 
 
+WAYS = {
+    "one": "Transect, one GPU",
+    "ddp": "Transect, `data = 2`",
+    "zero 3": "Transect, `data = 2, zero = 3`",
+    "mixed zero 3": 'Transect, `data = 2, zero = 3`, `precision = "mixed"`',
+    "fsdp2": "transformers + Liger-Kernel, FSDP2, not compiled",
+}
+MODELS = {"1b": "Llama-3.2-1B", "8b": "Llama-3.1-8B"}
+
+
+def spread(*results: dict[str, Any]) -> str:
+    """Training on several GPUs: rates, what the links cost, and peak memory."""
+    lines = [
+        "| model | how | tok/s | over Transect on one GPU | step, ms (min to max) | sums and gathers, ms (exposed) | "
+        "peak a rank |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in (row for result in results for row in result["rows"]):
+        step, times = row["step_seconds"], row.get("times_one")
+        links = "" if row["ranks"] == 1 else f"{row['communication_ms']:.1f} ({row['exposed_ms']:.1f})"
+        lines.append(
+            f"| {MODELS[row['work']]} | {WAYS[row['way']]} | {row['tokens_per_second']:,.0f} | "
+            f"{'' if times is None else f'{times:.2f}x'} | {step['median'] * 1e3:.1f} ({step['min'] * 1e3:.1f} to "
+            f"{step['max'] * 1e3:.1f}) | {links} | {max(row['peak_bytes']) / 1e9:.1f} GB |"
+        )
+    return "\n".join([*lines, "", *(origin(result) + "\n" for result in results)])
+
+
 def origin(result: dict[str, Any]) -> str:
     """Where the numbers come from."""
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    count = max([row.get("ranks", 1) for row in result["rows"]])
+    gpus = f"{'one' if count == 1 else count} {result.get('gpu', 'NVIDIA H200')}"
     return (
-        f"`{result['command']}` on one {result.get('gpu', 'NVIDIA H200')}, Python {machine['python']}, {versions}, "
+        f"`{result['command']}` on {gpus}, Python {machine['python']}, {versions}, "
         f"{record.made_at([machine])}: {result['method']}."
     )
 

@@ -114,7 +114,7 @@ def spreads(gpus: int, machine: Machine, *, axes: Iterable[str] = AXES, host_sta
                 if data > 1 and "data" not in axes:
                     continue
                 for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                    if zero == 3 and pipeline > 1:  # each micro-batch would gather every layer again
+                    if zero == 3 and (pipeline > 1 or tensor > 1):  # layers are gathered, or cut, not both
                         continue
                     yield Spread(
                         data=data, zero=zero, tensor=tensor, pipeline=pipeline, context=context,

@@ -91,9 +91,9 @@ def _kernel(
         inside = (head < q_heads) & (plane < n_planes)
         x_ptr = q_ptr + token * q_token + head * q_head + plane
         a, b = turned_by(x_ptr, q_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
-        out = q_out_ptr + token * q_out_token + head * q_out_head + plane
-        tl.store(out, a.to(q_out_ptr.dtype.element_ty), mask=inside)
-        tl.store(out + n_planes, b.to(q_out_ptr.dtype.element_ty), mask=inside)
+        q_at = q_out_ptr + token * q_out_token + head * q_out_head + plane
+        tl.store(q_at, a.to(q_out_ptr.dtype.element_ty), mask=inside)
+        tl.store(q_at + n_planes, b.to(q_out_ptr.dtype.element_ty), mask=inside)
     else:
         page, offset = slot(token.to(tl.int32), tables_ptr, starts_ptr, lengths_ptr, n_rows, table_stride, PAGE, SEARCH)
         wait_for_previous(DEPENDENT_LAUNCH)
@@ -103,9 +103,9 @@ def _kernel(
             x_ptr = k_ptr + token * k_token + head * k_head + plane
             a, b = turned_by(x_ptr, k_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
             if k_out_ptr is not None:
-                out = k_out_ptr + token * k_out_token + head * k_out_head + plane
-                tl.store(out, a.to(k_out_ptr.dtype.element_ty), mask=inside)
-                tl.store(out + n_planes, b.to(k_out_ptr.dtype.element_ty), mask=inside)
+                k_at = k_out_ptr + token * k_out_token + head * k_out_head + plane
+                tl.store(k_at, a.to(k_out_ptr.dtype.element_ty), mask=inside)
+                tl.store(k_at + n_planes, b.to(k_out_ptr.dtype.element_ty), mask=inside)
             out = k_cache_ptr + page * cache_block + head * cache_head + offset * cache_slot + plane
             tl.store(out, a.to(k_cache_ptr.dtype.element_ty), mask=inside)
             tl.store(out + n_planes, b.to(k_cache_ptr.dtype.element_ty), mask=inside)
@@ -332,7 +332,10 @@ def _kernels() -> Sequence[Kernel]:
     arguments |= dict.fromkeys(("tables_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     arguments |= dict.fromkeys((*numbers, *strides, "table_stride", "q_groups", "k_groups", "groups"), "i32")
     tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "DEPENDENT_LAUNCH": False, "k_out_ptr": None}
-    return [
+    in_fp8 = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
+    cached = {**tile, "HEADS": 16, "SEARCH": 0, "NORM": False}
+    small = Kernel("cache in fp8", _kernel, arguments | in_fp8, cached, ("n_planes", *strides), targets=("sm_90",))
+    return [small] + [
         Kernel(
             f"{name}{', with norm' if norm else ''}",
             _kernel,
