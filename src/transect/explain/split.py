@@ -71,7 +71,7 @@ class OpStat:
     first: float = 0.0
     last: float = 0.0
     operator: str = ""
-    """Of a kernel, the operator that launched it."""
+    """The operator that launched it, for a kernel."""
 
     @property
     def launch(self) -> float:
