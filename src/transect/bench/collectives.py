@@ -169,7 +169,7 @@ def _timed(world: World, group: Group, name: str, size: int, in_place: bool, cas
 
 
 def _seconds(world: World, case: _Case, iterations: int) -> float:
-    """Of one of some iterations that are launched one after another."""
+    """Seconds of one of some iterations that are launched one after another."""
     _settle(world)
     world.exchange(None)  # a barrier
     began = time.perf_counter()

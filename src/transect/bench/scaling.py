@@ -34,7 +34,7 @@ from .floors import Floor, Rates
 JOB = "transect.bench.scaling:sum_times"
 REPEATS = 20
 BYTES = 2
-"""Of a number in bfloat16."""
+"""Size of a number in bfloat16."""
 SIZES = tuple(8 << 10 + 2 * power for power in range(8))
 """Bytes, from 8 KiB to 128 MiB."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Plans, made before anything runs.")
 
 TOKENS = 2**15
-"""Of a step, for each device, where nobody says."""
+"""Tokens of a step for each device, where nobody says."""
 
 
 @application.callback()

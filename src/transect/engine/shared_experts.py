@@ -30,7 +30,7 @@ from .step_time import StepLoad
 from .waiting_queue import QueueFull
 
 TAG = 1 << 30
-"""Of reports; steps have theirs."""
+"""The tag of reports; steps have theirs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ class Parallel:
         return tokens // self.mesh.context.size // (self.mesh.tensor.size if self.plan.sequence else 1)
 
     def own_tokens(self, x_T: Tensor) -> Tensor:
-        """Of a number for each token of a micro-batch those of the tokens that this rank has."""
+        """The numbers of this rank's tokens, out of one for each token of a micro-batch."""
         context = self.mesh.context
         if context.size == 1:
             return x_T
@@ -370,7 +370,7 @@ class Parallel:
         return self._together(tensors)
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Of a whole state what this rank updates."""
+        """What this rank updates of a whole state."""
         found = tensors
         if self.cut:
             cut: dict[str, Tensor] = {}

@@ -230,7 +230,7 @@ class Weight(nn.Module):
         return None
 
     def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """As experts' gate: ``(x, starts, order) -> silu(gate) * up`` of each row's expert, in one operator."""
+        """The gate of experts: ``(x, starts, order) -> silu(gate) * up`` of each row's expert, in one operator."""
         return None
 
     def join(self) -> Weight | None:

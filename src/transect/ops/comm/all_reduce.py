@@ -39,7 +39,7 @@ from ..registry import Case, Cost, Implementation, Op, register
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
 MOST_NORM_BYTES = 512 * 2 * 16
-"""Of a row that is normalised: what the registers of a block hold."""
+"""Numbers of a row that is normalised: what the registers of a block hold."""
 LINE, STATE, REGIONS = 16, 256, 4
 """Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
 ONE_SHOT_BYTES = 256 << 10
@@ -229,7 +229,7 @@ def cuda_all_reduce(
 
 
 def cost(parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0) -> Cost:
-    """Of all ranks: each part read once by each rank, results written by each."""
+    """The cost over all ranks: each part read once by each rank, results written by each."""
     ranks, more = len(parts), 0 if residual is None or weight is None else 1
     flops = parts.numel() * (ranks - 1 + 5 * more)
     read = parts.nbytes * ranks + more * (parts.nbytes + (0 if weight is None else ranks * weight.nbytes))
