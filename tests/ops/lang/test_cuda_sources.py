@@ -24,13 +24,15 @@ def versions() -> bytes:
     return subprocess.check_output([cuda_build.find_nvcc(), "--version"]) + headers + BUILDER
 
 
-# Hopper's own sources are empty for sm_80, and the others compile for it as for sm_90. The costly ones, whose headers
-# Hopper's sources compile as well, are for `prove`.
+# Hopper's own sources are empty for sm_80, and the others compile for it as for sm_90. `prove` compiles the costly ones:
+# what they include is compiled with Hopper's sources, or with `small_matmul.cu`.
 BUILDS = [
     pytest.param(source, target, id=f"{source.name}-{target}", marks=[pytest.mark.prove] if costly else [])
     for source in sources()
     for target in cuda_build.CUDA_TARGETS
-    for costly in [source.name in ("small_matmul.cu", "int4_matmul.cu")]
+    for costly in [
+        source.name in ("scaled8.cu", "int4_matmul.cu") or (source.name, target) == ("small_matmul.cu", "sm_80")
+    ]
 ]
 
 
