@@ -27,7 +27,8 @@ With tensors, or on the way to them:
 * ``ranks``: one engine on several ranks. ``leading``: the core of the one that leads, and of those that follow.
   ``shared_experts``: those of ranks that share experts and have requests of their own.
 * ``kv_size``: how many KV blocks to have. ``offload``: which layers stream from host memory or a file.
-* ``runner``: ``Runner``, the executor that runs the model on ragged batches.
+* ``runner``: ``Runner``, the executor that runs the model on ragged batches. ``prompt_results``: what its steps say
+  about prompts.
 * ``stage_runner``: the executor of one stage of a pipeline.
 * ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
