@@ -151,7 +151,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
 
 def _check_host(config: TrainConfig, estimate: Estimate) -> None:
     """See that what all ranks of this host keep there fits beside each other."""
-    ranks = min(config.parallel.data, max(1, torch.cuda.device_count()))
+    ranks = min(config.parallel.layout.size, max(1, torch.cuda.device_count()))
     needed = ranks * sum(term.bytes for term in estimate.host)
     try:
         free = free_memory()
