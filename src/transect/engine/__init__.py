@@ -11,6 +11,7 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``scheduler_config``: the numbers that steer the scheduler. ``limits``: whether a request can ever fit.
 * ``step_budget``: how many tokens a step may have while sequences decode. ``step_time``: how long steps take, learned.
   ``filling``: when prompts may be computed little by little.
+* ``arrivals``: the sequences of a request that arrives, their ranks and seeds.
 * ``waiting_queue``: who waits, in which order, and when the queue is full.
 * ``scheduler``: who runs in the next step; admission, preemption, forks, and what a step's tokens change.
   ``plan``: a step while it is planned. ``failures``: which choices the errors of a step end.
