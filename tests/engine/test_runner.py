@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from transect.engine.batch import Draw, ScheduledBatch, ScheduledRow
-from transect.engine.runner import LOGPROB_ROWS, Runner
+from transect.engine.prompt_results import LOGPROB_ROWS
+from transect.engine.runner import Runner
 from transect.engine.sampling_params import SamplingParams
 from transect.models.config_hf import from_hf
 from transect.models.context import VarlenContext

@@ -10,6 +10,7 @@ from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
 from transect.models.presets import PRESETS
+from transect.parallel import split_loss
 from transect.parallel.layout import Layout
 from transect.parallel.parallelize import Plan, refusal
 from transect.train.crew import check
@@ -46,6 +47,27 @@ def test_models_are_trained_as_on_one_rank(pair, tmp_path, changes, sequence):
     one = curve(None, tiny_run(tmp_path, **how))
     parallel = {"tensor": 2, "sequence": sequence}
     same_runs(one, curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)))
+
+
+class Recorder:
+    """A group of two ranks that says what is gathered."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def all_gather(self, x):
+        self.shapes.append(x.shape)
+        return torch.stack((x, x))
+
+
+def test_ranks_with_fewer_rows_of_the_head_gather_as_often(monkeypatch):
+    monkeypatch.setitem(split_loss.CHUNK_ELEMENTS, "cpu", 96)
+    hidden, labels, gathers = torch.randn(12, 4), torch.arange(12), []
+    for first, rows in ((0, 32), (32, 8)):
+        group = Recorder()
+        split_loss.split_cross_entropy(hidden, torch.randn(rows, 4), labels, -100, first=first, most=32, group=group)
+        gathers.append(group.shapes)
+    assert gathers[0] == gathers[1] == [(2, 3, 1)] * 4
 
 
 def test_a_run_goes_on_in_another_layout(pair, tmp_path):

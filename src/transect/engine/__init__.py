@@ -11,6 +11,7 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``scheduler_config``: the numbers that steer the scheduler. ``limits``: whether a request can ever fit.
 * ``step_budget``: how many tokens a step may have while sequences decode. ``step_time``: how long steps take, learned.
   ``filling``: when prompts may be computed little by little.
+* ``arrivals``: the sequences of a request that arrives, their ranks and seeds.
 * ``waiting_queue``: who waits, in which order, and when the queue is full.
 * ``scheduler``: who runs in the next step; admission, preemption, forks, and what a step's tokens change.
   ``plan``: a step while it is planned. ``failures``: which choices the errors of a step end.
@@ -27,7 +28,8 @@ With tensors, or on the way to them:
 * ``ranks``: one engine on several ranks. ``leading``: the core of the one that leads, and of those that follow.
   ``shared_experts``: those of ranks that share experts and have requests of their own.
 * ``kv_size``: how many KV blocks to have. ``offload``: which layers stream from host memory or a file.
-* ``runner``: ``Runner``, the executor that runs the model on ragged batches.
+* ``runner``: ``Runner``, the executor that runs the model on ragged batches. ``prompt_results``: what its steps say
+  about prompts.
 * ``stage_runner``: the executor of one stage of a pipeline.
 * ``gpu/``: the executor for a GPU, and what it needs to start.
 * ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,11 @@ from torch import Tensor
 from ..models.context import PagedContext
 from ..models.decoder import Decoder
 from ..parallel.experts import idle, meeting
-from .batch import PLACEHOLDER, Handle, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from .batch import PLACEHOLDER, Handle, ScheduledBatch, StepResult
 from .constraint import MaskFiller, fill_each
 from .penalties import Pick
-from .sampler import Sampler, token_logprobs
-
-LOGPROB_ROWS = 32
-"""Rows of logits held at a time for prompt logprobs: a vocabulary of 128k takes 16 MiB so."""
+from .prompt_results import prompt_results
+from .sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +55,12 @@ class Waiting:
         return self._drawn.result()
 
 
-def pooled_rows(rows: Sequence[ScheduledRow], starts: Sequence[int], hidden_TD: Tensor) -> dict[int, Any]:
-    """By seq_id what is wanted of rows with ``pooling``: float64 ``[D]``.
-
-    Args:
-        starts: where each row's tokens begin.
-        hidden_TD: hidden states after the final norm.
-    """
-    found: dict[int, Tensor] = {}
-    for row, start in zip(rows, starts, strict=True):
-        end = start + row.num_tokens
-        if row.pooling == "mean":
-            found[row.seq_id] = hidden_TD[start:end].sum(0, dtype=torch.float64)
-        elif row.pooling is not None and row.draws:
-            found[row.seq_id] = hidden_TD[end - 1].double()
-    if not found:
-        return {}
-    return dict(zip(found, torch.stack(list(found.values())).cpu().numpy(), strict=True))
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, copies: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks within both caches ``[layers, blocks, ...]``. ``copies``: (from, to) of each, all at once."""
+    if copies:
+        pairs = torch.tensor(copies).to(k_cache.device)
+        for cache in (k_cache, v_cache):
+            cache[:, pairs[:, 1]] = cache[:, pairs[:, 0]]
 
 
 class Runner:
@@ -106,17 +92,11 @@ class Runner:
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Copy blocks, compute the rows, draw (under a grammar: when told to). A row whose logits are not finite fails
         alone."""
-        self._copy_blocks(batch)
+        copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
         tokens_T, positions_T, context, starts = self._inputs(batch)
         if self._sharing is not None:
             self._sharing.meet(len(tokens_T))
         return self._finish(batch, self._model(tokens_T, positions_T, context), starts)
-
-    def _copy_blocks(self, batch: ScheduledBatch) -> None:
-        if batch.block_copies:
-            sources, targets = (torch.tensor(column) for column in zip(*batch.block_copies, strict=True))
-            for cache in (self._k_cache, self._v_cache):
-                cache[:, targets] = cache[:, sources]
 
     def _finish(self, batch: ScheduledBatch, hidden_TD: Tensor, starts: Sequence[int]) -> Handle:
         """From hidden states ``[T, D]`` to what is drawn, or to what will be."""
@@ -140,16 +120,10 @@ class Runner:
         logits_RV: Tensor | None,
         picks: Sequence[Pick],
     ) -> Done:
-        result = StepResult({})
+        result = prompt_results(self._model, batch.rows, starts, hidden_TD)
         if logits_RV is not None:
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
-            result = StepResult(samples.tokens, samples.logprobs, errors=samples.errors, sound=samples.sound)
-        for row, start in zip(batch.rows, starts, strict=True):
-            if row.prompt_logprobs is not None and row.next_prompt_token_ids:
-                result.prompt_logprobs[row.seq_id] = self._prompt_logprobs(
-                    row, hidden_TD[start : start + row.num_tokens]
-                )
-        result.pooled.update(pooled_rows(batch.rows, starts, hidden_TD))
+            result = samples.added_to(result)
         self._drawn = result.tokens
         return Done(result)
 
@@ -180,13 +154,3 @@ class Runner:
             self._model.ops,
         )
         return torch.tensor(tokens), torch.tensor(positions), context, starts
-
-    def _prompt_logprobs(self, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
-        """One entry for each prompt token that the row's tokens predict."""
-        following = row.next_prompt_token_ids
-        entries: list[TokenLogprobs] = []
-        for first in range(0, len(following), LOGPROB_ROWS):
-            part = following[first : first + LOGPROB_ROWS]
-            logits_RV = self._model.logits(hidden_TD[first : first + len(part)])
-            entries.extend(token_logprobs(logits_RV, part, [row.prompt_logprobs or 0] * len(part)))
-        return tuple(entries)

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..ops.lang.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
-from .batch import TokenLogprobs
+from .batch import StepResult, TokenLogprobs
 from .constraint import MaskFiller, fill_each
 from .penalties import LogitAdjuster, Pick, is_adjusted
 from .sampling_params import MAX_LOGPROBS
@@ -57,6 +57,10 @@ class Samples:
     errors: dict[int, str] = field(default_factory=dict)
     sound: set[int] = field(default_factory=set)
     """Those in ``errors`` whose logits were finite before they were adjusted."""
+
+    def added_to(self, result: StepResult) -> StepResult:
+        """``result``, which has no draws yet, with these."""
+        return replace(result, tokens=self.tokens, logprobs=self.logprobs, errors=self.errors, sound=self.sound)
 
 
 class Sampler:

@@ -24,14 +24,13 @@ that sequence void.
 
 from __future__ import annotations
 
-import secrets
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from hashlib import blake2b
 from operator import attrgetter
 
 from . import limits
+from .arrivals import Arrivals
 from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
 from .failures import failures
 from .jump_ahead import JumpAhead
@@ -46,12 +45,6 @@ from .step_time import StepTimes
 from .waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")
-
-
-def seed_of(engine: int, number: int) -> int:
-    """The seed of request ``number`` of an engine, where it has none of its own."""
-    key = blake2b(f"{engine} {number}".encode(), digest_size=8)
-    return int.from_bytes(key.digest(), "little")
 
 
 class Scheduler:
@@ -81,14 +74,12 @@ class Scheduler:
         """Whether a prompt was left unfinished by the last step."""
         self._static = config.policy == "static"
         self._watermark = int(config.watermark * config.num_blocks)
-        self._seed = secrets.randbits(64) if config.seed is None else config.seed
+        self.arrivals = Arrivals(config)
         self.requests: dict[str, RequestState] = {}
         """Those of which a choice has not ended."""
         self._places = 0
         """Places taken of ``max_num_seqs``."""
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
-        self._num_requests = 0
-        self._num_sequences = 0
         self._step = 0
         self.jumps = JumpAhead(config.jump_ahead)
         self._last: list[Sequence] = []
@@ -118,18 +109,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
         self.waiting.check_room()
-        now = self.clock.now()
-        state = RequestState(request, now if request.arrival_time is None else request.arrival_time, max_length)
-        seed = request.params.seed
-        if seed is None:
-            seed = seed_of(self._seed, self._num_requests)
-        priority = 0 if self._static else request.priority
-        order = len(request.prompt_token_ids) - max_length if self.config.longest_first and not self._static else 0
-        for index in range(request.params.n):
-            rank = (priority, order, self._num_requests, index)
-            state.choices.append(Sequence(state, self._num_sequences, index, rank, seed))
-            self._num_sequences += 1
-        self._num_requests += 1
+        state = self.arrivals.state(request, max_length, self.clock.now())
         self.requests[request.request_id] = state
         self.waiting.push(state.leader)
 

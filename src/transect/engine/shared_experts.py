@@ -20,12 +20,12 @@ from ..parallel.layout import Place
 from ..parallel.mesh import Mesh
 from ..parallel.world import World
 from . import limits
+from .arrivals import seed_of
 from .core import EngineCore, Step
 from .leading import FollowingCore, LeadingCore, Message
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .router import TYPICAL_OUTPUT, Router, Ticket
-from .scheduler import seed_of
 from .step_time import StepLoad
 from .waiting_queue import QueueFull
 

@@ -22,7 +22,7 @@ from ..parallel.mesh import Mesh
 from .batch import Handle, ScheduledBatch, StepResult
 from .constraint import MaskFiller, fill_each
 from .penalties import Pick
-from .runner import Done, Runner
+from .runner import Done, Runner, copy_blocks
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class StageRunner(Runner):
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Take the hidden states of the stage before, run the layers, and hand on; the last stage draws."""
-        self._copy_blocks(batch)
+        copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
         model = self._model
         tokens_T, positions_T, context, starts = self._inputs(batch)
         if self._first:

@@ -74,12 +74,12 @@ class Ranks:
             ValueError: there are not so many GPUs, or this process belongs to ranks already.
             RankFailure: a rank ended before it had begun.
         """
+        check_devices(size, device, first_device)
         if dist.is_initialized():
             raise ValueError(
                 "this process is one of several ranks already: end the engine that has them first (del llm), or start "
                 "this one in another process"
             )
-        check_devices(size, device, first_device)
         folder = Path(tempfile.mkdtemp(prefix="transect-ranks-"))
         children: dict[int, subprocess.Popen[bytes]] = {}
         try:

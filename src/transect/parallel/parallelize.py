@@ -37,7 +37,7 @@ from .replicas import Replicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext, own_tokens
 from .schedule import Action, Name, schedule
 from .sharded import Sharded
-from .shards import Shard
+from .shards import Shard, vocabulary_share
 from .split_loss import split_cross_entropy
 from .tensor import GatheredShard, ShardedEmbedding, sharded_kinds
 
@@ -278,7 +278,9 @@ class Parallel:
         if not isinstance(head, GatheredShard):
             return whole(hidden_TD, head.dense(), labels_T, ignore)
         first = self.shards[-1].vocabulary.start
-        return split_cross_entropy(hidden_TD, head.dense(), labels_T, ignore, first=first, group=self.mesh.tensor)
+        group = self.mesh.tensor
+        most = vocabulary_share(self.whole_config.vocab_size, group.size)
+        return split_cross_entropy(hidden_TD, head.dense(), labels_T, ignore, first=first, most=most, group=group)
 
     def share(self, trained: Mapping[str, nn.Parameter], recompute: bool) -> Mapping[str, nn.Parameter]:
         """Before the first step, when all weights are there: share the work with ranks that have the same weights.

@@ -28,20 +28,21 @@ CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 
 def split_cross_entropy(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignore: int, *, first: int, group: Group
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, ignore: int, *, first: int, most: int, group: Group
 ) -> Tensor:
     """Mean cross entropy over the labels that are not ignored.
 
     Args:
         x_TD: hidden states, alike on every rank; their gradient is this rank's part of a sum over the ranks.
         weight_VD: the rows of the tokens from ``first`` on.
+        most: rows of the rank that has most. All ranks cut their tokens by it, so that they gather alike.
         labels_T: int64, of the whole vocabulary.
         group: the ranks that have the other rows. All call it together.
 
     Returns:
         A float32 scalar (float64 for float64), alike on every rank; NaN if there is no label.
     """
-    loss: Tensor = _Split.apply(x_TD, weight_VD, labels_T, ignore, first, group)
+    loss: Tensor = _Split.apply(x_TD, weight_VD, labels_T, ignore, first, most, group)
     return loss
 
 
@@ -49,14 +50,16 @@ class _Split(torch.autograd.Function):
     """Computes the gradients along with the loss, and scales them by the upstream gradient afterwards."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore: int, first: int, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore: int, first: int, most: int, group: Group
+    ) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         rows, count = weight.shape[0], (labels != ignore).sum()
         dx = torch.empty_like(x) if wants_x else None
         dw = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         total = x.new_zeros((), dtype=wide)
-        size = max(1, CHUNK_ELEMENTS["cuda" if x.is_cuda else "cpu"] // max(rows, 1))
+        size = max(1, CHUNK_ELEMENTS["cuda" if x.is_cuda else "cpu"] // most)
         for begin in range(0, x.shape[0], size):
             hidden, label = x[begin : begin + size], labels[begin : begin + size, None]
             counts = label != ignore
@@ -84,4 +87,4 @@ class _Split(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = (None if kept is None else kept * upstream.to(kept.dtype) for kept in ctx.saved_tensors)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None

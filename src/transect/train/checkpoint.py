@@ -213,13 +213,13 @@ def write(snapshot: Snapshot, partial: Path, final: Path, ended: threading.Event
     write_json({"version": VERSION, "step": snapshot.step, "state": snapshot.state, "files": files}, partial / STATE)
     flush(partial / STATE)
     flush(partial)
+    old = final.with_name(f".partial-old-{final.name}")
     if final.exists():  # the same step of a run that was resumed from before it
-        old = final.with_name(f".partial-old-{final.name}")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
     partial.rename(final)
     flush(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def list_steps(run_dir: str | Path) -> list[Path]:

@@ -339,7 +339,7 @@ def check(config: TrainConfig) -> None:
         return
     check_shares(config.accumulate, parallel.data)
     if config.objective == "grpo":
-        raise ValueError('objective = "grpo" draws its answers on one device: set parallel.data to 1')
+        raise ValueError('objective = "grpo" draws its answers on one device: leave out the sizes under parallel')
     if parallel.tensor > 1:
         _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
     if parallel.context > 1 and config.objective != "next_token":

@@ -88,6 +88,8 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         tensor=parallel.tensor,
         sequence=parallel.sequence,
         pipeline=parallel.pipeline,
+        schedule=parallel.schedule,
+        chunks=parallel.runs,
         context=parallel.context,
         reduce=reduce,
         host_state=elsewhere,
@@ -151,7 +153,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
 
 def _check_host(config: TrainConfig, estimate: Estimate) -> None:
     """See that what all ranks of this host keep there fits beside each other."""
-    ranks = min(config.parallel.data, max(1, torch.cuda.device_count()))
+    ranks = min(config.parallel.layout.size, max(1, torch.cuda.device_count()))
     needed = ranks * sum(term.bytes for term in estimate.host)
     try:
         free = free_memory()

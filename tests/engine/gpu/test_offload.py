@@ -23,15 +23,21 @@ PARAMS = [
 ]
 
 
-def tokens(llm):
+def run(llm):
     return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, PARAMS)]
+
+
+def two_runs(llm):
+    """The tokens of two runs. The second finds its prompts in the prefix cache, so its steps have other shapes, which
+    round in other ways: it may draw other tokens than the first, with or without layers that stream."""
+    return [run(llm) for _ in range(2)]
 
 
 @pytest.fixture(scope="module", params=[None, "int4", "fp8"])
 def expected(request):
     llm = LLM("qwen3-0.6b", quantization=request.param, **SETTINGS)
     try:
-        return request.param, tokens(llm)
+        return request.param, two_runs(llm)
     finally:
         llm.close()
 
@@ -42,8 +48,7 @@ def test_the_same_tokens(expected, where, gib, tmp_path):
     quantization, wanted = expected
     folder = str(tmp_path) if where == "file" else None
     llm = LLM("qwen3-0.6b", quantization=quantization, cpu_offload_gb=gib, offload_folder=folder, **SETTINGS)
-    for _ in range(2):
-        assert tokens(llm) == wanted
+    assert two_runs(llm) == wanted
     llm.close()
 
 
@@ -67,5 +72,5 @@ def test_nobody_overtakes(expected, late):
         stream._homes.send = late_copy
     else:
         stream._arrive = late_kernels
-    assert tokens(llm) == wanted
+    assert run(llm) == wanted[0]
     llm.close()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,84 +33,24 @@ from ...models.context import PagedContext, Wanted, WholePrompts
 from ...models.decoder import Decoder
 from ...ops.attention.paged.batch import PagedBatch
 from ...ops.lang.jit import count_compilations
-from ..batch import Handle, LateWork, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from ..batch import Handle, LateWork, ScheduledBatch, StepResult
 from ..constraint import MaskFiller, fill_each
 from ..penalties import Pick
-from ..runner import Done, Waiting, pooled_rows
-from ..sampler import NOT_FINITE, NOTHING_LEFT, Sampler, token_logprobs
+from ..prompt_results import prompt_results
+from ..runner import Done, Waiting, copy_blocks
+from ..sampler import Sampler
 from .adjust_state import AdjustState
 from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
 from .graphs import GraphCache
 from .mask_table import MaskTable
+from .pending_step import PendingStep
 from .step_inputs import Fields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant
 from .step_ring import StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
 
-LOGPROB_ROWS = 32
-"""Rows of logits held at a time for prompt logprobs."""
-
 Sampled = LogprobTensors | Tensor | None
 """What ``_compute`` returns beside the hidden states."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A submitted step. ``result`` waits for its tokens."""
-
-    ready: torch.cuda.Event | None
-    output: np.ndarray
-    """uint8, the step's part of the ring."""
-    seq_ids: list[int]
-    known: StepResult
-    """What is known of the step's prompts."""
-    max_draws: int
-    adjusted: bool
-    """Logits were adjusted or masked before the draws."""
-    logprobs: LogprobTensors | None = None
-    """On the host once ``ready``."""
-    alternatives: Sequence[int] = ()
-    """For each draw, how many; -1 for none."""
-    problems: Mapping[int, str] = field(default_factory=dict)
-    """By seq_id, why a grammar could not say what may come."""
-    _result: StepResult | None = None
-
-    def draw(self) -> None:
-        """The draws are on their way."""
-
-    def result(self) -> StepResult:
-        """The result of the step; blocks until the device is done with it."""
-        if self._result is None:
-            if self.ready is not None:
-                self.ready.synchronize()
-            self._result = self._read()
-        return self._result
-
-    def _read(self) -> StepResult:
-        drawn = Drawn.numpy(self.output, self.max_draws)
-        count = len(self.seq_ids)
-        ids = drawn.token[:count].tolist()
-        prompts, pooled = self.known.prompt_logprobs, self.known.pooled
-        result = StepResult(dict(zip(self.seq_ids, ids, strict=True)), prompt_logprobs=prompts, pooled=pooled)
-        finite = drawn.finite[:count]
-        if not finite.all():
-            for index in np.flatnonzero(finite == 0).tolist():
-                seq_id = self.seq_ids[index]
-                del result.tokens[seq_id]
-                nothing_left = self.adjusted and drawn.raw_finite[index]
-                result.errors[seq_id] = NOTHING_LEFT if nothing_left else NOT_FINITE
-                if nothing_left:
-                    result.sound.add(seq_id)
-        for seq_id, problem in self.problems.items():
-            result.tokens.pop(seq_id, None)
-            result.errors[seq_id] = problem
-            result.sound.add(seq_id)
-        if self.logprobs is not None:
-            drawn_at = [seq_id in result.tokens for seq_id in self.seq_ids]
-            wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and drawn_at[i]]
-            entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
-            result.logprobs.update(zip((self.seq_ids[i] for i in wanted), entries, strict=True))
-        return result
 
 
 class GPURunner:
@@ -216,14 +155,10 @@ class GPURunner:
         """Start a step: copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""
         with self._on_stream():
             memory = self._ring.memory()
-            self._copy_blocks(batch.block_copies)
+            copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
             plan = self._planner.plan(batch, memory)
             turn, hidden, sampled = self._run(plan)
-            known = StepResult({}, pooled=pooled_rows(plan.rows, plan.starts, hidden))
-            for row, start in zip(plan.rows, plan.starts, strict=True):
-                if row.prompt_logprobs is not None and row.next_prompt_token_ids:
-                    part = hidden[start : start + row.num_tokens]
-                    known.prompt_logprobs[row.seq_id] = self._prompt_logprobs(row, part)
+            known = prompt_results(self._model, plan.rows, plan.starts, hidden)
             if turn is None:
                 return Waiting(partial(self._draw_masked, plan, known))
             if self._host_sampler is not None:
@@ -252,11 +187,11 @@ class GPURunner:
         sampled: Sampled,
         known: StepResult,
         problems: Mapping[int, str] | None = None,
-    ) -> _Pending:
+    ) -> PendingStep:
         logprobs = sampled.to_host() if isinstance(sampled, LogprobTensors) else None
         output, ready = self._ring.results(turn, self._stream)
         more = plan.variant.adjust or plan.variant.masked, logprobs, plan.alternatives, problems or {}
-        return _Pending(ready, output, plan.seq_ids, known, self._max_draws, *more)
+        return PendingStep(ready, output, plan.seq_ids, known, self._max_draws, *more)
 
     @torch.inference_mode()
     def warm(self, rows: Sequence[int], narrowest: int | None = None, *, mixed: bool = False) -> None:
@@ -491,24 +426,7 @@ class GPURunner:
         drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
         with self._on_stream():
             self._drawn.token[: len(drawn)].copy_(drawn)
-        found = samples.tokens, samples.logprobs, known.prompt_logprobs, known.pooled, samples.errors, samples.sound
-        return Done(StepResult(*found))
-
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        if copies:
-            pairs = torch.tensor(copies).to(self._device)
-            for cache in (self._k_cache, self._v_cache):
-                cache[:, pairs[:, 1]] = cache[:, pairs[:, 0]]
-
-    def _prompt_logprobs(self, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
-        """One entry for each prompt token that the row's tokens predict."""
-        following = row.next_prompt_token_ids
-        entries: list[TokenLogprobs] = []
-        for first in range(0, len(following), LOGPROB_ROWS):
-            part = following[first : first + LOGPROB_ROWS]
-            logits_RV = self._model.logits(hidden_TD[first : first + len(part)])
-            entries.extend(token_logprobs(logits_RV, part, [row.prompt_logprobs or 0] * len(part)))
-        return tuple(entries)
+        return Done(samples.added_to(known))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -19,6 +19,7 @@ from ...models.decoder import Decoder
 from ...ops.position.embed_tokens import placed
 from ...parallel.mesh import Mesh
 from ..batch import Handle, ScheduledBatch, StepResult
+from ..runner import copy_blocks
 from ..stage_runner import Elsewhere
 from .runner import GPURunner, Sampled
 from .step_plan import StepPlan, Variant
@@ -68,7 +69,7 @@ class GPUStageRunner(GPURunner):
             return _Telling(super().submit(batch), self._mesh, batch.step)
         with self._on_stream():
             memory = self._ring.memory()
-            self._copy_blocks(batch.block_copies)
+            copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
             plan = self._planner.plan(batch, memory)
             turn, _, _ = self._run(plan._replace(variant=Variant()))
             assert turn is not None

@@ -39,7 +39,7 @@ from ..registry import Case, Cost, Implementation, Op, register
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
 MOST_NORM_BYTES = 512 * 2 * 16
-"""Numbers of a row that is normalised: what the registers of a block hold."""
+"""Bytes of the longest row that is normalised: what the registers of a block hold."""
 LINE, STATE, REGIONS = 16, 256, 4
 """Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
 ONE_SHOT_BYTES = 256 << 10

@@ -59,7 +59,9 @@ def test_what_the_kernels_do_not_take_is_said():
     assert "16 bytes" in scaled8_rows.refusal(x[:, 1:], codes[:, 1:], scale)
     assert "16 codes" in scaled8_rows.refusal(x[:, :40].contiguous(), codes[:, :40], scale)
     assert "multiple of 16" in scaled8_tiles.refusal(x[:, :40], codes[:, :40], scale)
-    assert "scales must be [5]" in scaled8_tiles.refusal(x, codes, scale[:3])
+    for refusal in (scaled8_rows.refusal, scaled8_tiles.refusal):
+        assert "scales must be [5]" in refusal(x, codes, scale[:3])
+        assert "float32" in refusal(x, codes, scale.half())
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the product of all shapes is tested below")

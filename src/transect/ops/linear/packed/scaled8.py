@@ -29,7 +29,7 @@ from ...lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require,
 from ...lang.tiles import dot
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
-from . import scaled8_tiles
+from . import scaled8_rows, scaled8_tiles
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
@@ -145,6 +145,14 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",)),
             "triton": Implementation("triton", available(triton_scaled8), TRITON_TARGETS),
+            "cuda": Implementation(
+                "cuda",
+                lambda: scaled8_rows.CudaRows8(),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refusal=lambda x, codes, scale, bias=None, fp8=False: scaled8_rows.refusal(x, codes, scale, bias),
+                source="scaled8.cu",
+            ),
         },
         examples=_examples,
         peers={"torch": reference},

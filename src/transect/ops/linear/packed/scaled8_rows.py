@@ -16,6 +16,7 @@ from torch import Tensor
 from ...lang import cuda
 from ...lang.jit import multiprocessors
 from ..few_rows.cuda import SHARED, Beside, CudaTiling
+from .scaled8_tiles import scales_refusal
 
 MOST_ROWS = 16
 KERNELS = ((3, 3), (3, 4), (2, 3), (2, 4), (2, 6), (1, 4), (1, 8))
@@ -62,7 +63,7 @@ def refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None)
         return "they read 16 bytes of x at a time: the rows' stride and the address must be multiples of 16 bytes"
     if codes.stride(1) != 1 or codes.stride(0) % 16 or codes.data_ptr() % 16 or x.shape[1] % 16 or not x.shape[1]:
         return "they read 16 codes at a time: K, the rows' stride and the address must be multiples of 16"
-    return None if scale.is_contiguous() and scale.dtype == torch.float32 else "scales must be float32, contiguous"
+    return scales_refusal(codes, scale)
 
 
 class CudaRows8:

@@ -274,8 +274,14 @@ def refusal(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
         return f"rows of {x.shape[1]} numbers are no multiple of 16, as bulk copies need, or not the weight's"
     if not codes.is_contiguous() or codes.data_ptr() % 16:
         return "the codes must be contiguous, at an address that is a multiple of 16 bytes"
+    return scales_refusal(codes, scale)
+
+
+def scales_refusal(codes: Tensor, scale: Tensor) -> str | None:
+    """Why these are no scales of ``codes`` that a kernel reads, or None."""
     wanted = (len(codes),) if scale.ndim == 1 else (-(-len(codes) // BLOCK), -(-codes.shape[1] // BLOCK))
-    return None if scale.shape == wanted and scale.is_contiguous() else f"the scales must be {list(wanted)}"
+    fits = scale.shape == wanted and scale.is_contiguous() and scale.dtype == torch.float32
+    return None if fits else f"the scales must be {list(wanted)}, float32 and contiguous"
 
 
 def kernels() -> list[Kernel]:
