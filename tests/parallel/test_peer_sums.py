@@ -1,6 +1,10 @@
 """Which sums go through our kernels, and a stack that leaves its sums to the norms behind them. On real ranks:
 ``test_gpus.py``."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
+from transect.parallel import peer_sums
 from transect.parallel.group import Group
 from transect.parallel.peer_sums import MOST_BYTES, PeerSums, Timed, quicker_up_to
 from transect.parallel.shards import Shard
@@ -77,6 +82,57 @@ def test_exact_sums_of_many_ranks_never_go_another_way():
     two = OnHost(FakePeers(2), 8 * KIB, exact=True)
     assert not two.takes(large) and two.takes(large[: 2 * KIB])
     assert not OnHost(FakePeers(4), 8 * KIB).takes(large)
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 7])
+def test_no_piece_of_a_large_sum_is_too_small(ranks):
+    least = 16 * ranks
+    large = torch.ones((MOST_BYTES // least + 1) * least // 4)
+    sums = OnHost(FakePeers(ranks), 8 * KIB, exact=True)
+    assert sums.takes(large) and bool((sums.sum(large) == ranks).all())
+    assert [nbytes for _, nbytes in sums.peers.calls] == [large.nbytes - least, least]
+
+
+def test_all_groups_have_such_sums_or_none(monkeypatch):
+    """Rank 1 cannot open the memory of rank 0: the other group must not go on alone, and all memory is given back."""
+    me, barrier, shown = threading.local(), threading.Barrier(4, timeout=20), [None] * 4
+    opened, freed = set(), []
+
+    class Memory:
+        def __init__(self, nbytes):
+            self.address, self.handle = me.rank, bytes([me.rank])
+
+        @staticmethod
+        def opened(handle):
+            if me.rank == 1:
+                raise RuntimeError("refused here")
+            opened.add((me.rank, handle[0]))
+            return handle[0]
+
+        @staticmethod
+        def close(address):
+            opened.remove((me.rank, address))
+
+        def free(self):
+            assert not opened
+            freed.append(me.rank)
+
+    def exchange(mine):
+        shown[me.rank] = mine
+        barrier.wait()
+        found = list(shown)
+        barrier.wait()
+        return found
+
+    def run(rank):
+        me.rank = rank
+        group = Group((0, 1) if rank < 2 else (2, 3), rank % 2, None)
+        return peer_sums.shared_sums(SimpleNamespace(rank=rank, exchange=exchange), group)
+
+    monkeypatch.setattr(peer_sums, "PeerMemory", Memory)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run, range(4))) == ["refused here"] * 4
+    assert sorted(freed) == [0, 1, 2, 3] and not opened
 
 
 def stack_of(sums):

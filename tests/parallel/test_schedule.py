@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from transect.parallel.schedule import Action, drawn, schedule, simulate
+from transect.parallel.schedule import Action, drawn, most_kept, schedule, simulate
 
 CASES = [
     *(("gpipe", p, m, 1) for p, m in product((1, 2, 3, 4), (1, 3, 4, 8))),
@@ -20,6 +20,7 @@ def test_every_pass_is_done_once_and_no_rank_waits_for_ever(name, stages, micro_
     each = {Action(kind, i, c) for kind, i, c in product("FB", range(micro_batches), range(chunks))}
     assert all(Counter(rank) == Counter(each) for rank in actions)
     timeline = simulate(actions)
+    assert timeline.kept == [most_kept(name, rank, stages, micro_batches, chunks) for rank in range(stages)]
     if micro_batches >= stages:
         bubble = (stages - 1) / (chunks * micro_batches + stages - 1)
         assert timeline.bubbles == pytest.approx([bubble] * stages)

@@ -51,12 +51,23 @@ def test_what_tensor_pipeline_and_context_ranks_share():
     assert tensor["weights"] == pytest.approx(whole["weights"] / 4, rel=0.01)
     both = terms(only(tensor=4, sequence=True))
     assert both["activations"] < tensor["activations"] < whole["activations"]
-    assert both["activations"] == pytest.approx(whole["activations"] / 4, rel=0.01)
+    # what goes into q, k, v and into gate, up is whole on every rank: two rows of bfloat16 for each token and layer
+    gathered = 2 * 2 * LLAMA_8B.dim * 8192 * LLAMA_8B.n_layers
+    assert both["activations"] == pytest.approx((whole["activations"] - gathered) / 4 + gathered, rel=0.01)
     assert terms(only(context=4))["activations"] == pytest.approx(whole["activations"] / 4, rel=0.01)
     stages = training_ranks(LLAMA_8B, PLAN, Spread(pipeline=4))
     assert sum(terms(s)["weights"] for s in stages) == pytest.approx(whole["weights"], rel=1e-5)
     # 1F1B: the first stage has a micro-batch on its way through each of the four, the last its own alone
     assert [terms(s).get("activations in flight", 0) // terms(s)["activations"] for s in stages] == [3, 2, 1, 0]
+    gpipe, twice = (
+        terms(training_ranks(LLAMA_8B, PLAN, Spread(pipeline=4, schedule=name, chunks=chunks))[0])
+        for name, chunks in (("gpipe", 1), ("interleaved", 2))
+    )
+    assert gpipe["activations in flight"] == 7 * gpipe["activations"]
+    assert twice["activations in flight"] == pytest.approx(4.5 * twice["activations"])
+    # ranks with the same weights sum gradients, and zero cuts over them, whether they share tokens or micro-batches
+    assert terms(only(context=4))["gradients"] == terms(only(data=4))["gradients"]
+    assert terms(only(data=2, context=2, zero=1))["optimizer state"] == terms(only(data=4, zero=1))["optimizer state"]
     assert "loss" not in terms(stages[0]) and "loss" in terms(stages[3])
 
 
@@ -83,6 +94,9 @@ def test_a_layout_that_cannot_be_is_refused_with_one_that_can():
     ):
         with pytest.raises(ValueError, match=message):
             only(**spread)
+    for spread, plan in (({"tensor": 2}, {"task": "lora"}), ({"pipeline": 2}, {"optimizer": "muon"})):
+        with pytest.raises(ValueError, match=r"parallel\.(tensor|pipeline) .* 1"):
+            training_ranks(LLAMA_8B, replace(PLAN, **plan), Spread(**spread))
     with pytest.raises(ValueError, match=r"set parallel\.zero to 2"):
         only(replace(PLAN, task="lora"), data=2, zero=3)
 

@@ -99,9 +99,7 @@ def batch_rank_floor(
     return prefill, decode
 
 
-def exchange_seconds(
-    config: ModelConfig, tokens: int, drawn: int, ranks: int, links: Links, itemsize: int = 2
-) -> float:
+def exchange_seconds(config: ModelConfig, tokens: int, drawn: int, ranks: int, links: Links) -> float:
     """What a step of ``tokens`` tokens, of which ``drawn`` have logits, exchanges between ranks."""
     sums = 2 * config.n_layers + 1
     each = links.sum(ranks, tokens * config.dim * BYTES)

@@ -73,12 +73,17 @@ class PeerSums:
             return False
         if self.exact and self.peers.ranks > 2 and x.nbytes > self.most_bytes:
             whole = x.nbytes % (16 * self.peers.ranks) == 0 and x.is_contiguous()
-            return whole and self.peers.refusal(x.view(-1)[: MOST_BYTES // x.itemsize], norm) is None
+            return whole and self.peers.refusal(x.view(-1)[: self._piece(x)], norm) is None
         return x.nbytes <= self.most_bytes and self.peers.refusal(x, norm) is None
+
+    def _piece(self, x: Tensor) -> int:
+        """Numbers of ``x`` that are summed at once: of whole 16 bytes for each rank, and so is what remains."""
+        least = 16 * self.peers.ranks
+        return MOST_BYTES // least * least // x.itemsize
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in the place of ``x``."""
-        for piece in x.view(-1).split(MOST_BYTES // x.itemsize) if x.nbytes > MOST_BYTES else (x,):
+        for piece in x.view(-1).split(self._piece(x)) if x.nbytes > MOST_BYTES else (x,):
             self.peers.sum(piece, piece, dependent_launch=self.dependent_launch)
         return x
 
@@ -97,7 +102,8 @@ class PeerSums:
 
 
 def shared_sums(world: World, group: Group) -> PeerSums | str:
-    """Make and time the sums of a group, or say why NCCL does them all. Every rank of the world calls this."""
+    """Make and time the sums of a group, or say why NCCL does them all. Every rank of the world calls this, and all get
+    sums or none does."""
     made: PeerMemory | None = None
     lines = lines_for(group.size, MOST_BYTES)
     said: bytes | str
@@ -114,15 +120,18 @@ def shared_sums(world: World, group: Group) -> PeerSums | str:
     if reason is None:
         assert made is not None
         try:
-            opened = [
-                made.address if rank == world.rank else PeerMemory.opened(bytes(handles[rank][1]))  # type: ignore[arg-type]
-                for rank in group.ranks
-            ]
+            for rank in group.ranks:
+                own = rank == world.rank
+                opened.append(made.address if own else PeerMemory.opened(bytes(handles[rank][1])))  # type: ignore[arg-type]
         except RuntimeError as error:
             reason = str(error)
-    everybody = world.exchange(reason)
-    reason = next((everybody[rank] for rank in group.ranks if everybody[rank] is not None), None)
+    # One answer for all groups: those that go on exchange more messages.
+    reason = next((each for each in world.exchange(reason) if each is not None), None)
     if reason is not None:
+        for address in opened:
+            if made is None or address != made.address:
+                PeerMemory.close(address)
+        world.exchange(None)  # nobody has it open any more
         if made is not None:
             made.free()
         return reason

@@ -72,7 +72,8 @@ def _gpipe(rank: int, stages: int, micro_batches: int) -> list[Action]:
 
 def _one_forward_one_backward(rank: int, stages: int, micro_batches: int) -> list[Action]:
     forward = [Action("F", i) for i in range(micro_batches)]
-    return _alternating(forward, [Action("B", i) for i in range(micro_batches)], stages - rank - 1)
+    ahead = _ahead("1f1b", rank, stages, micro_batches, 1)
+    return _alternating(forward, [Action("B", i) for i in range(micro_batches)], ahead)
 
 
 def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -83,8 +84,20 @@ def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> lis
         chunk, within = divmod(place, stages)
         forward.append(Action("F", group * stages + within, chunk))
         backward.append(Action("B", group * stages + within, chunks - 1 - chunk))
-    ahead = len(forward) if micro_batches == stages else 2 * (stages - rank - 1) + (chunks - 1) * stages
-    return _alternating(forward, backward, ahead)
+    return _alternating(forward, backward, _ahead("interleaved", rank, stages, micro_batches, chunks))
+
+
+def _ahead(name: Name, rank: int, stages: int, micro_batches: int, chunks: int) -> int:
+    """How many forward passes a rank makes before forward and backward passes take turns."""
+    if name == "gpipe" or (name == "interleaved" and micro_batches == stages):
+        return micro_batches * chunks
+    return stages - rank - 1 if name == "1f1b" else 2 * (stages - rank - 1) + (chunks - 1) * stages
+
+
+def most_kept(name: Name, rank: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
+    """How many activations, of a micro-batch in a run of layers, a rank keeps at once, at most: ``Timeline.kept``
+    without the timeline."""
+    return min(_ahead(name, rank, stages, micro_batches, chunks) + 1, micro_batches * chunks)
 
 
 def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:

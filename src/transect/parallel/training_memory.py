@@ -17,6 +17,7 @@ from ..models.memory.terms import Estimate
 from ..models.memory.training import training
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
 from .layout import check_shares, owners
+from .schedule import Name, most_kept, schedule
 from .shards import Shard
 
 
@@ -25,9 +26,11 @@ class Spread:
     """How a run is spread. The sizes of the axes multiply to the number of ranks.
 
     Attributes:
-        data: ranks that compute other micro-batches. zero: what is cut over them; see ``replicas.py``.
+        data: ranks that compute other micro-batches.
+        zero: what is cut over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
         tensor: ranks that share each layer. sequence: they share the tokens of norms too.
         pipeline: stages of layers.
+        schedule, chunks: how micro-batches pass through them, see ``schedule.py``.
         context: ranks that share the tokens of a sequence.
         reduce: bytes of a number while gradients are summed: 4 or 2.
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
@@ -42,6 +45,8 @@ class Spread:
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1
+    schedule: Name = "1f1b"
+    chunks: int = 1
     context: int = 1
     reduce: int = 4
     host_state: bool = False
@@ -69,7 +74,7 @@ class Spread:
         sizes = ("data", "zero", "tensor", "pipeline", "context")
         found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
         found += ["sequence = true"] if self.sequence else []
-        found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data > 1 else []
+        found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data * self.context > 1 else []
         found += [f'offload = "{"all" if self.host_weights else "optimizer"}"'] if self.host_state else []
         return ", ".join(found)
 
@@ -120,9 +125,10 @@ def estimator(spread: Spread) -> Callable[[ModelConfig, TrainingPlan], Estimate]
 
 
 def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
-    """``plan`` as a rank carries it out: sharded layers run one by one, and keep all of a layer or its input alone."""
+    """``plan`` as a rank carries it out: sharded layers run one by one, and keep all of a layer or its input alone; a
+    layer that ranks share is not one node."""
     if spread.zero != 3:
-        return plan
+        return replace(plan, merged=False, whole=0) if spread.tensor > 1 or spread.context > 1 else plan
     kept = plan.checkpointing if plan.checkpointing == "none" else "full"
     return replace(plan, merged=False, whole=0, checkpointing=kept)
 
@@ -130,14 +136,15 @@ def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
 def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> Part:
     """What the first rank of a stage has."""
     shard, shapes = _stage(config, spread.tensor, stage, spread.pipeline)
-    owned = None
+    owned, sharing = None, spread.data * spread.context
     if spread.zero in (1, 2):
         trained = trained_shapes(shard.local, plan) if plan.adapted else shapes
         sizes = {name: math.prod(shape) for name, shape in trained.items()}
-        owner = owners(sizes, spread.data)
-        held = [sum(size for name, size in sizes.items() if owner[name] == rank) for rank in range(spread.data)]
+        owner = owners(sizes, sharing)
+        held = [sum(size for name, size in sizes.items() if owner[name] == rank) for rank in range(sharing)]
         most = held.index(max(held))
         owned = frozenset(name for name in sizes if owner[name] == most)
+    micro = plan.accumulate // spread.data
     return Part(
         config=shard.local,
         shapes=shapes,
@@ -146,7 +153,7 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
         tensor=spread.tensor,
         sequence=spread.sequence,
         context=spread.context,
-        in_flight=min(spread.pipeline - stage, plan.accumulate // spread.data),
+        in_flight=most_kept(spread.schedule, stage, spread.pipeline, micro, spread.chunks) / spread.chunks,
         data=spread.data,
         zero=spread.zero,
         reduce=spread.reduce,
@@ -171,6 +178,20 @@ def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
     """
     check_shares(plan.accumulate, spread.data)
     Shard(config, 0, spread.tensor, 0, spread.pipeline)
+    if spread.schedule == "interleaved":
+        schedule(spread.schedule, spread.pipeline, plan.accumulate // spread.data, spread.chunks)
+    if spread.tensor > 1 or spread.pipeline > 1:
+        axis = "tensor" if spread.tensor > 1 else "pipeline"
+        if plan.adapted:
+            raise ValueError(
+                f"parallel.{axis} is for runs that train all weights: set it to 1 for adapters, and parallel.data to "
+                "the number of ranks"
+            )
+        if plan.optimizer != "adamw":
+            raise ValueError(
+                f'parallel.{axis} updates parts of matrices, which optimizer.name = "{plan.optimizer}" cannot: set it '
+                'to 1, or optimizer.name to "adamw"'
+            )
     if spread.zero == 3 and plan.adapted:
         raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
     if spread.zero == 3 and plan.optimizer != "adamw":

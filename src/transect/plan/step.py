@@ -7,8 +7,10 @@ does besides is the same for every layout: it steps the optimizer over what it o
 
 Data ranks sum gradients while the backward pass runs; what comes last, the embedding's bucket, has nothing beside it.
 ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each layer beside the one before, twice in a micro-batch.
-Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention. A pipeline of p stages waits
-p - 1 micro-batches (Narayanan et al. 2021, arXiv:2104.04473).
+Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention, and wait for their
+gradients; their attention is counted like that of one rank, and torch's products in float32 (``parallel/ring.py``) are
+slower. A pipeline of p stages waits p - 1 micro-batches, v times fewer where each rank has v runs of layers
+(Narayanan et al. 2021, arXiv:2104.04473).
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Ma
         recompute=micro * one.again,
         gradients=_gradients(part, plan, machine, micro, owned),
         communication=traffic.exposed,
-        bubble=waits * (one.forward + one.backward + one.again),
+        bubble=waits * (one.forward + one.backward + one.again) / spread.chunks,
         optimizer=optimizer,
         host=host,
         hidden=traffic.hidden,
@@ -191,9 +193,9 @@ def _gradients(part: Part, plan: TrainingPlan, machine: Machine, micro: int, own
     numbers, e, moved = _trained(part, plan), plan.element, 0.0
     if micro > 1 and e < 4:
         moved += (micro - 1) * numbers * (e + 8)
-    if part.data > 1:
+    if part.sharing > 1:
         moved += (micro if part.zero == 3 else 1) * numbers * (e + part.reduce)
-    moved += owned * (part.reduce if part.data > 1 else e)
+    moved += owned * (part.reduce if part.sharing > 1 else e)
     return moved / machine.copies
 
 
@@ -202,7 +204,7 @@ def _optimizer(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine,
     e = plan.element
     each = 4 if plan.master else e
     state = {"adamw8bit": 4}.get(plan.optimizer, 4 * each)
-    moved = (part.reduce if part.data > 1 else e) + 2 * e + (8 if plan.master else 0) + state
+    moved = (part.reduce if part.sharing > 1 else e) + 2 * e + (8 if plan.master else 0) + state
     if spread.host_state:
         sharing = min(machine.per_host, spread.ranks)
         there = owned * 28 / (machine.host_memory_bytes_per_second / sharing)
@@ -223,9 +225,8 @@ def _optimizer(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine,
 
 def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
     """What data ranks exchange: gradients, and weights that others have updated."""
-    ranks = spread.data * spread.context  # context ranks have other tokens as well
-    axis = Axis(machine, ranks, spread.tensor * spread.pipeline)
-    if ranks == 1:
+    axis = _sharing(spread, machine)
+    if axis.ranks == 1:
         return Traffic()
     e, r = plan.element, part.reduce
     if spread.zero == 3:
@@ -251,9 +252,15 @@ def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one:
     return found
 
 
+def _sharing(spread: Spread, machine: Machine) -> Axis:
+    """The ranks with the same weights. Stages lie between data ranks, and not between context ranks."""
+    stride = spread.tensor * (spread.pipeline if spread.data > 1 else 1)
+    return Axis(machine, spread.data * spread.context, stride)
+
+
 def _root(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine) -> Traffic:
     """Embedding, last norm and head under zero 3: gathered before the first layer, summed after the last."""
-    axis = Axis(machine, spread.data, spread.tensor * spread.context * spread.pipeline)
+    axis = _sharing(spread, machine)
     seconds = axis.gather(plan.element * part.outside) + axis.gather(part.reduce * part.outside)
     return Traffic(seconds)
 
@@ -270,11 +277,15 @@ def _layers(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, on
         found += Traffic(seconds)
     if spread.context > 1:
         axis = Axis(machine, spread.context, spread.tensor)
-        passed = 2 * config.kv_dim * plan.element * plan.micro_batch / spread.context * (spread.context - 1)
-        forward = axis.send(layers * passed, layers * (spread.context - 1))
-        found += beside(forward, one.attention, machine) + beside(2 * forward, 2.5 * one.attention, machine)
+        moves, keys = spread.context - 1, 2 * layers * config.kv_dim * plan.micro_batch / spread.context
+        passed = axis.send(plan.element * moves * keys, layers * moves)
+        found += beside(passed, one.attention, machine) + beside(passed, 2.5 * one.attention, machine)
+        if plan.checkpointing == "full":
+            found += beside(passed, one.attention, machine)
+        found += Traffic(axis.send(4 * (moves + 1) * keys, layers * (moves + 1)))  # their gradients, float32
     if spread.pipeline > 1:
         axis = Axis(machine, 2, spread.tensor * spread.context)
-        seconds = axis.send(2 * stream, 2)
+        sent = 2 * stream / (spread.tensor if spread.sequence else 1)
+        seconds = axis.send(spread.chunks * sent, 2 * spread.chunks)
         found += Traffic(seconds)
     return found * micro

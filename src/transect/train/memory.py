@@ -88,6 +88,8 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         tensor=parallel.tensor,
         sequence=parallel.sequence,
         pipeline=parallel.pipeline,
+        schedule=parallel.schedule,
+        chunks=parallel.runs,
         context=parallel.context,
         reduce=reduce,
         host_state=elsewhere,

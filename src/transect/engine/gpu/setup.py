@@ -32,12 +32,10 @@ WHOLE_PROMPTS = (1536, 96)
 """Tokens, in all and a row, from which whole prompts have an attention kernel of their own: where the Hopper kernel
 pays (``ops/attention/packed/hopper.py``) with 16 heads and more."""
 
-
 LAUNCHES = 9
 """Kernels of a layer."""
 LAUNCH_SECONDS, MULTIPLIES = 150e-6, 600e12
 """Seconds in which the host launches a kernel, FLOPs of a product in a second: an H200 and its host."""
-
 
 FILL_BYTES, FILL_TOKENS = 8 << 30, 256
 """Prompts are spread over decode steps (``filling.py``) for models with this many bytes of weights, up to this many

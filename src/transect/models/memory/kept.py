@@ -85,11 +85,21 @@ class LayerKept:
         return {"none": 0.0, "selective": self.mlp, "full": self.attention + self.mlp}[plan]
 
 
-def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend, *, first: bool = False) -> LayerKept:
+def layer_kept(
+    config: ModelConfig,
+    reads: Reads,
+    element: int,
+    backend: Backend,
+    *,
+    first: bool = False,
+    stream: int | None = None,
+) -> LayerKept:
     """One layer. ``element``: bytes of a number in the compute dtype. ``first``: under adapters nothing below the first
-    layer is trained, so the norm at its start keeps nothing."""
+    layer is trained, so the norm at its start keeps nothing. ``stream``: columns of the residual stream that a rank has
+    for each token, where ranks share it; what goes into matrices is whole all the same."""
     wide = max(4, element)
     dim, heads, q, kv, ffn = config.dim, config.n_heads, config.q_dim, config.kv_dim, config.widest_mlp
+    stream = dim if stream is None else stream
     plain = backend == "cpu" and element != 4
 
     def norm(width: int, rows: int = 1) -> float:
@@ -99,14 +109,14 @@ def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend
             return element * width + 4 * rows
         return wide * width * (1 + reads.norms) + wide * rows
 
-    attention = 0.0 if first and reads.rank else norm(dim)
+    attention = 0.0 if first and reads.rank else norm(stream)
     attention += element * dim * bool(reads.qkv) + element * reads.rank * (reads.qkv + reads.o)
     if config.qk_norm:
         attention += norm(q, heads) + norm(kv, config.n_kv_heads)
     attention += element * (2 * q + 2 * kv) + 4 * heads
     if plain and reads.o:
         attention += element * q
-    mlp = norm(dim) + element * dim * bool(reads.gate_up) + element * reads.rank * (reads.gate_up + reads.down)
+    mlp = norm(stream) + element * dim * bool(reads.gate_up) + element * reads.rank * (reads.gate_up + reads.down)
     if config.gated_mlp:
         mlp += (5 * wide if plain else 2 * element) * ffn
     else:
@@ -114,7 +124,7 @@ def layer_kept(config: ModelConfig, reads: Reads, element: int, backend: Backend
     mlp += element * ffn * reads.down
     if config.moe is not None:  # what each expert says of a token, and the router's scores
         mlp += element * dim * config.moe.per_token + 8 * config.moe.experts
-    return LayerKept(attention, mlp, element * dim)
+    return LayerKept(attention, mlp, element * stream)
 
 
 def outside_layers(config: ModelConfig, reads: Reads, element: int, backend: Backend) -> float:

@@ -47,9 +47,10 @@ class Part:
         vocabulary: rows of the head that it computes.
         tensor: ranks that share each layer. sequence: they also share the tokens of norms and the residual stream.
         context: ranks that share the tokens of a sequence.
-        in_flight: micro-batches whose activations wait for their backward pass at once, at most.
-        data, zero: ranks with the same part, and what is cut over them.
-        reduce: bytes of a number while gradients are summed over them.
+        in_flight: micro-batches whose activations wait for their backward pass at once, at most; where a rank has
+            several runs of layers, a micro-batch in one of them is a part of one.
+        data: ranks that compute other micro-batches. zero: what is cut over ``sharing`` ranks.
+        reduce: bytes of a number while gradients are summed over these.
         owned: parameters whose state it holds, with zero 1 or 2; None: all.
         host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: its
             pieces of the weights too, with zero 3.
@@ -62,7 +63,7 @@ class Part:
     tensor: int = 1
     sequence: bool = False
     context: int = 1
-    in_flight: int = 1
+    in_flight: float = 1
     data: int = 1
     zero: int = 0
     reduce: int = 4
@@ -85,9 +86,14 @@ class Part:
         """Numbers outside the layers: embedding, last norm, head."""
         return count(self.shapes) - sum(self.layers)
 
+    @property
+    def sharing(self) -> int:
+        """Ranks with the same weights: they sum gradients, and ``zero`` cuts over them."""
+        return self.data * self.context
+
     def pieces(self, numbers: int) -> int:
         """This rank's share of something that is cut evenly."""
-        return -(-numbers // self.data)
+        return -(-numbers // self.sharing)
 
     @cached_property
     def sharded(self) -> int:
@@ -137,21 +143,21 @@ class Gradients:
     @property
     def leave(self) -> bool:
         """Whether gradients go to the host as they are made, or summed."""
-        return self.part.host_state and (self.part.data == 1 or self.part.zero == 3)
+        return self.part.host_state and (self.part.sharing == 1 or self.part.zero == 3)
 
     @property
     def sums(self) -> int:
         """What waits from one micro-batch to the next beyond ``waiting``: sums of gradients in 16 bits."""
         if self.leave:
             return 0
-        return 4 * self.numbers if self.part.data == 1 and self.several and self.element < 4 else 0
+        return 4 * self.numbers if self.part.sharing == 1 and self.several and self.element < 4 else 0
 
     @property
     def waiting(self) -> int:
         """What is there during the forward pass of the last micro-batch."""
         if not self.several or self.leave:
             return 0
-        if self.part.data == 1:
+        if self.part.sharing == 1:
             return self.sums or self.element * self.numbers
         return 4 * (self.owned if self.part.zero == 3 else self.numbers)
 
@@ -159,9 +165,9 @@ class Gradients:
         """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
         the layer itself."""
         part, e = self.part, self.element
-        if self.leave and part.data == 1:
+        if self.leave and part.sharing == 1:
             return e * (min(above, self.largest) + own)
-        if part.data == 1:
+        if part.sharing == 1:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
         if part.zero == 3:
             done = self.owned if self.several else part.pieces(max(0, above - part.outside))
@@ -180,7 +186,7 @@ class Gradients:
     def at_the_end(self) -> int:
         """What is there when the backward pass ends and the last bucket is filled."""
         part, e = self.part, self.element
-        if part.data == 1:
+        if part.sharing == 1:
             return self.during(self.numbers, self.largest if self.leave else 0)
         if part.zero == 3:
             own = part.pieces(part.outside) if self.leave else self.owned
@@ -195,7 +201,7 @@ class Gradients:
         part = self.part
         if self.leave:
             return 0
-        if part.data == 1:
+        if part.sharing == 1:
             return self.sums or self.element * self.numbers
         if part.zero == 3:
             return 4 * self.owned
@@ -207,12 +213,12 @@ class Gradients:
         part = self.part
         if self.leave:
             return f"{self.numbers} trained numbers of {self.element} bytes, each copied to the host when it is made"
-        if part.data == 1:
+        if part.sharing == 1:
             return f"{self.numbers} trained numbers of {self.element} bytes; all of them exist when the optimizer steps"
         if part.zero < 2:
-            return f"{self.numbers} trained numbers of {part.reduce} bytes, summed over {part.data} ranks"
+            return f"{self.numbers} trained numbers of {part.reduce} bytes, summed over {part.sharing} ranks"
         each = 4 if part.zero == 3 else part.reduce
-        return f"{self.owned} of {self.numbers} trained numbers, of {each} bytes, summed over {part.data} ranks"
+        return f"{self.owned} of {self.numbers} trained numbers, of {each} bytes, summed over {part.sharing} ranks"
 
 
 def below(shapes: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:

@@ -30,6 +30,8 @@ LOSS_ELEMENTS = 2**23
 """Logits that the loss in torch holds (``ops/linear_cross_entropy_torch``), and log-probabilities (``train/``)."""
 DISTILLATION_PARTS = 4
 """So many times fewer rows of logits exist at once in a distillation (``train/divergence``)."""
+RING_ROWS = 512
+"""Queries whose scores are held at a time where ranks share tokens (``parallel/ring.ROWS``)."""
 CUBLAS_WORKSPACE = 32 * 2**20
 """What torch gives to cuBLAS on Hopper, once for each of the two threads that multiply (forward, backward)."""
 MARGIN = {"gpu": 0.05, "cpu": 0.10}
@@ -76,8 +78,8 @@ class Account:
             self.layers = [merged_kept(self.narrow, plan.targets, rank, self.e)] * config.n_layers
             self.beside, self.largest = matrix_numbers(config, plan.targets, rank)
         else:
-            rest = layer_kept(self.narrow, self.reads, self.e, plan.backend)
-            start = layer_kept(self.narrow, self.reads, self.e, plan.backend, first=True)
+            rest = layer_kept(config, self.reads, self.e, plan.backend, stream=self.narrow.dim)
+            start = layer_kept(config, self.reads, self.e, plan.backend, first=True, stream=self.narrow.dim)
             self.layers = [start, *[rest] * (config.n_layers - 1)]
         self.outside = outside_layers(self.narrow, self.reads, self.e, plan.backend)
         self.table = self.e * math.prod(part.shapes.get("embed.weight", (0,)))
@@ -90,13 +92,13 @@ class Account:
     def estimate(self) -> Estimate:
         plan, part, gradients = self.plan, self.part, self.gradients
         static = self.static()
-        shown = self.e * gradients.numbers if part.data == 1 else gradients.stepping
+        shown = self.e * gradients.numbers if part.sharing == 1 else gradients.stepping
         if gradients.leave:
             shown = gradients.at_the_end
         self.term("gradients", shown, gradients.why)
         if gradients.sums:
             self.term("gradient sums", gradients.sums, "float32, over the micro-batches of a step")
-        if part.data > 1 and gradients.at_the_end > gradients.stepping:
+        if part.sharing > 1 and gradients.at_the_end > gradients.stepping:
             self.term("buckets", gradients.at_the_end - gradients.stepping, "gradients on their way between ranks")
         earlier = {"gradients": gradients.waiting}
         gathered = self.gathered()
@@ -105,7 +107,7 @@ class Account:
         phases = [*self.loading(), Phase("before the first step", static)]
         busy = dict(static)
         if part.in_flight > 1:
-            why = f"of {part.in_flight - 1} micro-batches more, on their way through the stages"
+            why = f"of {part.in_flight - 1:g} micro-batches more, on their way through the stages"
             busy["activations in flight"] = self.term("activations in flight", (part.in_flight - 1) * kept, why)
         if plan.rollouts:
             cache = 2 * self.config.n_layers * self.config.kv_dim * self.e * plan.rollouts
@@ -176,7 +178,7 @@ class Account:
         held["weights"] = self.term("weights", packed + adapters, why)
         master = 4 * count(self.owned) if plan.master else 0
         state = sum(state_bytes(name, shape, plan) for name, shape in self.owned.items())
-        cut = f", of a part of them: {part.data} ranks share it" if part.zero else ""
+        cut = f", of a part of them: {part.sharing} ranks share it" if part.zero else ""
         about = (
             ("master weights", master, f"float32 copies of what is trained{cut}"),
             ("optimizer state", state, f"{plan.optimizer}: {_STATE[plan.optimizer]}{cut}"),
@@ -186,7 +188,7 @@ class Account:
                 self.host += (Term(name, size, f"{reason}; in the memory of the host"),)
             held[name] = self.term(name, 0 if part.host_state else size, reason)
         numbers = count(self.trained)
-        exchange, self.exchanging = exchange_bytes(numbers, part.data, plan)
+        exchange, self.exchanging = exchange_bytes(numbers, part.sharing, plan)
         if exchange:
             held["exchange"] = self.term("exchange", exchange, "float32 momentum, and errors that are owed")
         if plan.reference:
@@ -349,8 +351,13 @@ class Account:
         sums = 4 * config.q_dim + 8 * config.n_heads if plan.backend == "gpu" else 0  # float32 sums of dq
         if plan.backend == "cpu" and e == 4:  # dk and dv of every query head
             sums = 8 * config.q_dim
+        scores = 0
+        if self.part.context > 1:  # in float32: dq; keys and values on their way, with their gradients
+            sums = 4 * config.q_dim + (4 * e + 16) * config.kv_dim
+            keys = min(plan.seq_len, -(-self.tokens // 2))
+            scores = 12 * config.n_heads * min(RING_ROWS, keys) * keys
         each = e * (config.dim + 2 * config.q_dim + 2 * config.kv_dim) + sums
-        return int(each * self.tokens + self.dense_weight())
+        return int(each * self.tokens + scores + self.dense_weight())
 
     def dense_weight(self) -> int:
         """A 4-bit weight made dense, the largest."""
