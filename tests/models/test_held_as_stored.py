@@ -180,6 +180,42 @@ def test_blocks_of_four_bits_of_a_gguf_file_stay_in_four(tmp_path, type_name):
         assert (held.dense().float() - exact).norm() <= 0.01 * exact.norm()
 
 
+Q = "model.layers.0.self_attn.q_proj"
+DAMAGE = [
+    ("gptq", lambda t: t[f"{Q}.scales"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
+    ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].fill_(99), r"q_proj\.g_idx' names groups that are not there"),
+    ("awq", lambda t: t[f"{Q}.scales"].fill_(torch.inf), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
+    ("awq", lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:-1]}), r"q_proj\.qzeros' should have shape"),
+    ("packed", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
+    ("packed", lambda t: t.update({f"{Q}.weight_scale": torch.ones(128, 0)}), r"q_proj\.weight_scale' of shape"),
+    (
+        "packed",
+        lambda t: t.update({f"{Q}.weight_zero_point": torch.ones(1, 4)}),
+        r"q_proj\.weight_zero_point' of shape",
+    ),
+    ("packed", lambda t: t.update({f"{Q}.weight_g_idx": torch.ones(3)}), r"q_proj\.weight_g_idx' should have shape"),
+    ("fp8-tensor", lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf), r"scales of '.*q_proj\.weight' hold infinite or"),
+    (
+        "fp8-block",
+        lambda t: t[f"{Q}.weight_scale_inv"].fill_(torch.nan),
+        r"scales of '.*q_proj\.weight' hold infinite or",
+    ),
+    ("int8", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
+]
+
+
+@pytest.mark.usefixtures("by_torch")
+@pytest.mark.parametrize(("name", "change", "sentence"), DAMAGE)
+def test_damage_to_what_stays_packed_is_named(checkpoints, tmp_path, name, change, sentence):
+    for file in checkpoints[name].path.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    tensors = load_file(checkpoints[name].path / "model.safetensors")
+    change(tensors)
+    save_file({key: each.contiguous() for key, each in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=sentence):
+        load_model(resolve(str(tmp_path)), native=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", FORMATS)

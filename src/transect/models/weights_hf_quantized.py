@@ -191,12 +191,20 @@ def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Cal
                 f"{packed.path}: {prefix}.weight_shape says {told}, and the codes are {list(packed.shape)}"
             )
         inputs = told[1]
-    if len(scale.shape) != 2 or scale.shape[0] != outputs or inputs % scale.shape[1]:
+    if len(scale.shape) != 2 or scale.shape[0] != outputs or not scale.shape[1] or inputs % scale.shape[1]:
         raise ValueError(
             f"{packed.path}: the tensor {prefix + '.weight_scale'!r} of shape {list(scale.shape)} does not fit a "
             f"matrix [{outputs}, {inputs}] in groups"
         )
     zero, order = found.get(f"{prefix}.weight_zero_point"), found.get(f"{prefix}.weight_g_idx")
+    groups = scale.shape[1]
+    if zero is not None and zero.shape not in ((outputs, groups), (-(-outputs // PER_WORD), groups)):
+        raise ValueError(
+            f"{zero.path}: the tensor {zero.name!r} of shape {list(zero.shape)} does not fit scales of shape "
+            f"{[outputs, groups]}; download it again"
+        )
+    if order is not None:
+        order = side(found, prefix, "weight_g_idx", (inputs,))
 
     def rows(part: slice) -> Tensor:
         values = packed_values(
