@@ -55,11 +55,12 @@ def test_both_ways_to_compute_take_them(shape, native):
 
 
 def test_presets_have_the_published_sizes():
-    assert set(PRESETS) == {*(each.name for each in (*MODELS, LLAMA_70B)), "qwen3-30b-a3b"}
+    assert set(PRESETS) == {*(each.name for each in (*MODELS, LLAMA_70B)), "qwen3-30b-a3b", "llama-3.2-3b"}
     billions = {name: parameter_count(config) / 1e9 for name, config in PRESETS.items()}
     expected = {
         "llama-3.1-8b": 8.030,
         "llama-3.2-1b": 1.236,
+        "llama-3.2-3b": 3.213,
         "qwen3-0.6b": 0.596,
         "qwen3-8b": 8.191,
         "llama-3.3-70b": 70.554,

@@ -57,11 +57,13 @@ def random_like(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def gradients(
     call: Callable[..., Any], op: Op, inputs: Mapping[str, Any], upstream: list[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Outputs and gradients for fixed random upstream gradients."""
+    """Outputs, and gradients (where there are any) for fixed random upstream gradients."""
     made = call(**inputs)
     outputs = [made] if isinstance(made, torch.Tensor) else list(made)
     upstream = random_like(outputs) if upstream is None else upstream
     wanted = [inputs[key] for key in op.differentiable if isinstance(inputs.get(key), torch.Tensor)]
+    if not wanted:
+        return outputs
     reached = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
     return [*outputs, *torch.autograd.grad([o for o, _ in reached], wanted, [g for _, g in reached])]
 

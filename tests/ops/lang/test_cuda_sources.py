@@ -24,7 +24,7 @@ def versions() -> bytes:
     return subprocess.check_output([cuda_build.find_nvcc(), "--version"]) + headers + BUILDER
 
 
-# Hopper's own sources are empty for sm_80, and the others compile for it as for sm_90. `prove` compiles the costly ones:
+# Hopper's own sources are empty for sm_80, and the others compile for it as for sm_90. The costly ones are for `prove`:
 # what they include is compiled with Hopper's sources, or with `small_matmul.cu`.
 BUILDS = [
     pytest.param(source, target, id=f"{source.name}-{target}", marks=[pytest.mark.prove] if costly else [])

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from ...ops.opset import OpSet
-from ..layouts import Layouts
-from ..stored import Layout
+from ..layouts import Layout, Layouts
 from .as_stored import AsStored
 from .dense import Dense
 from .int4_serving import Int4Products, ServingInt4

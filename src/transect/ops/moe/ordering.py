@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, tl
+from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, runs_triton, tl
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 
 BLOCK = 128
@@ -93,6 +93,18 @@ def triton_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tenso
         _count[(blocks,)](experts, counts, rows, n_experts, **shape)
         _place[(blocks,)](experts, counts, order, places, starts, rows, n_experts, blocks, **shape, num_warps=8)
     return order, places, starts
+
+
+@torch.library.custom_op("transect::expert_order", mutates_args=())
+def expert_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator for ``torch.compile``: the Triton kernels where they can run, else the reference."""
+    return (triton_order if runs_triton(experts) else reference)(experts, n_experts)
+
+
+@expert_order.register_fake
+def _(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = experts.numel()
+    return experts.new_empty(rows), experts.new_empty(rows), experts.new_empty(n_experts + 1)
 
 
 def cost(experts: Tensor, n_experts: int) -> Cost:

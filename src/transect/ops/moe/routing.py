@@ -42,7 +42,7 @@ def differentiable(
     logits: Tensor, bias: Tensor | None, k: int, first: int = 0, held: int | None = None, **how: Any
 ) -> Routed:
     """What training calls: the weights have a gradient."""
-    return _in_two(gating.expert_gating, ordering.triton_order, logits, bias, k, first, held, how)
+    return _in_two(gating.expert_gating, ordering.expert_order, logits, bias, k, first, held, how)
 
 
 def _in_two(
