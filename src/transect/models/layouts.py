@@ -4,29 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from .resolve import ModelSource
-from .storage import Storage, int4_format
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a checkpoint packs a matrix, where a kind of weight can hold it so."""
-
-    format: Literal["fp8", "int8", "int4"]
-    blocks: bool = False
-    """In fp8: a scale for each 128 outputs by 128 inputs, else for each output."""
-    group: int = 0
-    """In int4: inputs that share a scale and a zero."""
-    ordered: bool = False
-    """In int4: the inputs of a group are not neighbours (act-order)."""
-    rounds_inputs: bool = True
-    """In 8 bits: who made it expects activations to be rounded too."""
-    blocks_of_gguf: bool = False
-    """It is read from blocks of a GGUF file, which the C++ kernels take as they are."""
-
+from .storage import Layout, Storage, int4_format
 
 Layouts = tuple[tuple[str, Layout], ...]
 """The layout of each matrix of a layer that most layers have packed, by its name there (``attention.q``)."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..formats.fields import Fields
-from .layouts import Layout
 from .quantized_layouts import AWQ_ORDER, PER_WORD, words_to_codes
+from .storage import Layout
 from .stored import Codes4, Codes8, within
 
 Packed = Callable[[slice, slice], Codes8 | Codes4]

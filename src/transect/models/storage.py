@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ..formats.nf4 import BITS as NF4_BITS
 
@@ -15,6 +16,23 @@ SCALE_BITS = 16
 """Bits of a group's scale, and of its zero, where a model in 4 bits is served."""
 SERVING_GROUP = 128
 """Numbers of a row that share a scale and a zero, where a model in 4 bits is served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a checkpoint packs a matrix, where a kind of weight can hold it so."""
+
+    format: Literal["fp8", "int8", "int4"]
+    blocks: bool = False
+    """In fp8: a scale for each 128 outputs by 128 inputs, else for each output."""
+    group: int = 0
+    """In int4: inputs that share a scale and a zero."""
+    ordered: bool = False
+    """In int4: the inputs of a group are not neighbours (act-order)."""
+    rounds_inputs: bool = True
+    """In 8 bits: who made it expects activations to be rounded too."""
+    blocks_of_gguf: bool = False
+    """It is read from blocks of a GGUF file, which the C++ kernels take as they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formats.ggml_blocks import QuantizedTensor
-from .layouts import Layout
+from .storage import Layout
 
 Values = Tensor | QuantizedTensor
 """What a file holds for a matrix."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from .config import ModelConfig
-from .layouts import Layout
 from .shapes import weight_shapes
+from .storage import Layout
 from .stored import ALL, Codes4, Stored, StoredWeights, Values, is_whole, within
 
 OUTER = {

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .config_quantized import check_method
-from .layouts import Layout
 from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, side
 from .quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
+from .storage import Layout
 from .stored import Codes4, Codes8, within
 
 _SUFFIXES = (

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from ..models.decoder import Decoder
 from ..models.embedding import Embedding
-from ..models.layouts import Layout
 from ..models.staging import Staging
-from ..models.storage import WeightFormat
+from ..models.storage import Layout, WeightFormat
 from ..models.weights.dense import Dense
 from ..models.weights.weight import Kinds, Product, Unsummed, Values, Weight, WeightKind
 from ..ops.opset import OpSet

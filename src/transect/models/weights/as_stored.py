@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet
-from ..layouts import Layout
 from ..staging import Staging
-from ..storage import WeightFormat
+from ..storage import Layout, WeightFormat
 from ..stored import Codes4, Codes8, Values
 from .weight import Dimension, Product, StreamProduct, TrainingPart, Weight
 

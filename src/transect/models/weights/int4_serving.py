@@ -28,9 +28,8 @@ from ...ops.linear.packed import int4_matmul, int4_rows
 from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
-from ..layouts import Layout
 from ..staging import Staging, dense_values
-from ..storage import SERVING_GROUP, WeightFormat, int4_format
+from ..storage import SERVING_GROUP, Layout, WeightFormat, int4_format
 from ..stored import Codes4
 from .int4 import codes_of
 from .weight import Dimension, Product, TrainingPart, Values, Weight, part_of, shard_bias

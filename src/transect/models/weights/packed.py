@@ -17,9 +17,8 @@ from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
 from ...ops.cpu.packing import pack, pack_groups
 from ...ops.opset import OpSet
-from ..layouts import Layout
 from ..staging import Staging, dense_values
-from ..storage import WeightFormat
+from ..storage import Layout, WeightFormat
 from ..stored import Codes4, Codes8
 from .int4_serving import PANEL, affine_groups
 from .weight import Dimension, TrainingPart, Values, Weight, part_of, shard_bias

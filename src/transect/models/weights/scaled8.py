@@ -28,10 +28,9 @@ from ...ops.linear.packed.scaled8_tiles import BLOCK
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ...ops.registry import Unavailable
-from ..layouts import Layout
 from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values
-from ..storage import WeightFormat
+from ..storage import Layout, WeightFormat
 from ..stored import Codes8
 from .dense import Dense
 from .weight import Dimension, Kinds, Product, Values, Weight, WeightKind, part_of, shard_bias

@@ -38,9 +38,8 @@ from ...ops.moe.triton import triton_grouped_linear
 from ...ops.opset import OpSet
 from ...ops.registry import Cost
 from ..cost import product_cost
-from ..layouts import Layout
 from ..staging import Staging
-from ..storage import WeightFormat
+from ..storage import Layout, WeightFormat
 from ..stored import Values
 
 if TYPE_CHECKING:
