@@ -11,7 +11,7 @@ from tiny_llm import save_tiny_llm
 from transect import LLM, SamplingParams
 from transect.models.config_hf import from_hf_directory
 from transect.models.load import load_model
-from transect.models.quantized_layouts import mxfp4_values
+from transect.models.quantized_layouts import mxfp4_values, spread
 from transect.models.resolve import resolve
 from transect.models.weights_hf import stored_hf
 
@@ -185,3 +185,11 @@ def test_rounded_when_loaded(plain, quantization):
     layer = rounded.layers[0].mlp.up
     assert layer.format.name == quantization and 8 <= layer.format.bits < 8.6
     assert rounded.nbytes < 0.6 * exact.nbytes
+
+
+def test_scales_that_divide_no_matrix_are_refused() -> None:
+    assert spread(torch.ones(2, 1), 128, 64).shape == (128, 64)
+    assert spread(torch.ones(2, 2), 130, 200, (128, 128)).shape == (130, 200)  # blocks may be cut off
+    for shape, block in (((3, 1), None), ((2, 3), None), ((3, 2), (128, 128))):
+        with pytest.raises(ValueError, match="do not fit a matrix"):
+            spread(torch.ones(shape), 128, 64, block)

@@ -53,7 +53,8 @@ def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None
     each_row, each_column = -(-rows // wide.shape[0]), -(-columns // wide.shape[1])
     if block is not None and wide.shape != (rows, 1):
         each_row, each_column = block
-    if -(-rows // each_row) != wide.shape[0] or -(-columns // each_column) != wide.shape[1]:
+    uneven = block is None and (rows % wide.shape[0] or columns % wide.shape[1])
+    if uneven or -(-rows // each_row) != wide.shape[0] or -(-columns // each_column) != wide.shape[1]:
         raise ValueError(f"scales of shape {list(scale.shape)} do not fit a matrix [{rows}, {columns}]")
     return wide.repeat_interleave(each_row, 0)[:rows].repeat_interleave(each_column, 1)[:, :columns]
 
