@@ -24,9 +24,12 @@ from transect.engine.sequence_blocks import SequenceBlocks
 from transect.engine.waiting_queue import QueueFull
 
 _EOS = 0
-_STALL_LIMIT = 3
-"""Steps in which the running sequence of the best rank may stand still: one to wait for blocks of the step in flight,
-one for its own token in flight, one because it was admitted in between."""
+
+
+def _stall_limit(lag: int) -> int:
+    """Steps in which the running sequence of the best rank may stand still: ``lag`` to wait for blocks of the steps in
+    flight, ``lag`` for its own token in flight, one because it was admitted in between."""
+    return 2 * max(lag, 1) + 1
 
 
 @dataclass(frozen=True)
@@ -377,7 +380,7 @@ class Run:
         leader = first and (first.seq_id, first.scheduled, first.length, len(first.output_token_ids))
         self._stalled = self._stalled + 1 if leader is not None and leader == self._leader else 0
         self._leader = leader
-        check(self._stalled <= _STALL_LIMIT, f"{first} has stood still for {self._stalled} steps")
+        check(self._stalled <= _stall_limit(self.workload.lag), f"{first} has stood still for {self._stalled} steps")
 
     def _check_end(self) -> None:
         for (name, index), record in self.records.items():
