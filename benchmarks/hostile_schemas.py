@@ -24,6 +24,8 @@ from grammars import HOSTILE
 
 KINDS = {"json": "guided_json", "regex": "guided_regex"}
 PATIENCE_S = 60
+LOOK_S = 0.5
+"""How long the stream beside is looked at after a schema is sent, or until the answer is there."""
 
 
 class Beside(threading.Thread):
@@ -55,11 +57,12 @@ def ask(url: str, beside: Beside, kind: str, text: str) -> dict[str, Any]:
     body = {"model": BUILTIN, "prompt": "Hi", "max_tokens": 4, KINDS[kind]: text}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
     ended = time.perf_counter()
+    time.sleep(max(0.0, began + LOOK_S - ended))
     said = answer.json().get("error", {}).get("message", "") if answer.status_code != 200 else ""
     return {
         "status": answer.status_code,
         "seconds": ended - began,
-        "longest_gap_s": beside.longest_gap(began, max(ended, began + 0.5)),
+        "longest_gap_s": beside.longest_gap(began, max(ended, began + LOOK_S)),
         "message": said[:200],
     }
 

@@ -23,6 +23,7 @@ import data_formats
 import engine_tables
 import format_tables
 import grammars
+import hostile_schemas
 import http_vs_offline
 import issue_rates
 import jump_ahead
@@ -251,6 +252,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ladder": ladder_tables.table,
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
+    "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),

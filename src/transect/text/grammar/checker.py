@@ -83,7 +83,7 @@ class Checker:
         nbytes: of memory that it may take beyond what the process has anyway.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, seconds: float = 1.5, nbytes: int = 512 * 2**20) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, seconds: float = 1.25, nbytes: int = 512 * 2**20) -> None:
         self._vocabulary = vocabulary
         self._seconds, self._nbytes = seconds, nbytes
         self._process: subprocess.Popen[bytes] | None = None
