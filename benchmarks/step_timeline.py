@@ -40,7 +40,7 @@ class Gap:
     seconds: float
     parts: dict[str, float]
     tokens: int
-    """Of the step whose result ends it."""
+    """Tokens of the step whose result ends the gap."""
     prompt_tokens: int
     decodes: int
     launched: tuple[int, int]

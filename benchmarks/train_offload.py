@@ -315,7 +315,7 @@ def affordable(models: list[str], rate: float, seconds: float) -> str:
 def beside_floors(
     numbers: int, steps: list[dict[str, Any]], rates: dict[str, Any], gpu: bool, delayed: bool
 ) -> dict[str, Any]:
-    """The median step and what each part would take at the least."""
+    """The median step, and the floor of each part."""
     kernel = rates["adamw"][0]
     memory = max(kernel["bytes_per_second"], kernel["copy_bytes_per_second"])
     floors = {"adamw": ADAMW_BYTES * numbers / memory}

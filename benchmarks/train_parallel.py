@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 compiled": {},
 }
 VARIABLES = {"ddp few": {"NCCL_MAX_CTAS": "4"}, "ddp spare": {"NCCL_MAX_CTAS": "8"}}
-"""Of the environment: sums on few multiprocessors, which are slower and leave more to the products."""
+"""Variables of the environment: sums on few multiprocessors, which are slower and leave more to the products."""
 SPARED = 8
 """Multiprocessors that persistent products leave to the sums, with ``ddp spare``: one that finds its place taken would
 wait for all others, and a product take twice as long."""

@@ -166,7 +166,7 @@ def test_served(checkpoints, name):
 @pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 def test_blocks_of_four_bits_of_a_gguf_file_stay_in_four(tmp_path, type_name):
-    """As a GPU holds them; other blocks are dequantized, and the C++ kernels take all as they are."""
+    """The formats that a GPU holds; other blocks are dequantized, and the C++ kernels take all as they are."""
     source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("llama"), type_name)))
     layouts, four = held_layouts(source), type_name != "Q8_0"
     assert held_layouts(source, gguf=False) == ()

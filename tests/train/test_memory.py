@@ -179,7 +179,7 @@ def test_what_is_left_lets_layers_keep_everything(tmp_path):
 
 
 def test_offloaded_states_leave_the_device(tmp_path, monkeypatch):
-    """Of a model of 8B in mixed precision: 96 GB of states, and all gradients but a few."""
+    """A model of 8B in mixed precision has 96 GB of states, and leaves all gradients but a few."""
     how = {"precision": "mixed", "data": {"seq_len": 4096, "micro_batch": 8192}}
     monkeypatch.setattr(memory, "free_memory", lambda: 200 * 2**30)
     gpu = torch.device("cuda")
