@@ -2,10 +2,10 @@
 
 * ``transect``: ``transect.bench``. It times events as their bytes arrive, and its moments can be laid beside the
   engine's decision log (``request_stages.py``).
-* ``sglang``: ``sglang.bench_serving`` 0.5.3, SGLang's load generator, which speaks to any server of OpenAI's API. It is
-  one file of a wheel that needs aiohttp, numpy, requests, tqdm and transformers: ``pip install --no-deps sglang==0.5.3``.
-  It draws lengths evenly and arrivals at random (Poisson) from a seed, and opens a connection for each request. Its
-  figures stand here as it gives them.
+* ``sglang``: ``sglang.bench_serving`` 0.5.3, SGLang's load generator, which speaks to any server of OpenAI's API. It
+  is one file of a wheel and needs aiohttp, numpy, requests, tqdm and transformers beside it. It draws lengths evenly
+  and arrivals at random (Poisson) from a seed, and opens a connection for each request. Its figures stand here as it
+  gives them.
 
 Both give one shape: times in seconds, with ``p50`` and ``p99``.
 """

@@ -1,7 +1,7 @@
 """From the moment a request is sent to its first token at the client: where the time goes, stage by stage.
 
-The client's moments and the engine's decision log are on the same clock (the system's monotonic one), if both run on one
-machine. A request's stages add up to its TTFT:
+The client's moments and the engine's decision log are on the same clock (the system's monotonic one), if both run on
+one machine. A request's stages add up to its TTFT:
 
 * ``late``: the generator sent it after it was due.
 * ``to the engine``: HTTP, JSON, checks, tokens, the message to the engine process, and the wait until the loop there
@@ -96,7 +96,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": sum(values) / len(values), "p50": percentile(values, 50), "p99": percentile(values, 99)}
 
 
-def line(stages: dict[str, Any]) -> str:
+def stages_line(stages: dict[str, Any]) -> str:
     """For people: p50 and p99 of each stage, milliseconds."""
     parts = [f"{name} {stages[name]['p50'] * 1e3:.1f}/{stages[name]['p99'] * 1e3:.1f}" for name in STAGES]
     return ", ".join(parts) + f", {stages['steps']['p50']:.0f} steps"

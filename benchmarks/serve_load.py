@@ -33,7 +33,7 @@ from typing import Any
 
 import record
 from load_generators import GENERATORS, OUTPUT, PROMPT, own, own_level, sglang, word
-from request_stages import STAGES, line, request_stages
+from request_stages import STAGES, request_stages, stages_line
 from step_timeline import timeline
 from transect.bench.levels import Result
 from transect.explain.log import load
@@ -295,7 +295,7 @@ def explain(result: dict[str, Any], runs: Sequence[Result | None], path: Path) -
         print(f"rate {each['rate']}, seed {each['seed']}: {json.dumps(each['timeline'].get('causes'))}")
         if requests is not None:
             each["stages"] = request_stages(log, requests.records, requests.began)
-            print(line(each["stages"]), flush=True)
+            print(stages_line(each["stages"]), flush=True)
 
 
 if __name__ == "__main__":

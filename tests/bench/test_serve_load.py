@@ -74,8 +74,8 @@ def test_parts_of_a_gap_add_up_and_name_its_cause(modules, tmp_path):
 
 
 def test_the_stages_of_a_request_add_up_to_its_first_token(modules, tmp_path):
-    """A request sent at 1.002 (due at 1.0) is in the engine at 1.010, and its prompt takes two steps. Another one of the
-    same length comes behind it, and one of another length."""
+    """A request sent at 1.002 (due at 1.0) is in the engine at 1.010, and its prompt takes two steps. Another one of
+    the same length comes behind it, and one of another length."""
     records = [
         Header(1, {}, 1, 0.0),
         Added(1.010, "a", 1, 300, 1, 9, 0, 1.009, False, False),
