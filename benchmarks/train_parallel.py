@@ -3,9 +3,9 @@
     python benchmarks/train_parallel.py OUT.json [--only WORK,...] [--ways WAY,...] [--ranks 2] [--seconds 6]
 
 Every way trains on 2 x 4096 random tokens a rank and step; ways with as many ranks run one after another in the same
-processes, which are started again if one of them ends: bfloat16
-weights and AdamW state, random weights of the true shapes, no gradient clipping. ``one`` is a single GPU; the others
-are named by what is spread. Rates are medians over steps, by the slowest rank.
+processes, which are started again if one of them ends: bfloat16 weights and AdamW state, random weights of the true
+shapes, no gradient clipping. ``one`` is a single GPU; the others are named by what is spread. Rates are medians over
+steps that follow each other, each from the end of the one before, by the slowest rank.
 
 Communication is *exposed* where a GPU does nothing else: the profiler's records of two steps (``train_trace.py``), the
 time between GPUs less the time in which a kernel runs beside it, the smallest of the ranks (the others wait for them
@@ -166,19 +166,15 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     wait()
     built = time.perf_counter() - begin
     losses = [float(step()) for _ in range(CHECKED)]
-    for _ in range(2):
-        step()
+    step()
     wait()
+    start = time.perf_counter()
+    step()
+    wait()
+    mine_s = time.perf_counter() - start
     warm = time.perf_counter() - begin - built
-    times: list[float] = []
-    end = time.perf_counter() + given["seconds"]
-    while len(times) < 6 or (len(times) < MOST and not stop(world, time.perf_counter() > end)):
-        start = time.perf_counter()
-        step()
-        wait()
-        times.append(time.perf_counter() - start)
-    if not len(times) % 2:
-        times.pop()
+    each = mine_s if world is None else max(world.exchange(mine_s))
+    times = step_times(step, max(7, min(MOST, int(given["seconds"] / each))) | 1, gpu)
     mine = {
         "times": times,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
@@ -215,9 +211,26 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     }
 
 
-def stop(world: Any, mine: bool) -> bool:
-    """Whether any rank has timed for long enough."""
-    return mine if world is None else any(world.exchange(mine))
+def step_times(step: Callable[[], Any], count: int, gpu: bool) -> list[float]:
+    """Seconds of each of ``count`` steps in a row. On a GPU from the end of one to the end of the next there: the host
+    may run ahead as it does in a run."""
+    import torch
+
+    def now() -> Any:
+        if not gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    ends = [now()]
+    for _ in range(count):
+        step()
+        ends.append(now())
+    if not gpu:
+        return [b - a for a, b in itertools.pairwise(ends)]
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ends)]
 
 
 def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
