@@ -4,11 +4,12 @@
 
 Each contender runs in a process of its own on random tokens, 2 x 4096 a step: bfloat16 weights and optimizer state,
 AdamW (fused), no gradient clipping. Random weights of the true shapes. Nobody checkpoints activations but ours in
-QLoRA, which is told to stay within 24 GB and chooses for itself. A step's time is that between two events on the GPU;
-the host may be one step ahead, and no peer is made to read its loss in each step (ours does, and stops if it is not
-finite). Processes warm up side by side and are timed one at a time, when all have; one that torch.compile takes a
-minute for compiles meanwhile, on cores of its own, and is timed last. transformers alone, which needs much memory,
-comes after the others.
+QLoRA, which is told to stay within 24 GB and chooses for itself. Of mixtures of experts transformers multiplies by
+``grouped_mm``; ``liger`` puts its own kernel for experts in the place of that, ``liger grouped`` leaves it. A step's
+time is that between two events on the GPU; the host may be one step ahead, and no peer is made to read its loss in
+each step (ours does, and stops if it is not finite). Processes warm up side by side and are timed one at a time, when
+all have; one that torch.compile takes a minute for compiles meanwhile, on cores of its own, and is timed last.
+transformers alone, which needs much memory, comes after the others.
 
 Then the account of memory that the trainer makes before it builds anything is compared with the allocator's peak, for
 the other plans of checkpointing at these shapes.
@@ -44,6 +45,7 @@ WORK = {
     "full qwen3 0.6b": ("qwen3-0.6b", "pretrain"),
     "full qwen2.5 1.5b": ("qwen2.5-1.5b", "pretrain"),
     "full 3b": ("llama-3.2-3b", "pretrain"),
+    "full qwen3 moe": ("qwen3-30b-a3b, 8 layers", "pretrain"),
     "lora 8b": ("llama-3.1-8b", "lora"),
     "lora qwen2.5 7b": ("qwen2.5-7b", "lora"),
     "qlora 8b": ("llama-3.1-8b", "qlora"),
@@ -53,6 +55,7 @@ CONTENDERS = {
     "full qwen3 0.6b": ("transect", "liger", "liger compiled"),
     "full qwen2.5 1.5b": ("transect", "liger"),
     "full 3b": ("transect", "liger"),
+    "full qwen3 moe": ("transect", "transformers", "liger", "liger grouped", "liger grouped compiled"),
     "lora 8b": ("transect", "liger", "liger compiled"),
     "lora qwen2.5 7b": ("transect", "liger"),
     "qlora 8b": ("transect",),
@@ -63,6 +66,8 @@ OTHERS = 6
 """Cores of those that do not compile."""
 LAST = ("transformers",)
 """Timed alone, after the others."""
+EXPERTS = "grouped_mm"
+"""How transformers multiplies by experts."""
 PLANS = {"full 1b": ("selective", "full"), "lora 8b": ("selective", "full"), "qlora 8b": ("none", "full")}
 """Plans of checkpointing whose memory is compared with the account, beside those of the race."""
 PEAK_RATE = 750e12
@@ -70,11 +75,17 @@ PEAK_RATE = 750e12
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """The config.json of a preset, or of one of ``popular_shapes``."""
+    """The config.json of a preset, or of one of ``popular_shapes``; of its first layers alone where it says so."""
+    from dataclasses import replace
+
     from transect.models.config_hf import to_hf
     from transect.models.presets import PRESETS
 
-    return to_hf(PRESETS[shape]) if shape in PRESETS else SHAPES[shape].config()
+    name, _, layers = shape.partition(", ")
+    if name not in PRESETS:
+        return SHAPES[name].config()
+    config = PRESETS[name]
+    return to_hf(replace(config, n_layers=int(layers.split()[0])) if layers else config)
 
 
 def source_of(shape: str) -> str:
@@ -119,9 +130,9 @@ def trainer(work: str, **changes: Any) -> Any:
     return Trainer(TrainConfig.from_dict(config))
 
 
-def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], Any]:
+def peer(shape: str, task: str, *, liger: bool, compiled: bool, grouped: bool) -> Callable[[], Any]:
     """One step of transformers, with Liger-Kernel, PEFT and torch.compile where asked for. It returns the loss, still
-    on the GPU."""
+    on the GPU. ``grouped``: Liger-Kernel leaves experts alone."""
     import torch
     import transformers
 
@@ -130,11 +141,15 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], 
     if liger:
         import liger_kernel.transformers
 
-        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")()
-    made, causal = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family], "ForCausalLM"
+        how = {"swiglu": False} if grouped else {}
+        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")(**how)
+    made = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
+    causal = "ForCausalLM"
     values = {k: v for k, v in values.items() if k not in ("model_type", "architectures", "torch_dtype")}
     config = getattr(transformers, f"{made}Config")(**values)
     config._attn_implementation = "sdpa"
+    if family.endswith("moe"):
+        config._experts_implementation = EXPERTS
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = getattr(transformers, f"{made}{causal}")(config)
@@ -209,7 +224,9 @@ def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, A
         def step() -> Any:
             return ours.step().loss
     else:
-        step = peer(*WORK[work], liger="liger" in contender, compiled="compiled" in contender)
+        step = peer(
+            *WORK[work], liger="liger" in contender, compiled="compiled" in contender, grouped="grouped" in contender
+        )
     torch.cuda.synchronize()
     built = time.perf_counter() - begin
     for _ in range(4):
