@@ -63,7 +63,7 @@ class Tiling:
 
 
 STAGES = {128: 2, 64: 3}
-"""Compiled numbers of stages of a cache in bfloat16, by head dimension; of one in fp8 twice as many, in as many bytes."""
+"""Compiled numbers of stages of a cache in bfloat16, by head dimension; of one in fp8 twice as many."""
 WARPS = 8
 """Warps of a block: more are no quicker, and share rows of a power of two less evenly."""
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
