@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -249,6 +250,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b", help="a preset, or a folder with a config.json")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further level begins")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "serve_load.json")
+    parser.add_argument("--keep-log", type=Path, help="where the decision log is copied to")
     parser.add_argument("options", nargs="*", help="further options of transect serve, after --")
     options = parser.parse_args()
     began = time.perf_counter()
@@ -281,6 +283,8 @@ def main() -> None:
         except Exception:
             traceback.print_exc()
         if log.exists():
+            if options.keep_log is not None:
+                shutil.copy(log, options.keep_log)
             explain(result, runs, log)
         record.write(options.out, result)
     print(table(result))
