@@ -117,10 +117,11 @@ class GPURunner:
         rows = max(FEWEST_ROWS, self._max_draws)
         self._compilations: Callable[[], int] = int
         self._compiled_before = 0
-        self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        self.graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        """Tokens of the largest step with prefill chunks that is captured."""
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(self._graph_tokens, 0))
+        most = max(most, token_bucket(self.graph_tokens, 0))
         self._most_tokens = most
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
@@ -245,7 +246,7 @@ class GPURunner:
 
     def mixed_sizes(self) -> list[MixedSize]:
         """Those of steps with prefill chunks that graphs are for."""
-        return mixed_sizes(self._graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
+        return mixed_sizes(self.graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
 
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
