@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .group import Group
@@ -43,9 +42,9 @@ class Mesh:
         self.data, self.pipeline, self.context, self.tensor = (self._group(axis) for axis in AXES)
         self.replicas = self._group("data", "context")
         self.parts = self._group("pipeline", "tensor")
-        self.links = [self.pipeline, *(self._group("pipeline") for _ in range(3))]
+        self.links = [self.pipeline, *(self._group("pipeline", link=link) for link in (1, 2, 3))]
 
-    def _group(self, *axes: str) -> Group:
+    def _group(self, *axes: str, link: int = 0) -> Group:
         """The own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
         own = Group.alone()
         if all(getattr(self.layout, axis) == 1 for axis in axes):
@@ -55,7 +54,7 @@ class Mesh:
             rest = self.layout.place(rank)._replace(**dict.fromkeys(axes, 0))
             found.setdefault(tuple(rest), []).append(rank)
         for ranks in found.values():
-            group = dist.new_group(ranks)
+            group = self.world.group(tuple(ranks), (*axes, link))
             if self.world.rank in ranks:
                 own = Group(tuple(ranks), ranks.index(self.world.rank), group)
         return own
