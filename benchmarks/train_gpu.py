@@ -1,6 +1,6 @@
 """Training on one GPU beside transformers, Liger-Kernel and PEFT: tokens per second, MFU and peak memory.
 
-    python benchmarks/train_gpu.py OUT.json [--only NAME,...] [--seconds 8]
+    python benchmarks/train_gpu.py OUT.json [--only NAME,...] [--without CONTENDER,...] [--seconds 8]
 
 Each contender runs in a process of its own on random tokens, 2 x 4096 a step: bfloat16 weights and optimizer state,
 AdamW (fused), no gradient clipping. Random weights of the true shapes. Nobody checkpoints activations but ours in
@@ -51,13 +51,13 @@ WORK = {
     "qlora 8b": ("llama-3.1-8b", "qlora"),
 }
 CONTENDERS = {
-    "full 1b": ("transect", "transformers", "liger"),
+    "full 1b": ("transect", "transformers", "liger", "liger compiled"),
     "full qwen3 0.6b": ("transect", "liger", "liger compiled"),
-    "full qwen2.5 1.5b": ("transect", "liger"),
-    "full 3b": ("transect", "liger"),
+    "full qwen2.5 1.5b": ("transect", "liger", "liger compiled"),
+    "full 3b": ("transect", "liger", "liger compiled"),
     "full qwen3 moe": ("transect", "transformers", "liger", "liger grouped", "liger grouped compiled"),
     "lora 8b": ("transect", "liger", "liger compiled"),
-    "lora qwen2.5 7b": ("transect", "liger"),
+    "lora qwen2.5 7b": ("transect", "liger", "liger compiled"),
     "qlora 8b": ("transect",),
 }
 LIMIT = {"qlora 8b": "24GB"}
@@ -319,6 +319,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--without", default="", help="contenders that do not race")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the comparison with the account of memory")
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--one", nargs=2)
     parser.add_argument("--memory", default="", help="compare the account for this work alone")
@@ -334,17 +336,18 @@ def main() -> None:
     if arguments.memory:
         arguments.out.write_text(json.dumps(memory(arguments.memory, arguments.turns)))
         return
-    race(arguments.out, arguments.only.split(",") if arguments.only else list(WORK), arguments.seconds)
+    chosen = arguments.only.split(",") if arguments.only else list(WORK)
+    race(arguments.out, chosen, arguments.seconds, arguments.without.split(","), memory=not arguments.no_memory)
 
 
-def race(out: Path, chosen: list[str], seconds: float) -> None:
+def race(out: Path, chosen: list[str], seconds: float, without: list[str], *, memory: bool) -> None:
     """All contenders, then the accounts of memory; the file is written anew whenever something is known."""
     import torch
 
     from transect.hardware.environment import environment
 
     turns = str(Path(tempfile.mkdtemp()) / "turns")
-    pairs = [(work, contender) for work in chosen for contender in CONTENDERS[work]]
+    pairs = [(work, contender) for work in chosen for contender in CONTENDERS[work] if contender not in without]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     accounts: list[dict[str, Any]] = []
 
@@ -390,7 +393,7 @@ def race(out: Path, chosen: list[str], seconds: float) -> None:
         others = {
             pool.submit(in_process, "--turns", turns, "--memory", work): work
             for work in chosen
-            if work in PLANS and work not in LIMIT
+            if work in PLANS and work not in LIMIT and memory
         }
         for done in as_completed([*second, *others]):
             if done in second:
@@ -400,7 +403,7 @@ def race(out: Path, chosen: list[str], seconds: float) -> None:
         for done in as_completed(slow):
             enter(first[done], done.result())
     for work in chosen:
-        if work in LIMIT:
+        if work in LIMIT and memory:
             told(work, in_process("--memory", work))
     for pair in pairs:
         if pair[1] in LAST:

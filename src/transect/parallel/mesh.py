@@ -72,6 +72,10 @@ class Mesh:
                 own = Group(tuple(ranks), ranks.index(self.rank), group)
         return own
 
+    def seconds(self) -> float:
+        """What this rank's host has spent so far on moving numbers along the axes, and on waiting for tokens."""
+        return self.world.seconds + sum(group.seconds for group in (self.data, self.pipeline, self.tensor))
+
     @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The same ranks as torch's ``DeviceMesh``, for DTensor and FSDP; its axes are those of ``AXES``."""
