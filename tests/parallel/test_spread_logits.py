@@ -43,7 +43,11 @@ def test_parts_of_real_vocabularies_are_whole_groups(vocab, ranks):
 
 class Memory:
     def __init__(self, nbytes):
-        self.own, self.addresses, self.freed = SimpleNamespace(nbytes=nbytes), [4096, 4096 + nbytes], False
+        self.own, self.addresses, self.freed = (
+            SimpleNamespace(nbytes=nbytes, address=4096),
+            [4096, 4096 + nbytes],
+            False,
+        )
 
     def free(self, world):
         self.freed = True
@@ -57,9 +61,7 @@ def test_memory_is_kept_for_the_next_engine_and_grows(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(spread_logits, "shared_memory", make)
-    monkeypatch.setattr(
-        spread_logits, "_tensor", lambda memory, device: torch.zeros(memory.own.nbytes, dtype=torch.uint8)
-    )
+    monkeypatch.setattr(spread_logits, "memory_at", lambda address, nbytes: torch.zeros(nbytes).byte())
     world = SimpleNamespace(logits={}, device=torch.device("cpu"))
     group = Group((0, 1), 1, None)
     first = spread_logits.spread_logits(world, group, 512, 8, torch.bfloat16)

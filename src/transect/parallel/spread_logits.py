@@ -3,14 +3,13 @@ has to gather them before it draws (``ops/sampling/sampling.py``)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from ..ops.comm.peer_memory import memory_at
 from ..ops.sampling.sampling import GROUP, Spread
 from .group import Group
 from .shards import vocabulary_share
-from .shared_memory import SharedMemory, shared_memory
+from .shared_memory import shared_memory
 from .world import World
 
 
@@ -33,21 +32,10 @@ def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torc
             return made
         held = world.logits[group.ranks] = made
     away = offsets(held.addresses, group.rank, share, dtype.itemsize)
-    kept = _tensor(held, world.device)[:nbytes].view(dtype).view(rows, share)
+    kept = memory_at(held.own.address, nbytes).view(dtype).view(rows, share)
     return Spread(kept, torch.tensor(away, device=world.device), group.rank, vocab, group.all_reduce)
 
 
 def offsets(addresses: list[int], rank: int, share: int, itemsize: int) -> list[int]:
     """``Spread.away`` of parts that begin at these addresses."""
     return [(address - addresses[rank]) // itemsize - other * share for other, address in enumerate(addresses)]
-
-
-def _tensor(memory: SharedMemory, device: torch.device) -> torch.Tensor:
-    """The own piece as bytes; it is there as long as the memory, not as long as the tensor."""
-
-    class Piece:
-        __cuda_array_interface__: dict[str, Any] = {  # noqa: RUF012
-            "shape": (memory.own.nbytes,), "typestr": "|u1", "data": (memory.own.address, False), "version": 3,
-        }  # fmt: skip
-
-    return torch.as_tensor(Piece(), device=device)
