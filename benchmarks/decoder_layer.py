@@ -46,6 +46,8 @@ READ, RATE = 4.35e12, 750e12
 CONTEXT, BLOCK = 1024, 16
 LAYERS = {"llama-3.1-8b": 6, "qwen3-0.6b": 14, "qwen3-8b": 6}
 """Layers of a graph: 2.6, 0.44 and 2.3 GB of weights."""
+OTHERS = 6
+"""Layers of another model, or of a rank's part of one."""
 DEFAULT_OUT = record.RESULTS / "h200" / "decoder_layer.json"
 
 
@@ -63,11 +65,18 @@ def measure(work: Callable[[], Any], replays: int) -> dict[str, float | int]:
     return record.summary(graph_times([work], replays))
 
 
+def sizes_of(name: str) -> ModelConfig:
+    """Of a preset, or of one of N ranks between which it is cut: ``llama-3.1-8b/2``."""
+    model, _, ranks = name.partition("/")
+    return PRESETS[model].local(int(ranks or 1))
+
+
 class Chain:
-    """Some layers of a model on random weights, and a decode batch over filled caches."""
+    """Some layers of a model (see ``sizes_of``) on random weights, and a decode batch over filled caches. A rank's
+    layers do not wait for sums: what it computes is the part of one."""
 
     def __init__(self, name: str, rows: int) -> None:
-        self.config = dataclasses.replace(PRESETS[name], n_layers=LAYERS[name], vocab_size=64)
+        self.config = dataclasses.replace(sizes_of(name), n_layers=LAYERS.get(name, OTHERS), vocab_size=64)
         self.rows = rows
         self.plain_ops = resolve_ops("cuda", ("triton", "torch"))
         streams = StreamProducts(torch.device("cuda", torch.cuda.current_device()))

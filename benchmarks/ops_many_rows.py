@@ -13,6 +13,8 @@ there, by ``products_in_layers.py`` afterwards. ``--only chosen`` races those al
 ``--alone``: no launch asks for weights before the one before has ended, as when somebody calls the operator by itself;
 into FILE go the sizes at which something else is quicker then than in a chain of layers, in the place of what it says
 of such sizes for alone. cuBLAS is taken unless it takes at least ``MARGIN`` times as long as another.
+
+``--sizes NxK,...``: others in place of the models', such as a rank's head, ``64128x4096``.
 """
 
 from __future__ import annotations
@@ -180,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--only", choices=["chosen"])
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--sizes", help="NxK,..., in place of those of the models")
     asked = parser.parse_args()
     torch.manual_seed(0)
     begin = time.monotonic()
@@ -194,7 +197,8 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     choices: dict[str, dict[str, Any] | None] = {}  # None: needs none of its own
     place = torch.device("cuda", 0)
-    for n, k, gated in sizes():
+    wanted = [(*map(int, size.split("x")), False) for size in asked.sizes.split(",")] if asked.sizes else sizes()
+    for n, k, gated in wanted:
         if gated and asked.alone:
             continue
         if time.monotonic() - begin > asked.seconds:

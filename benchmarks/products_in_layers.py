@@ -8,7 +8,9 @@ product after another gets the candidate with which a CUDA graph of several laye
 least time, the others as chosen so far; every candidate must give the same bits twice, and what it computes may be no
 further from the first result than rounding goes. Then, where all four can, the same with residual add and norm in the
 products (``stream_products.py``). With ``--choices`` the quickest are written into FILE, a file of choices of
-``ops/tuned/small_matmul``; those of streams where they gain, and are left out where they do not.
+``ops/tuned/small_matmul``; those of streams where they gain, and are left out where they do not. MODEL/N, such as
+``llama-3.1-8b/2``, is one of N ranks: sums stand between its products, so it has no streams. Candidates that are
+compiled already are tried before those of Triton.
 """
 
 from __future__ import annotations
@@ -230,6 +232,7 @@ def greedy(layers: Layers, streams: bool, seconds: float) -> float:
         else:
             tried = [c for c in candidates(layers.rows, n, k, name == "gate_up", streams) if c != kept]
         random.Random(name_of(kept)).shuffle(tried)  # another search begins elsewhere
+        tried.sort(key=lambda choice: choice.by == "triton" and choice.tiling is not None)
         stop = time.monotonic() + (end - time.monotonic()) / left
         times: list[tuple[float, Choice]] = []
         for choice in [kept, *tried]:
@@ -272,13 +275,15 @@ def streams_possible(layers: Layers, rows: int) -> bool:
 def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what was measured, choices by their names in the file)."""
     layers = Layers(model, rows)
-    before = layers.seconds(layers.chain.stack(), 15) * 1e6
+    streams = {"stream_products": None} if "/" in model else {}
+    before = layers.seconds(layers.chain.stack(**streams), 15) * 1e6
     for name, (n, k) in layers.sizes.items():
         rule = Choice("cuda", cuda_rows.choose_tiling(rows, n, UNITS))
         shipped = hopper.chosen(rows, n, k, torch.device("cuda", 0), gated=name == "gate_up")
         layers.choice[name] = shipped or (rule if rows <= 16 else Choice("cublas"))
     print(f"{model} {rows} rows: {before:.2f} us a layer", flush=True)
-    apart = greedy(layers, False, seconds * (0.5 if rows <= cuda_rows.CUDA_ROWS else 0.7))
+    share = 1.0 if "/" in model else 0.5 if rows <= cuda_rows.CUDA_ROWS else 0.7
+    apart = greedy(layers, False, seconds * share)
     chosen = dict(layers.choice)
     found: dict[str, Any] = {}
     for name, (n, k) in layers.sizes.items():
@@ -291,7 +296,7 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
         found[hopper.key(rows, n, k)] = form(choice)
     result = {"model": model, "rows": rows, "before_us": before, "apart_us": apart, "apart": found}
     print(f"  {apart:.2f} with norms of their own", flush=True)
-    if streams_possible(layers, rows):
+    if "/" not in model and streams_possible(layers, rows):
         inside = greedy(layers, True, seconds * (0.5 if rows <= cuda_rows.CUDA_ROWS else 0.3))
         streams = {
             hopper.key(rows, n, k, gated=name == "gate_up", stream=True): form(layers.choice[name])

@@ -1,13 +1,16 @@
 """A server with its default settings under requests that come one by one: what their senders feel, and why.
 
-    python benchmarks/serve_load.py [--rates 8,24,40,inf] [--seeds 0] [--requests 400] [--shape FOLDER_OR_PRESET]
+    python benchmarks/serve_load.py [--rates 8,24,40,inf] [--seeds 0,1,2] [--requests 400]
+        [--shape FOLDER_OR_PRESET] [--generator transect|sglang]
 
 Random weights of a model's shape, a vocabulary of made-up words (each is one token, so text of any length can be made
 and every token has text), no prefix cache. Requests of 600 tokens in and 150 out, each of them 60% more or less, arrive
-at random (Poisson). Beside the table stand vLLM's figures for the same work, measured apart.
+at random (Poisson), from this project's generator or from one of others (``load_generators.py``). Beside the table
+stand vLLM's figures for the same work, measured apart.
 
 The engine's decision log tells why tokens came late: for every gap between two steps how long was planned, launched,
-waited for the device, and what had been predicted (``step_timeline.py``).
+waited for the device, and what had been predicted (``step_timeline.py``); and where the time to each request's first
+token went (``request_stages.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import argparse
 import asyncio
 import json
 import math
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,19 +29,16 @@ import traceback
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import record
+from load_generators import GENERATORS, OUTPUT, PROMPT, own, own_level, sglang, word
+from request_stages import STAGES, request_stages, stages_line
 from step_timeline import timeline
-from transect.bench.lengths import Lengths
-from transect.bench.levels import Level, WorkSource, rate_levels, run_levels
-from transect.bench.target import Target, served_model
+from transect.bench.levels import Result
+from transect.explain.log import load
 
-PROMPT, OUTPUT = Lengths.parse("uniform:240-960"), Lengths.parse("uniform:60-240")
-WARM_UP = 4
-"""Requests before those that count: connections, and nothing else that a server's first requests would meet."""
 VLLM = {
     "8": {"output_tokens_per_second": 1172, "ttft": (34, 64), "tpot": (5.57, 6.42), "itl": 17.4, "e2e": (848, 1409)},
     "24": {
@@ -87,11 +89,6 @@ def model_folder(shape: str, folder: Path) -> Path:
     return folder
 
 
-def word(number: int) -> str:
-    """The text of a token; a space comes before it."""
-    return f"\N{LOWER ONE EIGHTH BLOCK}w{number}"
-
-
 @contextmanager
 def server(model: Path, log: Path, extra: Sequence[str] = ()) -> Iterator[tuple[str, float]]:
     """``transect serve`` for the length of the block; its URL, and the seconds until it was ready."""
@@ -110,17 +107,6 @@ def server(model: Path, log: Path, extra: Sequence[str] = ()) -> Iterator[tuple[
             process.terminate()
 
 
-def levels(rates: Sequence[float], requests: int, seed: int, highest: int) -> list[Level]:
-    """The work of one seed, as text."""
-    found = rate_levels(WorkSource(PROMPT, OUTPUT, highest_id=highest, seed=seed), requests, rates)
-    return [replace(level, work=[replace(each, prompt=text(each.prompt)) for each in level.work]) for level in found]
-
-
-def text(prompt: tuple[int, ...] | str) -> str:
-    """A prompt of token ids as text."""
-    return prompt if isinstance(prompt, str) else "".join(f" {word(number)[1:]}" for number in prompt)
-
-
 def counters(url: str) -> dict[str, float]:
     """Counters of the engine, by name without their prefix; those that the server has."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
@@ -134,26 +120,44 @@ def counters(url: str) -> dict[str, float]:
     return found
 
 
-async def run(url: str, level: Level) -> dict[str, Any]:
-    """One level of load: its summary, with the times of its beginning and end on the system's monotonic clock."""
-    target = Target(url, await served_model(url))
-    warm = [replace(each, output_tokens=8) for each in level.work[:WARM_UP]]
+def run(
+    url: str, generator: str, folder: Path, rate: float, requests: int, seed: int
+) -> tuple[dict[str, Any], Result | None]:
+    """One level of load: its summary, with the times of its beginning and end on the system's monotonic clock, and its
+    requests one by one, where the generator tells them."""
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    result = None
     before, began = counters(url), time.monotonic()
-    (result,) = await run_levels(target, [level], warm_up=warm)
+    if generator == "sglang":
+        summary = sglang(url, folder, rate, requests, seed)
+    else:
+        result = asyncio.run(own(url, own_level(rate, requests, seed, vocab - 1)))
+        summary = result.summary
     after = counters(url)
     changed = {name: after[name] - before[name] for name in after}
-    return {**result.summary, "counters": changed, "began": began, "ended": time.monotonic()}
+    return {**summary, "counters": changed, "began": began, "ended": time.monotonic()}, result
 
 
-def row(rate: str, name: str, level: dict[str, Any]) -> str:
-    """A line of the table, milliseconds."""
+FIGURES = ("ttft p50", "ttft p99", "tpot p50", "tpot p99", "itl p99", "e2e p50", "e2e p99")
 
-    def ms(what: str, share: str) -> str:
-        return "-" if level[what] is None else f"{level[what][share] * 1e3:.2f}"
 
-    times = [ms(*each.split()) for each in ("ttft p50", "ttft p99", "tpot p50", "tpot p99", "itl p99")]
-    times += [ms("e2e", "p50"), ms("e2e", "p99")]
-    return f"| {rate} | {name} | {level['output_tokens_per_second']:.0f} | " + " | ".join(times) + " |"
+def figures(level: dict[str, Any]) -> list[float]:
+    """Tokens a second, then ``FIGURES`` in milliseconds."""
+    times = [level[what][share] * 1e3 for what, share in (each.split() for each in FIGURES)]
+    return [level["output_tokens_per_second"], *times]
+
+
+def row(rate: str, name: str, found: Sequence[float]) -> str:
+    """A line of the table."""
+    return f"| {rate} | {name} | {found[0]:.0f} | " + " | ".join(f"{value:.2f}" for value in found[1:]) + " |"
+
+
+def combined(levels: Sequence[dict[str, Any]], worst: bool) -> list[float]:
+    """The median of several seeds' figures, or the worst of each."""
+    each = list(zip(*(figures(level["result"]) for level in levels), strict=True))
+    if worst:
+        return [min(each[0]), *map(max, each[1:])]
+    return [statistics.median(values) for values in each]
 
 
 def vllm_row(rate: str) -> str | None:
@@ -171,11 +175,39 @@ def table(result: dict[str, Any]) -> str:
         "| rate | server | out tok/s | TTFT p50 | p99 | TPOT p50 | p99 | ITL p99 | E2E p50 | p99 |",
         "|---" * 10 + "|",
     ]
-    rates = sorted({each["rate"] for each in result["levels"]}, key=float)
-    for rate in rates:
-        lines += [row(rate, f"Transect, seed {e['seed']}", e["result"]) for e in result["levels"] if e["rate"] == rate]
+    for rate in rates_of(result):
+        mine = [each for each in result["levels"] if each["rate"] == rate]
+        lines.append(
+            row(rate, f"Transect, median of {len(mine)}" if len(mine) > 1 else "Transect", combined(mine, False))
+        )
+        if len(mine) > 1:
+            lines.append(row(rate, "worst of these", combined(mine, True)))
         lines += [line for line in [vllm_row(rate)] if line]
     return "\n".join(lines)
+
+
+def rates_of(result: dict[str, Any]) -> list[str]:
+    """The rates that were measured, lowest first."""
+    return sorted({each["rate"] for each in result["levels"]}, key=float)
+
+
+def stages_table(result: dict[str, Any]) -> list[str]:
+    """Where the time to the first token went: medians over all seeds of p50 and p99, milliseconds."""
+    levels = [each for each in result["levels"] if each.get("stages")]
+    if not levels:
+        return []
+    lines = ["", "| rate | " + " | ".join(STAGES) + " | steps of a prompt |", "|---" * (2 + len(STAGES)) + "|"]
+    for rate in rates_of(result):
+        mine = [each["stages"] for each in levels if each["rate"] == rate]
+        if not mine:
+            continue
+
+        def both(name: str, scale: float, mine: list[dict[str, Any]] = mine) -> str:
+            shown = [statistics.median(each[name][share] for each in mine) * scale for share in ("p50", "p99")]
+            return f"{shown[0]:.1f} / {shown[1]:.1f}"
+
+        lines.append(f"| {rate} | " + " | ".join(both(name, 1e3) for name in STAGES) + f" | {both('steps', 1)} |")
+    return lines
 
 
 CAUSES = {
@@ -193,17 +225,18 @@ def page(result: dict[str, Any]) -> str:
     lines = [table(result), ""]
     lines += ["| rate | gap p99 | " + " | ".join(CAUSES.values()) + " | late captures | predicted / measured |"]
     lines += ["|---" * (4 + len(CAUSES)) + "|"]
-    for each in sorted(result["levels"], key=lambda level: float(level["rate"])):
+    for each in sorted(result["levels"], key=lambda level: (float(level["rate"]), level["seed"])):
         found, counts = each["timeline"], each["result"]["counters"]
         shares = " | ".join(f"{found['causes']['shares'][part]:.0%}" for part in CAUSES)
         late = f"{counts['late_captures']:.0f}" if "late_captures" in counts else "not counted"
         ratio = counts["predicted_step_seconds"] / counts["step_seconds"]
         lines.append(f"| {each['rate']} | {found['p99'] * 1e3:.1f} ms | {shares} | {late} | {ratio:.2f} |")
+    lines += stages_table(result)
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines.append(
-        f"\n`{result['command']}` on one NVIDIA H200, {result['shape']}, {result['work']['requests']} requests, "
-        f"{versions}, {record.made_at([machine])}; ready after {result['ready_s']:.0f} s.\n"
+        f"\n`{result['command']}` on one NVIDIA H200, {result['shape']}, {result['work']['requests']} requests from "
+        f"{result['generator']}, {versions}, {record.made_at([machine])}; ready after {result['ready_s']:.0f} s.\n"
     )
     return "\n".join(lines)
 
@@ -211,27 +244,29 @@ def page(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", default="8,24,40,inf", help="requests per second; inf: all at once")
-    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--generator", choices=GENERATORS, default="transect")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--shape", default="llama-3.1-8b", help="a preset, or a folder with a config.json")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further level begins")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "serve_load.json")
+    parser.add_argument("--keep-log", type=Path, help="where the decision log is copied to")
     parser.add_argument("options", nargs="*", help="further options of transect serve, after --")
     options = parser.parse_args()
     began = time.perf_counter()
     rates = [float(each) for each in options.rates.split(",")]
     result: dict[str, Any] = {
-        "command": "python benchmarks/serve_load.py",
+        "command": "python benchmarks/serve_load.py" + (" --generator sglang" if options.generator == "sglang" else ""),
         "environment": record.environment(("torch", "triton")),
         "shape": options.shape,
         "options": options.options,
-        "generator": "transect bench serve",
-        "work": {"requests": options.requests, "prompt": str(PROMPT), "output": str(OUTPUT)},
+        "generator": "sglang.bench_serving" if options.generator == "sglang" else "transect bench serve",
+        "work": {"requests": options.requests, "prompt": PROMPT, "output": OUTPUT},
         "levels": [],
     }
+    runs: list[Result | None] = []
     with tempfile.TemporaryDirectory() as name:
         folder = model_folder(options.shape, Path(name) / "model")
-        vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
         log = Path(name) / "decisions.log"
         try:
             with server(folder, log, options.options) as (url, ready_s):
@@ -240,21 +275,31 @@ def main() -> None:
                     for rate in rates:
                         if time.perf_counter() - began > options.limit:
                             continue
-                        (level,) = levels([rate], options.requests, seed, vocab - 1)
-                        summary = asyncio.run(run(url, level))
+                        summary, requests = run(url, options.generator, folder, rate, options.requests, seed)
+                        runs.append(requests)
                         result["levels"].append({"rate": f"{rate:g}", "seed": seed, "result": summary})
-                        print(row(f"{rate:g}", f"seed {seed}", summary), summary["counters"], flush=True)
+                        print(row(f"{rate:g}", f"seed {seed}", figures(summary)), summary["counters"], flush=True)
                         record.write(options.out, result)
         except Exception:
             traceback.print_exc()
         if log.exists():
-            for each in result["levels"]:
-                summary = each["result"]
-                each["timeline"] = timeline(log, summary["began"], summary["ended"])
+            if options.keep_log is not None:
+                shutil.copy(log, options.keep_log)
+            explain(result, runs, log)
         record.write(options.out, result)
     print(table(result))
-    for each in result["levels"]:
-        print(f"rate {each['rate']}, seed {each['seed']}: {json.dumps(each.get('timeline', {}).get('causes'))}")
+
+
+def explain(result: dict[str, Any], runs: Sequence[Result | None], path: Path) -> None:
+    """Add to each level what the decision log says about it."""
+    log = load(path)
+    for each, requests in zip(result["levels"], runs, strict=True):
+        summary = each["result"]
+        each["timeline"] = timeline(log, summary["began"], summary["ended"])
+        print(f"rate {each['rate']}, seed {each['seed']}: {json.dumps(each['timeline'].get('causes'))}")
+        if requests is not None:
+            each["stages"] = request_stages(log, requests.records, requests.began)
+            print(stages_line(each["stages"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,19 @@
 Requests arrive by chance, their lengths are drawn as well, so that prompts and decodes mix. One run is logged: the
 model of step times is fitted on its first half and predicts the second, the log is replayed with nothing changed, and
 a smaller ``max_num_batched_tokens`` is predicted from it. Then the same requests run with that setting, and the
-latencies of the prediction stand beside those measured. Last, batches decode with and without the log, in turns.
+latencies of the prediction stand beside those measured. Last, batches decode with and without the log, in turns, in
+one engine. ``--logs FOLDER`` keeps the decision logs, and every step's work with its time, predicted and measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import gc
+import gzip
 import random
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -24,10 +28,11 @@ import torch
 
 import record
 from transect import LLM, SamplingParams
-from transect.explain.log import load
+from transect.explain.log import RunLog, load
 from transect.explain.rates import rates_for
 from transect.explain.replay import replay
 from transect.explain.simulate import recorded
+from transect.explain.step_time import StepTime, measured_steps
 from transect.explain.what_if import what_if
 from transect.explain.work import StepWork
 
@@ -73,7 +78,7 @@ def logged(options: argparse.Namespace, work: list[Arrival], budget: int, path: 
 
 
 def engine(options: argparse.Namespace, **settings: Any) -> LLM:
-    """Without a prefix cache: random prompts share nothing."""
+    """Without a prefix cache: random prompts share nothing. Requests come one by one, so steps are a server's."""
     return LLM(
         options.model,
         load_format=options.load_format,
@@ -81,6 +86,8 @@ def engine(options: argparse.Namespace, **settings: Any) -> LLM:
         max_num_seqs=options.rows,
         kv_cache_tokens=options.rows * options.context,
         enable_prefix_caching=False,
+        longest_first=False,
+        fill_steps=False,
         **settings,
     )
 
@@ -99,23 +106,31 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     logged(options, work, BEFORE, first)
     log = load(first)
     again = replay(log)
+    print(again, flush=True)
     floors = StepWork.of(log.header, rates_for(log.header))
+    residuals(log, floors, folder / "steps.csv.gz")
     found = what_if(log, floors, [f"max_num_batched_tokens={AFTER}"])
     assert found.errors is not None, "the run is too short to check step times"
-    print(found.errors, flush=True)
+    print(found.errors, *found.warnings, sep="\n", flush=True)
     logged(options, work, AFTER, second)
     measured = recorded(load(second))
     latencies = {}
     for kind in ("ttft", "itl"):
         for share in ("p50", "p99"):
-            before, predicted, after = (getattr(x, kind)[share] for x in (found.measured, found.predicted, measured))
+            runs = (found.measured, found.same, found.predicted, measured)
+            before, same, predicted, after = (getattr(run, kind)[share] for run in runs)
             latencies[f"{kind} {share}"] = {
                 "before_s": before,
+                "simulated_unchanged_s": same,
                 "predicted_s": predicted,
                 "measured_s": after,
                 "error": predicted / after - 1,
             }
-            print(f"{kind} {share}: {before:.4f} s; predicted {predicted:.4f}, measured {after:.4f}", flush=True)
+            print(
+                f"{kind} {share}: {before:.4f} s (simulated {same:.4f}); "
+                f"changed: predicted {predicted:.4f}, measured {after:.4f}",
+                flush=True,
+            )
     return {
         "requests": len(work),
         "steps": len(log.steps),
@@ -127,27 +142,44 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def residuals(log: RunLog, work: StepWork, path: Path) -> None:
+    """Every step with its work and its times; the model is that of the first half."""
+    loads, seconds = measured_steps(log, work)
+    model = StepTime.fit(loads[: len(loads) // 2], seconds[: len(loads) // 2])
+    with gzip.open(path, "wt", newline="") as file:
+        names = [field.name for field in dataclasses.fields(loads[0])]
+        rows = csv.writer(file)
+        rows.writerow([*names, "predicted", "measured"])
+        for load_, taken in zip(loads, seconds, strict=True):
+            rows.writerow([*(getattr(load_, name) for name in names), model.seconds(load_), taken])
+
+
 def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
-    """Seconds of a batch that decodes, with the log (in memory, as by default) and without, in turns."""
+    """Seconds of a batch that decodes, with the log (in memory, as by default) and without, in turns: one engine, so
+    that nothing but the log differs."""
     params = SamplingParams(max_tokens=options.context // 8, ignore_eos=True, seed=1)
     prompts = [[10 + row] * 16 for row in range(options.rows)]
     taken: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(2 * rounds):
-        llm = engine(options, decisions=turn % 2 == 0)
-        for repeat in range(4):
-            for prompt in prompts:
-                llm.submit(prompt, params)
-            began = time.perf_counter()
-            while llm.has_work:
-                llm.step()
-            if repeat:
-                taken[turn % 2 == 0].append(time.perf_counter() - began)
-        del llm
-        release()
-    log, none = (record.summary(taken[kept]) for kept in (True, False))
-    extra = log["median"] / none["median"] - 1
+    llm = engine(options)
+    core = llm._core
+    log = core.decisions
+    assert log is not None
+    for turn in range(2 * rounds + 2):
+        kept = turn % 2 == 0
+        core.decisions, core.scheduler.ended = (log, []) if kept else (None, None)
+        for prompt in prompts:
+            llm.submit(prompt, params)
+        began = time.perf_counter()
+        while llm.has_work:
+            llm.step()
+        if turn > 1:
+            taken[kept].append(time.perf_counter() - began)
+    del llm, core
+    release()
+    with_log, none = (record.summary(taken[kept]) for kept in (True, False))
+    extra = with_log["median"] / none["median"] - 1
     print(f"the log costs {extra:+.2%}", flush=True)
-    return {"with_log_s": log, "without_s": none, "extra": extra}
+    return {"with_log_s": with_log, "without_s": none, "extra": extra}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -182,11 +214,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals; the first half calibrates")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3, help="of the log's cost")
+    parser.add_argument("--rounds", type=int, default=9, help="of the log's cost")
+    parser.add_argument("--logs", type=Path, help="keep the decision logs and every step's times in this folder")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "step_prediction.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = compare(options, Path(folder))
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            for file in Path(folder).iterdir():
+                shutil.copyfile(file, options.logs / file.name)
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     result = {
         "command": f"python benchmarks/step_prediction.py --model {options.model} --rate {options.rate:g} "
@@ -195,7 +232,7 @@ def main() -> None:
         "model": options.model,
         **found,
     }
-    record.write(options.out, result)
+    record.write(options.out, result)  # should what follows fail
     record.write(options.out, {**result, "log": ablation(options, options.rounds)})
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from transect.bench.summary import percentile
-from transect.engine.decisions import Added, Done, Planned
+from transect.engine.decisions import Done, Planned
 from transect.engine.step_time import StepLoad, StepTimes
 from transect.explain.log import RunLog, StepRow, last_rows_on, load, rows_of
 
@@ -110,14 +110,13 @@ def gaps(log: RunLog) -> Iterator[Gap]:
             last = {row[0] for row in mine}
 
 
-def timeline(path: Path, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
+def timeline(log: RunLog, begin: float = -math.inf, end: float = math.inf) -> dict[str, Any]:
     """What happened from ``begin`` to ``end`` (seconds of the system's monotonic clock, which is the engine's).
 
     Returns:
         ``causes``: of the gaps from the 99th percentile on, the share that each part took; ``longest`` gaps;
-        ``kinds`` of steps with medians; ``stages`` of requests on their way to the first token; seconds.
+        ``kinds`` of steps with medians; seconds.
     """
-    log = load(path)
     found = [gap for gap in gaps(log) if begin <= gap.at <= end]
     felt = [gap for gap in found if gap.decodes]
     if not felt:
@@ -138,7 +137,6 @@ def timeline(path: Path, begin: float = -math.inf, end: float = math.inf) -> dic
         "causes": {"shares": shares, "gaps": dict(by_cause)},
         "longest": [asdict(gap) | {"cause": gap.cause} for gap in longest],
         "kinds": [row for low, high in pairwise(KINDS) for row in kind(found, low, high)],
-        "stages": stages(log, begin, end),
     }
 
 
@@ -164,33 +162,13 @@ def kind(found: Sequence[Gap], low: int, high: int) -> Iterator[dict[str, Any]]:
     }
 
 
-def stages(log: RunLog, begin: float, end: float) -> dict[str, dict[str, float]]:
-    """From a request's arrival in the engine to its first step planned, to that step's beginning on the device, to the
-    last step of its prompt done; p50 and p99."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for life in log.lives:
-        added: Added = life.added
-        if not (begin <= added.at <= end) or not life.steps:
-            continue
-        first = log.steps[life.steps[0][0]]
-        prompt = [log.steps[index] for index, row in life.steps if row[1] < added.prompt_tokens]
-        if not prompt or prompt[-1].at is None or first.at is None:
-            continue
-        found["arrival to queue"].append(added.at - added.arrival)
-        found["queue to planned"].append(first.planned.began - added.at)
-        found["planned to device"].append(max(first.begins - first.planned.began, 0.0))
-        found["prompt on the device"].append(prompt[-1].at - first.begins)
-        found["steps of the prompt"].append(len(prompt))
-    return {name: {f"p{share}": percentile(values, share) for share in (50, 99)} for name, values in found.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path)
     parser.add_argument("--from", dest="begin", type=float, default=-math.inf)
     parser.add_argument("--to", dest="end", type=float, default=math.inf)
     options = parser.parse_args()
-    print(json.dumps(timeline(options.log, options.begin, options.end), indent=1))
+    print(json.dumps(timeline(load(options.log), options.begin, options.end), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Training on one GPU beside transformers, Liger-Kernel and PEFT: tokens per second, MFU and peak memory.
 
-    python benchmarks/train_gpu.py OUT.json [--only NAME,...] [--seconds 8]
+    python benchmarks/train_gpu.py OUT.json [--only NAME,...] [--without CONTENDER,...] [--seconds 8]
 
 Each contender runs in a process of its own on random tokens, 2 x 4096 a step: bfloat16 weights and optimizer state,
 AdamW (fused), no gradient clipping. Random weights of the true shapes. Nobody checkpoints activations but ours in
-QLoRA, which is told to stay within 24 GB and chooses for itself. A step's time is that between two events on the GPU;
-the host may be one step ahead, and no peer is made to read its loss in each step (ours does, and stops if it is not
-finite). Processes warm up side by side and are timed one at a time, when all have; one that torch.compile takes a
-minute for compiles meanwhile, on cores of its own, and is timed last. transformers alone, which needs much memory,
-comes after the others.
+QLoRA, which is told to stay within 24 GB and chooses for itself. Of mixtures of experts transformers multiplies by
+``grouped_mm``; ``liger`` puts its own kernel for experts in the place of that, ``liger grouped`` leaves it. A step's
+time is that between two events on the GPU; the host may be one step ahead, and no peer is made to read its loss in
+each step (ours does, and stops if it is not finite). Processes warm up side by side and are timed one at a time, when
+all have; one that torch.compile takes a minute for compiles meanwhile, on cores of its own, and is timed last.
+transformers alone, which needs much memory, comes after the others.
 
 Then the account of memory that the trainer makes before it builds anything is compared with the allocator's peak, for
 the other plans of checkpointing at these shapes.
@@ -44,17 +45,19 @@ WORK = {
     "full qwen3 0.6b": ("qwen3-0.6b", "pretrain"),
     "full qwen2.5 1.5b": ("qwen2.5-1.5b", "pretrain"),
     "full 3b": ("llama-3.2-3b", "pretrain"),
+    "full qwen3 moe": ("qwen3-30b-a3b, 8 layers", "pretrain"),
     "lora 8b": ("llama-3.1-8b", "lora"),
     "lora qwen2.5 7b": ("qwen2.5-7b", "lora"),
     "qlora 8b": ("llama-3.1-8b", "qlora"),
 }
 CONTENDERS = {
-    "full 1b": ("transect", "transformers", "liger"),
+    "full 1b": ("transect", "transformers", "liger", "liger compiled"),
     "full qwen3 0.6b": ("transect", "liger", "liger compiled"),
-    "full qwen2.5 1.5b": ("transect", "liger"),
-    "full 3b": ("transect", "liger"),
+    "full qwen2.5 1.5b": ("transect", "liger", "liger compiled"),
+    "full 3b": ("transect", "liger", "liger compiled"),
+    "full qwen3 moe": ("transect", "transformers", "liger", "liger grouped", "liger grouped compiled"),
     "lora 8b": ("transect", "liger", "liger compiled"),
-    "lora qwen2.5 7b": ("transect", "liger"),
+    "lora qwen2.5 7b": ("transect", "liger", "liger compiled"),
     "qlora 8b": ("transect",),
 }
 LIMIT = {"qlora 8b": "24GB"}
@@ -63,6 +66,8 @@ OTHERS = 6
 """Cores of those that do not compile."""
 LAST = ("transformers",)
 """Timed alone, after the others."""
+EXPERTS = "grouped_mm"
+"""How transformers multiplies by experts."""
 PLANS = {"full 1b": ("selective", "full"), "lora 8b": ("selective", "full"), "qlora 8b": ("none", "full")}
 """Plans of checkpointing whose memory is compared with the account, beside those of the race."""
 PEAK_RATE = 750e12
@@ -70,11 +75,17 @@ PEAK_RATE = 750e12
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """The config.json of a preset, or of one of ``popular_shapes``."""
+    """The config.json of a preset, or of one of ``popular_shapes``; of its first layers alone where it says so."""
+    from dataclasses import replace
+
     from transect.models.config_hf import to_hf
     from transect.models.presets import PRESETS
 
-    return to_hf(PRESETS[shape]) if shape in PRESETS else SHAPES[shape].config()
+    name, _, layers = shape.partition(", ")
+    if name not in PRESETS:
+        return SHAPES[name].config()
+    config = PRESETS[name]
+    return to_hf(replace(config, n_layers=int(layers.split()[0])) if layers else config)
 
 
 def source_of(shape: str) -> str:
@@ -119,9 +130,9 @@ def trainer(work: str, **changes: Any) -> Any:
     return Trainer(TrainConfig.from_dict(config))
 
 
-def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], Any]:
+def peer(shape: str, task: str, *, liger: bool, compiled: bool, grouped: bool) -> Callable[[], Any]:
     """One step of transformers, with Liger-Kernel, PEFT and torch.compile where asked for. It returns the loss, still
-    on the GPU."""
+    on the GPU. ``grouped``: Liger-Kernel leaves experts alone."""
     import torch
     import transformers
 
@@ -130,11 +141,15 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool) -> Callable[[], 
     if liger:
         import liger_kernel.transformers
 
-        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")()
-    made, causal = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family], "ForCausalLM"
+        how = {"swiglu": False} if grouped else {}
+        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{family}")(**how)
+    made = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
+    causal = "ForCausalLM"
     values = {k: v for k, v in values.items() if k not in ("model_type", "architectures", "torch_dtype")}
     config = getattr(transformers, f"{made}Config")(**values)
     config._attn_implementation = "sdpa"
+    if family.endswith("moe"):
+        config._experts_implementation = EXPERTS
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = getattr(transformers, f"{made}{causal}")(config)
@@ -209,7 +224,9 @@ def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, A
         def step() -> Any:
             return ours.step().loss
     else:
-        step = peer(*WORK[work], liger="liger" in contender, compiled="compiled" in contender)
+        step = peer(
+            *WORK[work], liger="liger" in contender, compiled="compiled" in contender, grouped="grouped" in contender
+        )
     torch.cuda.synchronize()
     built = time.perf_counter() - begin
     for _ in range(4):
@@ -302,6 +319,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--without", default="", help="contenders that do not race")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the comparison with the account of memory")
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--one", nargs=2)
     parser.add_argument("--memory", default="", help="compare the account for this work alone")
@@ -317,17 +336,18 @@ def main() -> None:
     if arguments.memory:
         arguments.out.write_text(json.dumps(memory(arguments.memory, arguments.turns)))
         return
-    race(arguments.out, arguments.only.split(",") if arguments.only else list(WORK), arguments.seconds)
+    chosen = arguments.only.split(",") if arguments.only else list(WORK)
+    race(arguments.out, chosen, arguments.seconds, arguments.without.split(","), memory=not arguments.no_memory)
 
 
-def race(out: Path, chosen: list[str], seconds: float) -> None:
+def race(out: Path, chosen: list[str], seconds: float, without: list[str], *, memory: bool) -> None:
     """All contenders, then the accounts of memory; the file is written anew whenever something is known."""
     import torch
 
     from transect.hardware.environment import environment
 
     turns = str(Path(tempfile.mkdtemp()) / "turns")
-    pairs = [(work, contender) for work in chosen for contender in CONTENDERS[work]]
+    pairs = [(work, contender) for work in chosen for contender in CONTENDERS[work] if contender not in without]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     accounts: list[dict[str, Any]] = []
 
@@ -373,7 +393,7 @@ def race(out: Path, chosen: list[str], seconds: float) -> None:
         others = {
             pool.submit(in_process, "--turns", turns, "--memory", work): work
             for work in chosen
-            if work in PLANS and work not in LIMIT
+            if work in PLANS and work not in LIMIT and memory
         }
         for done in as_completed([*second, *others]):
             if done in second:
@@ -383,7 +403,7 @@ def race(out: Path, chosen: list[str], seconds: float) -> None:
         for done in as_completed(slow):
             enter(first[done], done.result())
     for work in chosen:
-        if work in LIMIT:
+        if work in LIMIT and memory:
             told(work, in_process("--memory", work))
     for pair in pairs:
         if pair[1] in LAST:

@@ -2,20 +2,23 @@
 
     python benchmarks/train_parallel.py OUT.json [--only WORK,...] [--ways WAY,...] [--ranks 2] [--seconds 6]
 
-Every way trains on 2 x 4096 random tokens a rank and step, in processes of its own, one way after another: bfloat16
-weights and AdamW state, random weights of the true shapes, no gradient clipping. ``one`` is a single GPU; the others
-are named by what is spread. Rates are medians over steps, by the slowest rank.
+Every way trains on 2 x 4096 random tokens a rank and step; ways with as many ranks run one after another in the same
+processes, which are started again if one of them ends: bfloat16 weights and AdamW state, random weights of the true
+shapes, no gradient clipping. ``one`` is a single GPU; the others are named by what is spread. Rates are medians over
+steps that follow each other, each from the end of the one before, by the slowest rank.
 
-Communication is *exposed* where a GPU runs nothing but NCCL's kernels: the profiler's records of two steps, the time in
-those kernels less the time in which another kernel runs beside them, the smallest of the ranks (the others wait for
-them meanwhile). Losses of the first steps are those of the same global batch, and stand beside those of one GPU.
+Communication is *exposed* where a GPU does nothing else: the profiler's records of two steps (``train_trace.py``), the
+time between GPUs less the time in which a kernel runs beside it, the smallest of the ranks (the others wait for them
+meanwhile). Losses of the first steps are those of the same global batch, and stand beside those of one GPU.
 
-The peer is torch's FSDP2 (``fully_shard``) over transformers' model with Liger-Kernel and ``torch.compile``.
+The peer is torch's FSDP2 (``fully_shard``) over transformers' model with Liger-Kernel, with ``torch.compile`` of each
+layer before it is sharded, as torchtitan does it, and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +43,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero 1": {"parallel": {"zero": 1, "reduce": "bfloat16"}},
     "zero 2": {"parallel": {"zero": 2, "reduce": "bfloat16"}},
     "zero 3": {"parallel": {"zero": 3, "reduce": "bfloat16"}},
-    "ddp few": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
-    "ddp spare": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
-    "ddp late": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
     "tensor": {"parallel": {"tensor": 2}},
     "tensor sequence": {"parallel": {"tensor": 2, "sequence": True}},
+    "pipeline": {"parallel": {"pipeline": 2}},
     "mixed zero 3": {"precision": "mixed", "parallel": {"zero": 3, "reduce": "bfloat16"}},
     "fsdp2": {},
     "fsdp2 compiled": {},
 }
-VARIABLES = {"ddp few": {"NCCL_MAX_CTAS": "4"}, "ddp spare": {"NCCL_MAX_CTAS": "8"}}
-"""Variables of the environment: sums on few multiprocessors, which are slower and leave more to the products."""
-SPARED = 8
-"""Multiprocessors that persistent products leave to the sums, with ``ddp spare``: one that finds its place taken would
-wait for all others, and a product take twice as long."""
 CHECKED = 4
 """Steps whose losses are shown."""
 MOST = 40
@@ -65,7 +61,9 @@ def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool =
     changes = dict(WAYS[way])
     tokens = 64 if smallest else SEQUENCE
     parallel = changes.pop("parallel", {})
-    cut = "tensor" in parallel  # ranks that share matrices have the same tokens
+    shared = next((axis for axis in ("tensor", "pipeline") if axis in parallel), None)
+    many = ranks * ROWS if shared else ROWS  # sequences of a step of ranks that have the same tokens
+    parts = many if shared == "pipeline" else 1  # of one sequence each, so that few stages wait
     found: dict[str, Any] = {
         "model": smallest_model(folder) if smallest else SHAPES[work],
         "load_format": "auto" if smallest else "dummy",
@@ -76,13 +74,13 @@ def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool =
         "data": {
             "train": [text(folder) if smallest else random_tokens(folder, tokens)],
             "seq_len": tokens,
-            "micro_batch": tokens * ROWS * (ranks if cut else 1),
+            "micro_batch": tokens * many // parts,
         },
         "optimizer": {"learning_rate": 1e-5, "clip": 0.0},
     }
     if parallel:
-        found["parallel"] = {"data": 1 if cut else ranks, **parallel, **({"tensor": ranks} if cut else {})}
-        found["accumulate"] = found["parallel"]["data"]
+        found["parallel"] = {"data": 1 if shared else ranks, **parallel, **({shared: ranks} if shared else {})}
+        found["accumulate"] = found["parallel"]["data"] * parts
     return found | changes
 
 
@@ -147,23 +145,16 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     """Warm up, time steps, and watch two of them. All ranks call it; what comes back is the first one's."""
     import torch
 
+    from train_trace import watched
+
     gpu = torch.cuda.is_available() and not given["smallest"]
     begin = time.perf_counter()
     facts: dict[str, Any] = {}
     if given["way"].startswith("fsdp2"):
         step = fsdp2(given["work"], compiled="compiled" in given["way"])
     else:
-        from transect.parallel import replicas
         from transect.train.config import TrainConfig
         from transect.train.trainer import Trainer
-
-        if given["way"] == "ddp late":  # one bucket, which is full when the backward pass is done
-            replicas.BUCKET_BYTES = 2**50
-        if given["way"] == "ddp spare":
-            from transect.ops.linear.many_rows import matmul
-
-            count = matmul.multiprocessors
-            matmul.multiprocessors = lambda device: count(device) - SPARED
 
         trainer = Trainer(TrainConfig.from_dict(given["config"]), world=world)
         facts["predicted_bytes"] = trainer.memory.estimate.peak
@@ -175,19 +166,15 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     wait()
     built = time.perf_counter() - begin
     losses = [float(step()) for _ in range(CHECKED)]
-    for _ in range(2):
-        step()
+    step()
     wait()
+    start = time.perf_counter()
+    step()
+    wait()
+    mine_s = time.perf_counter() - start
     warm = time.perf_counter() - begin - built
-    times: list[float] = []
-    end = time.perf_counter() + given["seconds"]
-    while len(times) < 6 or (len(times) < MOST and not stop(world, time.perf_counter() > end)):
-        start = time.perf_counter()
-        step()
-        wait()
-        times.append(time.perf_counter() - start)
-    if not len(times) % 2:
-        times.pop()
+    each = mine_s if world is None else max(world.exchange(mine_s))
+    times = step_times(step, max(7, min(MOST, int(given["seconds"] / each))) | 1, gpu)
     mine = {
         "times": times,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
@@ -213,6 +200,10 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
         "communication_ms": min((found["communication_ms"] for found in seen), default=None),
         "computing_ms": [found["computing_ms"] for found in seen],
         "idle_ms": [found["idle_ms"] for found in seen],
+        "begin_ms": [found["begin_ms"] for found in seen],
+        "end_ms": [found["end_ms"] for found in seen],
+        "kernels": seen[0]["kernels"] if seen else None,
+        "gaps": seen[0]["gaps"] if seen else None,
         "first_losses": losses,
         "build_seconds": built,
         "warm_up_seconds": warm,
@@ -220,57 +211,26 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     }
 
 
-def stop(world: Any, mine: bool) -> bool:
-    """Whether any rank has timed for long enough."""
-    return mine if world is None else any(world.exchange(mine))
-
-
-def watched(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of a step in NCCL's kernels, those of them in which no other kernel runs, and those of the GPU in
-    other kernels and in none."""
+def step_times(step: Callable[[], Any], count: int, gpu: bool) -> list[float]:
+    """Seconds of each of ``count`` steps in a row. On a GPU from the end of one to the end of the next there: the host
+    may run ahead as it does in a run."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(2):
-            step()
-        torch.cuda.synchronize()
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    links, work = merged(spans[True]), merged(spans[False])
-    busy = merged([*links, *work])
-    times = {name: sum(b - a for a, b in spans) for name, spans in (("links", links), ("work", work), ("busy", busy))}
-    return {
-        "communication_ms": times["links"] / 2e3,
-        "exposed_ms": (times["links"] - overlap(links, work)) / 2e3,
-        "computing_ms": times["work"] / 2e3,
-        "idle_ms": (busy[-1][1] - busy[0][0] - times["busy"]) / 2e3 if busy else 0.0,
-    }
+    def now() -> Any:
+        if not gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-
-def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time as ones that do not touch, in order."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
-    """The time that is in both of two lists of ``merged``."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
+    ends = [now()]
+    for _ in range(count):
+        step()
+        ends.append(now())
+    if not gpu:
+        return [b - a for a, b in itertools.pairwise(ends)]
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ends)]
 
 
 def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
@@ -288,6 +248,7 @@ def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
     apply_liger_kernel_to_llama()
     values = to_hf(PRESETS[SHAPES[work]])
     values.pop("architectures", None)
+    values["use_cache"] = False  # or every layer would be compiled anew, for the number of its cache
     config = transformers.LlamaConfig(**{k: v for k, v in values.items() if k != "model_type"})
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
@@ -325,19 +286,39 @@ def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
 def job(world: Any, given: dict[str, Any]) -> None:
     """What the other ranks do."""
     measure(given, world)
+    forget()
 
 
-def one_way(out: Path, given: dict[str, Any]) -> None:
-    """In this process: start the ranks and measure."""
+def forget() -> None:
+    """Give back the memory of a way that is done."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def some_ways(out: Path, ways: list[dict[str, Any]]) -> None:
+    """In this process: start the ranks and measure; what is known is in the file whenever a way is done."""
     from transect.parallel.launch import Ranks
 
-    if given["ranks"] == 1:
-        out.write_text(json.dumps(measure(given, None)))
+    rows: list[Any] = []
+
+    def run(world: Any) -> None:
+        for given in ways:
+            if given["ranks"] > 1:
+                ranks.call("train_parallel:job", given)
+            rows.append(measure(given, world))
+            out.write_text(json.dumps(rows))
+            forget()
+
+    if ways[0]["ranks"] == 1:
+        run(None)
         return
-    ranks = Ranks.start(given["ranks"], "cpu" if given["smallest"] else "cuda")
+    ranks = Ranks.start(ways[0]["ranks"], "cpu" if ways[0]["smallest"] else "cuda")
     try:
-        ranks.call("train_parallel:job", given)
-        out.write_text(json.dumps(measure(given, ranks.world)))
+        run(ranks.world)
     except Exception as error:
         raise ranks.explain(error) from error
     finally:
@@ -349,15 +330,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="1b,3b", help="which models: " + ", ".join(SHAPES))
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--runs", default="", help='in place of both: what to run, in this order: "1b one,3b ddp"')
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--limit", type=float, default=90, help="seconds for one way, all in all")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no further way begins")
     parser.add_argument("--smallest", action="store_true", help="a rehearsal on a CPU")
-    parser.add_argument("--one", default="", help="for itself")
+    parser.add_argument("--these", default="", help="for itself")
     arguments = parser.parse_args()
-    if arguments.one:
-        one_way(arguments.out, json.loads(arguments.one))
+    if arguments.these:
+        some_ways(arguments.out, json.loads(arguments.these))
         return
     race(arguments)
 
@@ -371,33 +353,33 @@ def race(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     before: dict[str, Any] = {}
+    pairs = itertools.product(arguments.only.split(","), arguments.ways.split(","))
+    runs = [(work, way) for run in arguments.runs.split(",") if run for work, _, way in [run.partition(" ")]]
+    todo = runs or [*pairs]
     if not arguments.smallest:
-        for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
+        for work, way in todo:
             try:
                 before[f"{work} {way}"] = predicted(work, way, 1 if way == "one" else arguments.ranks)
             except Exception as error:  # the run will say it as well, and others go on
                 print(f"no prediction for {work} {way}: {type(error).__name__}: {error}", flush=True)
         print("predicted:", json.dumps(before), flush=True)
         arguments.out.write_text(json.dumps({"predictions": before}, indent=1) + "\n")
-    for work, way in itertools.product(arguments.only.split(","), arguments.ways.split(",")):
+    while todo:
         if time.perf_counter() - began > arguments.until:
-            print("no time left for", work, way, flush=True)
-            continue
-        row = in_process(work, way, arguments)
-        alone = next((r for r in rows if r["work"] == work and r["way"] == "one" and "error" not in r), None)
-        if alone is not None and "error" not in row:
-            row["times_one"] = row["tokens_per_second"] / alone["tokens_per_second"]
-        if (expected := before.get(f"{work} {way}")) is not None and "error" not in row:
-            row["predicted_seconds"] = expected["seconds"]
-            row["prediction_off"] = expected["seconds"] / row["step_seconds"]["median"] - 1
-            row["memory_off"] = expected["peak_bytes"] / max(row["peak_bytes"]) - 1
-        rows.append(row)
-        shown = {key: value for key, value in row.items() if key not in ("step_seconds", "reserved_bytes")}
-        print(json.dumps(shown), flush=True)
+            print("no time left for", ", ".join(" ".join(each) for each in todo), flush=True)
+            break
+        alike = next([*ways] for _, ways in itertools.groupby(todo, key=lambda each: each[1] == "one"))
+        made = in_processes(alike, arguments, arguments.until - (time.perf_counter() - began))
+        todo = todo[len(made) :]
+        for row in made:
+            compare(row, rows, before.get(f"{row['work']} {row['way']}"))
+            rows.append(row)
+            dropped = ("step_seconds", "reserved_bytes", "kernels", "gaps")
+            print(json.dumps({key: value for key, value in row.items() if key not in dropped}), flush=True)
         result = {
             "command": "python benchmarks/train_parallel.py OUT.json",
-            "method": "each way in processes of its own, 2 x 4096 random tokens a rank and step, bfloat16 weights and "
-            "AdamW state; medians of a step's time on the slowest rank; exposed: only NCCL's kernels run",
+            "method": "2 x 4096 random tokens a rank and step, bfloat16 weights and AdamW state; medians of a step's "
+            "time on the slowest rank; exposed: nothing runs but what goes between GPUs",
             "predictions": before,
             "rows": rows,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
@@ -406,30 +388,48 @@ def race(arguments: argparse.Namespace) -> None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def in_process(work: str, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A row of the result, made in processes of their own; or why there is none."""
-    folder = tempfile.mkdtemp()
-    ranks = 1 if way == "one" else arguments.ranks
-    given = {"work": work, "way": way, "ranks": ranks, "seconds": arguments.seconds, "smallest": arguments.smallest}
-    if not way.startswith("fsdp2"):
-        given["config"] = configuration(work, way, ranks, folder, arguments.smallest)
-    part = Path(folder) / "part.json"
-    command = [sys.executable, __file__, str(part), "--one", json.dumps(given)]
+def compare(row: dict[str, Any], rows: list[dict[str, Any]], expected: dict[str, float] | None) -> None:
+    """Put beside a row what one GPU did, and what was expected."""
+    if "error" in row:
+        return
+    alone = next((r for r in rows if r["work"] == row["work"] and r["way"] == "one" and "error" not in r), None)
+    if alone is not None:
+        row["times_one"] = row["tokens_per_second"] / alone["tokens_per_second"]
+    if expected is not None:
+        row["predicted_seconds"] = expected["seconds"]
+        row["prediction_off"] = expected["seconds"] / row["step_seconds"]["median"] - 1
+        row["memory_off"] = expected["peak_bytes"] / max(row["peak_bytes"]) - 1 if max(row["peak_bytes"]) else None
+
+
+def in_processes(ways: list[tuple[str, str]], arguments: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
+    """Rows of the first of some ways, made in the same processes; the last of them says why there are no more."""
+    ranks = 1 if ways[0][1] == "one" else arguments.ranks
+    todo = []
+    for work, way in ways:
+        given = {"work": work, "way": way, "ranks": ranks, "seconds": arguments.seconds, "smallest": arguments.smallest}
+        if not way.startswith("fsdp2"):
+            given["config"] = configuration(work, way, ranks, tempfile.mkdtemp(), arguments.smallest)
+        todo.append(given)
+    part = Path(tempfile.mkdtemp()) / "rows.json"
+    command = [sys.executable, __file__, str(part), "--these", json.dumps(todo)]
     search = os.pathsep.join([str(HERE), str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": search, **VARIABLES.get(way, {})}
+    limit = min(arguments.limit * len(ways), seconds + arguments.limit)
+    words, why = "", ""
     try:
-        done = subprocess.run(
-            command, stderr=subprocess.PIPE, text=True, timeout=arguments.limit, env=environment, check=False
-        )
+        words = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, timeout=limit, env={**os.environ, "PYTHONPATH": search},
+            check=False,
+        ).stderr  # fmt: skip
+        why = (words.strip().splitlines() or ["nothing said"])[-1]
     except subprocess.TimeoutExpired as error:
         words = error.stderr.decode() if isinstance(error.stderr, bytes) else str(error.stderr or "")
-        print(words[-2000:], file=sys.stderr, flush=True)
-        return {"work": work, "way": way, "error": f"not done within {arguments.limit:.0f} s"}
-    if part.exists():
-        found: dict[str, Any] = json.loads(part.read_text())
-        return found
-    print(done.stderr[-3000:], file=sys.stderr, flush=True)
-    return {"work": work, "way": way, "error": (done.stderr.strip().splitlines() or ["nothing said"])[-1]}
+        why = f"not done within {limit:.0f} s"
+    rows: list[dict[str, Any]] = json.loads(part.read_text()) if part.exists() else []
+    if len(rows) < len(ways):
+        print(words[-3000:], file=sys.stderr, flush=True)
+        work, way = ways[len(rows)]
+        rows.append({"work": work, "way": way, "error": why})
+    return rows
 
 
 if __name__ == "__main__":

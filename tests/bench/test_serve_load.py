@@ -4,9 +4,11 @@ import json
 import sys
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from transect.bench.load import Record
 from transect.engine.decisions import Added, Done, Header, Planned, _framed
 from transect.text.tokenizer import Tokenizer
 
@@ -16,22 +18,28 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import load_generators
+    import request_stages
     import serve_load
     import step_timeline
 
-    yield serve_load, step_timeline
-    for name in ("serve_load", "step_timeline", "record"):
+    yield SimpleNamespace(
+        serve_load=serve_load,
+        step_timeline=step_timeline,
+        load_generators=load_generators,
+        request_stages=request_stages,
+    )
+    for name in ("serve_load", "step_timeline", "load_generators", "request_stages", "record"):
         sys.modules.pop(name, None)
 
 
 def test_every_token_of_the_made_up_vocabulary_is_a_word(modules, tmp_path):
-    serve_load, _ = modules
     shape = tmp_path / "shape"
     shape.mkdir()
     (shape / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300}))
-    tokenizer = Tokenizer.from_hf(serve_load.model_folder(str(shape), tmp_path / "model"))
+    tokenizer = Tokenizer.from_hf(modules.serve_load.model_folder(str(shape), tmp_path / "model"))
     ids = [5, 299, 0, 17, 17, 120]
-    text = serve_load.text(tuple(ids))
+    text = modules.load_generators.text(tuple(ids))
     assert list(tokenizer.encode(text)) == ids
     assert tokenizer.decode(ids) == text and all(tokenizer.decode([each]).strip() for each in ids)
 
@@ -42,7 +50,7 @@ def rows(*each):
 
 def test_parts_of_a_gap_add_up_and_name_its_cause(modules, tmp_path):
     """Step 2 ends 30 ms after step 1 because step 3 was launched for 25 of them; two sequences waited."""
-    _, step_timeline = modules
+    step_timeline = modules.step_timeline
     decode = rows((1, 10, 1), (2, 20, 1))
     records = [
         Header(1, {}, 1, 0.0),
@@ -60,6 +68,84 @@ def test_parts_of_a_gap_add_up_and_name_its_cause(modules, tmp_path):
     assert gap.cause == "launch" and gap.parts["launch"] == pytest.approx(0.025)
     assert (gap.decodes, gap.prompt_tokens, gap.launched) == (2, 0, (302, 300))
     assert gap.predicted == pytest.approx(0.009, rel=0.01)
-    found = step_timeline.timeline(log)
+    found = step_timeline.timeline(step_timeline.load(log))
     assert found["causes"]["gaps"] == {"launch": 1} and found["p99"] == pytest.approx(0.030)
-    assert step_timeline.timeline(log, begin=1.0) == {}
+    assert step_timeline.timeline(step_timeline.load(log), begin=1.0) == {}
+
+
+def test_the_stages_of_a_request_add_up_to_its_first_token(modules, tmp_path):
+    """A request sent at 1.002 (due at 1.0) is in the engine at 1.010, and its prompt takes two steps. Another one of
+    the same length comes behind it, and one of another length."""
+    records = [
+        Header(1, {}, 1, 0.0),
+        Added(1.010, "a", 1, 300, 1, 9, 0, 1.009, False, False),
+        Added(1.011, "b", 2, 40, 1, 9, 0, 1.010, False, False),
+        Planned(1, 1.015, 1.016, rows((1, 0, 200)), 0, "", 0, 2, 9),
+        Done(1, 1.016, 1.030, 1.031),
+        Added(1.031, "c", 3, 300, 1, 9, 0, 1.030, False, False),
+        Planned(2, 1.032, 1.033, rows((1, 200, 100), (2, 0, 40)), 0, "", 0, 2, 9),
+        Done(2, 1.034, 1.050, 1.051),
+        Planned(3, 1.052, 1.053, rows((3, 0, 300)), 0, "", 0, 2, 9),
+        Done(3, 1.054, 1.070, 1.071),
+    ]
+    path = tmp_path / "log"
+    path.write_bytes(b"".join(map(_framed, records)))
+    log = modules.step_timeline.load(path)
+    sent = [
+        Record(due=0.0, sent=0.002, moments=[0.053, 0.060], ended=0.06, input_tokens=300, output_tokens=2),
+        Record(due=0.02, sent=0.021, moments=[0.075], ended=0.075, input_tokens=300, output_tokens=1),
+        Record(due=0.0, sent=0.003, moments=[0.054], ended=0.06, input_tokens=40, output_tokens=1),
+        Record(due=0.0, sent=0.003, error="timeout"),
+    ]
+    stages = modules.request_stages
+    pairs = stages.matched(log, sent, 1.0)
+    assert {life.added.request_id: record.due for record, life in pairs} == {"a": 0.0, "b": 0.0, "c": 0.02}
+    found = stages.request_stages(log, sent[:1], 1.0)
+    means = {name: found[name]["mean"] for name in stages.STAGES}
+    assert sum(means.values()) == pytest.approx(found["ttft"]["mean"]) == pytest.approx(0.053)
+    expected = {"late": 2, "to the engine": 8, "to a plan": 5, "to the device": 1, "prompt": 34, "to the client": 3}
+    assert {name: value * 1e3 for name, value in means.items()} == pytest.approx(expected)
+    assert found["steps"]["p50"] == 2
+
+
+def test_the_generator_of_others_is_asked_for_the_same_work(modules, tmp_path, monkeypatch):
+    """The script exists, its options are the ones it knows, and its figures come out in seconds."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('needs a GPU')")
+    generators = modules.load_generators
+    with monkeypatch.context() as without, pytest.raises(ValueError, match=r"pip install --no-deps sglang"):
+        without.setattr(generators.importlib.util, "find_spec", lambda name: None)
+        generators.sglang_script()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "sglang" / "bench_serving.py").write_text(
+        "import json, sys\n"
+        "given = dict(zip(sys.argv[2::2], sys.argv[3::2]))\n"
+        "assert sys.argv[1] == '--disable-tqdm' and given['--request-rate'] == 'inf', sys.argv\n"
+        "low = float(given['--random-range-ratio']) * float(given['--random-input-len'])\n"
+        "times = {f'{how}_{what}_ms': 40.0 for how in ('mean', 'median', 'p99') for what in "
+        "('ttft', 'tpot', 'itl', 'e2e_latency')}\n"
+        "more = {'completed': 3, 'duration': 2.0, 'total_input_tokens': low, 'total_output_tokens': 9}\n"
+        "figures = times | more | {'output_throughput': 4.5, 'concurrency': 1.0}\n"
+        "open(given['--output-file'], 'a').write(json.dumps(figures))\n"
+    )
+
+    async def name(url):
+        return "model"
+
+    monkeypatch.setattr(generators, "served_model", name)
+    found = generators.sglang("http://localhost:1", tmp_path, float("inf"), 3, 0)
+    assert found["ttft"] == {"mean": 0.04, "p50": 0.04, "p99": 0.04} and found["input_tokens"] == 240
+    assert modules.serve_load.figures(found) == pytest.approx([4.5] + [40.0] * 7)
+
+
+def test_seeds_of_a_rate_are_one_row_and_their_worst(modules):
+    def level(rate, seed, ms, tokens):
+        times = {"p50": ms / 1e3, "p99": 2 * ms / 1e3}
+        result = {"output_tokens_per_second": tokens, **dict.fromkeys(("ttft", "tpot", "itl", "e2e"), times)}
+        return {"rate": rate, "seed": seed, "result": result}
+
+    levels = [level("24", 0, 30, 100), level("24", 1, 10, 300), level("24", 2, 20, 200), level("8", 0, 5, 50)]
+    lines = modules.serve_load.table({"levels": levels}).splitlines()[2:]
+    assert lines[0].startswith("| 8 | Transect | 50 | 5.00 | 10.00 |")
+    assert lines[2].startswith("| 24 | Transect, median of 3 | 200 | 20.00 | 40.00 |")
+    assert lines[3].startswith("| 24 | worst of these | 100 | 30.00 | 60.00 |")

@@ -1,22 +1,19 @@
 """Tensor parallelism on two GPUs: logits within bfloat16's rounding of one GPU's, bitwise repeatable where that is
-asked for, in CUDA graphs; and the end of a rank. Run this file alone: a process is rank 0 of one set of ranks."""
+asked for, in CUDA graphs; and the end of a rank."""
 
 import gc
 import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import parallel_jobs
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig
 
 from transect import LLM, SamplingParams
 from transect.bench import scaling
-from transect.parallel.launch import Ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,18 +24,6 @@ SIZES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
 PROMPTS = [[5, 6, 7], list(range(20, 90)), [9] * 33, [1, 2]]
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    if dist.is_initialized():
-        pytest.skip("this process has ranks on the CPU: run this file alone")
-    helpers = str(Path(__file__).resolve().parents[1] / "helpers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])]))
-        ranks = Ranks.start(2, "cuda")
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,13 @@
 """Every layout on two GPUs draws the tokens of one: experts cut or shared, stages, ranks with requests of their own; in
-float32, with graphs, a step ahead. Run this file alone: a process is rank 0 of one set of ranks."""
+float32, with graphs, a step ahead."""
 
 import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Qwen3MoeConfig
 
 from transect import LLM, SamplingParams
-from transect.parallel.launch import Ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,15 +25,6 @@ PARAMS = [
     SamplingParams(seed=3, top_p=0.9, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=1.5, frequency_penalty=0.5, logit_bias={7: 2.0}, max_tokens=16, ignore_eos=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    if dist.is_initialized():
-        pytest.skip("this process has ranks on the CPU: run this file alone")
-    ranks = Ranks.start(2, "cuda")
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

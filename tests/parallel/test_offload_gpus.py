@@ -1,33 +1,16 @@
-"""Two GPUs whose optimizer states, or also weights, are in host memory take the steps of two that keep everything. Run
-this file alone: a process is rank 0 of one set of ranks."""
-
-import os
-from pathlib import Path
+"""Two GPUs whose optimizer states, or also weights, are in host memory take the steps of two that keep
+everything."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from training_runs import tiny_run
 
-from transect.parallel.launch import Ranks
 from transect.train.follow import JOB, Run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    if dist.is_initialized():
-        pytest.skip("this process has ranks on the CPU: run this file alone")
-    helpers = str(Path(__file__).resolve().parents[1] / "helpers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])]))
-        ranks = Ranks.start(2, "cuda")
-    yield ranks
-    ranks.close()
 
 
 def losses(gpus, tmp_path, **parallel):

@@ -90,11 +90,12 @@ def trace_level(source: WorkSource, path: Path, speed: float = 1.0, limit: int |
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A level's summary (JSON), and its requests."""
+    """A level's summary (JSON), its requests, and when their clock began (``time.perf_counter``)."""
 
     level: Level
     summary: dict[str, Any]
     records: list[Record]
+    began: float = 0.0
 
 
 async def run_levels(
@@ -118,7 +119,7 @@ async def run_levels(
                 run = await open_loop(target, level.work)
         summary = summarize(run, objectives, None if meter is None else meter.result)
         summary = {"load": level.value if level.value != math.inf else "inf", "load_unit": level.unit, **summary}
-        results.append(Result(level, summary, run.records))
+        results.append(Result(level, summary, run.records, run.began))
     return results
 
 

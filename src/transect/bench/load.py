@@ -68,11 +68,15 @@ class Record:
 
 @dataclass(slots=True)
 class Run:
-    """All requests of one level of load, and the load of the generator itself (CPU seconds per second)."""
+    """All requests of one level of load, and the load of the generator itself (CPU seconds per second).
+
+    ``began`` is when the clock of the records began, as ``time.perf_counter`` gives it.
+    """
 
     records: list[Record]
     seconds: float
     generator_cpu: float
+    began: float = 0.0
 
 
 OnEnd = Callable[[Record], None]
@@ -145,7 +149,7 @@ async def _measured(client: HttpClient, run: Callable[[float], Awaitable[list[Re
         if enabled:
             gc.enable()
     seconds = time.perf_counter() - start
-    return Run(records, seconds, (time.process_time() - cpu_before) / seconds)
+    return Run(records, seconds, (time.process_time() - cpu_before) / seconds, start)
 
 
 async def _request(

@@ -25,6 +25,7 @@ Training on them:
 * ``ring.py``: context parallelism, attention whose keys and values go round
 * ``pulse.py``: what every rank is at, so that a run that hangs ends and says who waits for what
 * ``compressed.py``: sums of one bit a number, whose errors are made good
+* ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)

@@ -104,13 +104,26 @@ class PeerSums:
 def shared_sums(world: World, group: Group) -> PeerSums | str:
     """Make and time the sums of a group, or say why NCCL does them all. Every rank of the world calls this, and all get
     sums or none does."""
-    made: PeerMemory | None = None
     lines = lines_for(group.size, MOST_BYTES)
+    opened, _ = exchanged(world, group, memory_bytes(lines), MOST_RANKS)
+    if isinstance(opened, str):
+        return opened
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    sums = PeerSums(Peers(opened, group.rank, lines, stop))
+    return _timed(world, group, sums)
+
+
+def exchanged(
+    world: World, group: Group, nbytes: int, most_ranks: int
+) -> tuple[list[int], PeerMemory] | tuple[str, None]:
+    """Memory of so many bytes that the ranks of a group share: its address on each of them, in their order, and the own
+    one; or why there is none. Every rank of the world calls this."""
+    made: PeerMemory | None = None
     said: bytes | str
     try:
-        if group.size > MOST_RANKS:
-            raise Unavailable(f"our kernels are for {MOST_RANKS} ranks at most")
-        made = PeerMemory(memory_bytes(lines))
+        if group.size > most_ranks:
+            raise Unavailable(f"our kernels are for {most_ranks} ranks at most")
+        made = PeerMemory(nbytes)
         said = made.handle
     except (Unavailable, RuntimeError) as error:
         said = str(error)
@@ -134,10 +147,9 @@ def shared_sums(world: World, group: Group) -> PeerSums | str:
         world.exchange(None)  # nobody has it open any more
         if made is not None:
             made.free()
-        return reason
-    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    sums = PeerSums(Peers(opened, group.rank, lines, stop))
-    return _timed(world, group, sums)
+        return reason, None
+    assert made is not None
+    return opened, made
 
 
 def _host() -> str:

@@ -1,8 +1,8 @@
 """Masks of draws under grammars, on their way to the device, and the logits that wait for them there.
 
 A step's masks are known when the step before has been committed, which is after the step was launched. So it is
-launched
-in two parts: layers and head, whose logits are left here; and, once the masks are there, the draws.
+launched in two parts: layers and head, whose logits are left here; and, once the masks are there, the draws. The masks
+have a stream of their own, so that they are copied while the layers run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class MaskTable:
         self._sent: Tensor | None = None
         self._words: Tensor | None = None
         self._logits: Tensor | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cleared = False
+        """The stream of the copies knows that ``words`` have been filled with zeros."""
 
     @property
     def words(self) -> Tensor:
@@ -54,11 +57,20 @@ class MaskTable:
     def send(self, constraints: Sequence[Constraint]) -> list[str | None]:
         """Make the masks and copy them to ``words``; for each constraint what is wrong, or None.
 
-        The device must be done with the copy before: so it is, once the step that it was for has a result.
+        The device must be done with the masks before: so it is, once the step that they were for has a result.
         """
         words = self.words
         assert self._sent is not None
         count = len(constraints)
         problems = self._fill(constraints, self._sent.numpy()[:count])
-        words[:count].copy_(self._sent[:count], non_blocking=True)
+        if self._stream is None:
+            words[:count].copy_(self._sent[:count])
+            return problems
+        draws = torch.cuda.current_stream(self._device)
+        if not self._cleared:
+            self._stream.wait_stream(draws)
+            self._cleared = True
+        with torch.cuda.stream(self._stream):
+            words[:count].copy_(self._sent[:count], non_blocking=True)
+        draws.wait_stream(self._stream)
         return problems

@@ -26,9 +26,9 @@ LENGTHS = [
 HEADS = [(32, 8, 128), (16, 8, 128), (16, 2, 128), (24, 2, 128), (8, 8, 64), (9, 3, 64), (32, 2, 64)]
 
 
-def tilings(d: int) -> list[Tiling]:
+def tilings(d: int, fp8: bool = False) -> list[Tiling]:
     """One of each kind, for heads of this size."""
-    stages = module.STAGES[d]
+    stages = module.STAGES[d] * (2 if fp8 else 1)
     made = [Tiling(9, stages), Tiling(2, stages, blocks=2), Tiling(6, stages, ranks=1), Tiling(4, stages, 2)]
     made += [Tiling(5, stages, 4), Tiling(3, stages, 8)]
     return made + [Tiling(module.WARPS, stages, ranks) for ranks in (0, 1, 2, 4, 8)]
@@ -103,6 +103,26 @@ def test_as_the_reference(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} rows up to {max(lengths)}")
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), HEADS)
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_cache_in_fp8(
+    decode: PagedDecode, lengths: list[int], heads: int, kv_heads: int, d: int, window: int | None
+) -> None:
+    """Numbers below e4m3's normal range too: every 16th dimension of the keys is 64 times smaller."""
+    q, k_cache, v_cache, batch = poisoned(lengths, heads, kv_heads, d)
+    k_cache[..., ::16] /= 64
+    k_cache, v_cache = (cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache))
+    wanted = exact(q, k_cache, v_cache, batch, window)
+    for tiling in [None, *tilings(d, fp8=True)]:
+        out = decode(q, k_cache, v_cache, batch, d**-0.5, window, tiling=tiling)
+        assert error(out, wanted) < 5e-3, tiling
+        assert not out[batch.seq_lens == 0].any(), tiling
+        again = decode(q, k_cache, v_cache, batch, d**-0.5, window, tiling=tiling, dependent_launch=True)
+        assert torch.equal(again, out), tiling
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [(249, 7), (3, 61), (1, 3), (0, 5)], ids=lambda rows: f"{rows[0]} rows of {sum(rows)}")
 @pytest.mark.parametrize("middle", [False, True])
 def test_rows_without_a_position_change_nothing(decode: PagedDecode, rows: tuple[int, int], middle: bool) -> None:
@@ -169,6 +189,9 @@ def test_what_it_does_not_take_is_said() -> None:
     refusal = module.refusal
     assert refusal(q, k_cache, v_cache, batch, 0.125) is refusal(q, k_cache, v_cache, batch, 0.125, 9) is None
     assert "bfloat16" in refusal(q.half(), k_cache, v_cache, batch, 0.125)
+    in_fp8 = [cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache)]
+    assert refusal(q, *in_fp8, batch, 0.125) is None
+    assert "fp8" in refusal(q, k_cache, in_fp8[1], batch, 0.125)
     assert "one query" in refusal(q[:1], k_cache, v_cache, batch, 0.125)
     assert "to a key head" in refusal(q.repeat(1, 9, 1), k_cache, v_cache, batch, 0.125)
     assert "heads of" in refusal(q[..., :32], k_cache[..., :32], v_cache[..., :32], batch, 0.125)
@@ -178,9 +201,10 @@ def test_what_it_does_not_take_is_said() -> None:
 
 def test_the_source_compiles_the_stages_that_are_known_here() -> None:
     source = cuda_build.source("paged_decode_hopper.cu").read_text()
-    listed = re.findall(r"^  TRANSECT_PAGED\((\d+), (\d), (\d+)\)$", source, re.M)
-    known = [(d, tiles, stages) for d, stages in module.STAGES.items() for tiles in (1, 2)]
-    assert [tuple(map(int, line)) for line in listed] == known
+    listed = re.findall(r"^  TRANSECT_PAGED\((\d+), (\d), (\d+), (true|false)\)$", source, re.M)
+    kinds = ((1, "false"), (2, "true"))
+    known = [(d, n, times * s, kind) for times, kind in kinds for d, s in module.STAGES.items() for n in (1, 2)]
+    assert [(int(d), int(n), int(s), kind) for d, n, s, kind in listed] == known
 
 
 def test_the_launcher_is_called_with_what_the_source_says() -> None:
@@ -198,6 +222,7 @@ def test_chosen_tilings_fit(d: int, group: int) -> None:
         for longest in (64, 1024, 1025, 4096, 4097, 131072):
             tiling = choose(items, longest, d)
             assert tiling.stages == module.STAGES[d]
+            assert choose(items, longest, d, fp8=True).stages == 2 * tiling.stages
             assert tiling.ranks == 0 or items <= module.AT_ONCE[tiling.ranks]
             assert tiling.ranks == 0 or longest <= module.LONG
             # Buffers, parts of sums and notes of the warps, lengths of the rows: as the launcher counts them.

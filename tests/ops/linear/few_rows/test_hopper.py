@@ -181,7 +181,7 @@ def rows() -> small_matmul_hopper.HopperRows:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (1000, 520), (40, 72), (8, 8), (6144, 4096)])
-@pytest.mark.parametrize("m", [17, 32, 50, 64, 100, 128, 200, 256])
+@pytest.mark.parametrize("m", [17, 32, 50, 64, 100, 128, 137, 200, 256])
 def test_every_tiling_gives_the_product_and_every_run_the_same(
     rows: small_matmul_hopper.HopperRows, m: int, n: int, k: int
 ) -> None:
@@ -196,7 +196,7 @@ def test_every_tiling_gives_the_product_and_every_run_the_same(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [17, 64, 100, 128, 256])
+@pytest.mark.parametrize("m", [17, 64, 100, 128, 137, 200, 256])
 @pytest.mark.parametrize(("features", "k"), [(14336, 4096), (520, 200)])
 def test_the_gate_is_applied_to_the_sums(rows: small_matmul_hopper.HopperRows, m: int, features: int, k: int) -> None:
     x, weight, _ = product_inputs(m, 2 * features, k)

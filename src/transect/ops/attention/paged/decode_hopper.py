@@ -1,8 +1,9 @@
 r"""Attention of decode rows over a paged cache on Hopper GPUs, in CUDA C++ (``paged_decode_hopper.cu``).
 
-The math and the arguments are those of ``paged_attention.py``; this is its case of one query a row. With G query heads
-to a key head that is 4 G d FLOPs for 4 d bytes of bfloat16, far below what the tensor cores do meanwhile. So the only
-task is to keep memory busy until the last byte.
+The math and the arguments are those of ``paged_attention.py``; this is its case of one query a row, with a cache in
+bfloat16 or in fp8 (e4m3), which is decoded in registers, exactly. With G query heads to a key head that is 4 G d FLOPs
+for 4 d bytes of bfloat16 (2 d of fp8), far below what the tensor cores do meanwhile. So the only task is to keep memory
+busy until the last byte.
 
 * The unit of work is a block of the cache for one key head, two contiguous pieces of memory. The units of all rows and
   heads stand in one line that is cut evenly, whatever the lengths of the rows: every warp of the GPU streams as many
@@ -34,6 +35,7 @@ from ..packed.tiling import LOG2E
 from .batch import PagedBatch
 
 HEAD_DIMS = (64, 128)
+CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 BLOCK_SIZE = 16
 MOST_GROUP = 16
 """Query heads of a key head."""
@@ -42,7 +44,7 @@ PARTS = 1 << 20
 """How many numbers blocks of threads may leave for each other: those of one item for each block."""
 NOTHING = -1
 """The bits that mark a number that nobody has left yet."""
-SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiii" + "p"
+SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiiii" + "p"
 """The types of the launcher's arguments, see ``cuda.bind``."""
 
 
@@ -61,7 +63,7 @@ class Tiling:
 
 
 STAGES = {128: 2, 64: 3}
-"""Compiled numbers of stages, by head dimension."""
+"""Compiled numbers of stages of a cache in bfloat16, by head dimension; of one in fp8 twice as many."""
 WARPS = 8
 """Warps of a block: more are no quicker, and share rows of a power of two less evenly."""
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
@@ -71,16 +73,17 @@ SHORT, LONG = 1024, 4096
 
 
 @cache
-def choose(items: int, longest: int, d: int) -> Tiling:
+def choose(items: int, longest: int, d: int, fp8: bool = False) -> Tiling:
     """A tiling for ``items`` rows times key heads of up to ``longest`` positions, from times on an H200.
 
     A cluster takes an item where all clusters run at once: a second round would take as long again. Clusters do not
     help each other, so long rows are better cut evenly over the whole GPU.
     """
+    stages = STAGES[d] * (2 if fp8 else 1)
     for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
         if items <= AT_ONCE[ranks]:
-            return Tiling(WARPS, STAGES[d], ranks)
-    return Tiling(WARPS, STAGES[d])
+            return Tiling(WARPS, stages, ranks)
+    return Tiling(WARPS, stages)
 
 
 def refusal(
@@ -95,8 +98,10 @@ def refusal(
 def mixed_refusal(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> str | None:
     """``refusal`` for batches in which other rows may have several queries; the kernel leaves those alone."""
     (_, heads, d), (_, kv_heads, block, _) = q.shape, k_cache.shape
-    if not q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16:
-        return f"it computes in bfloat16, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
+    if q.dtype != torch.bfloat16 or k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHES:
+        return (
+            f"it computes in bfloat16, of a cache in that or in fp8, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
+        )
     if d not in HEAD_DIMS or block != BLOCK_SIZE or heads % kv_heads or heads // kv_heads > MOST_GROUP:
         return (
             f"it takes heads of {HEAD_DIMS}, up to {MOST_GROUP} to a key head, in blocks of {BLOCK_SIZE} tokens, not "
@@ -168,7 +173,8 @@ class PagedDecode:
         if not rows:
             return out
         units = multiprocessors(q.device)
-        tiling = tiling or choose(rows * kv_heads, batch.max_seq_len, d)
+        fp8 = k_cache.dtype == torch.float8_e4m3fn
+        tiling = tiling or choose(rows * kv_heads, batch.max_seq_len, d, fp8)
         tables = batch.block_tables
         code = self._launch(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), tables.data_ptr(),
@@ -176,7 +182,7 @@ class PagedDecode:
             self._parts.data_ptr(), rows, tables.shape[1], tables.stride(0), window or 0, kv_heads, group, d,
             q.stride(0), q.stride(1),
             k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, tiling.blocks * units, tiling.warps, tiling.stages,
-            tiling.ranks, 2 if dependent_launch and not batch.fresh else 1, int(beside),
+            tiling.ranks, 2 if dependent_launch and not batch.fresh else 1, int(beside), int(fp8),
             torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:

@@ -1,6 +1,6 @@
 // Attention of decode rows (one query each) over a paged cache on Hopper: every key and value streamed once, at the
-// width of memory, however long the rows are. bfloat16 in and out, float32 sums. See paged/decode_hopper.py for the
-// arithmetic.
+// width of memory, however long the rows are. bfloat16 in and out, float32 sums; a cache in bfloat16, or in fp8 (e4m3).
+// See paged/decode_hopper.py for the arithmetic.
 //
 // * A unit is the 16 positions of a cache block for one key head: D x 16 keys and as many values, two contiguous
 //   pieces. An item is a row with a key head. The units of all items stand in one line, item after item.
@@ -13,6 +13,9 @@
 //   the end.
 //   Products have the keys (then the dimensions of a head) as the tall side, so that up to 8 NT query heads fill the
 //   short one.
+// * A cache in fp8 is decoded to bfloat16 in registers, by the shifts of small_rows.cuh: as numbers 2^120 times smaller,
+//   so queries and weights of positions are taken 2^64 times, and 2^56 is made up for where sums are. Neighbours in a row
+//   then belong to other places of a product than in bfloat16: which dimensions meet there is free.
 // * What a warp has of an item it does not hold whole (m, l, o) it leaves in shared memory. Then a warp for each 128
 //   numbers of each item puts them together; what still is not the whole item goes through memory to the block that
 //   holds the item's end, or to the block of the cluster that adds those numbers up. Always in the same order, so the
@@ -107,13 +110,26 @@ struct Batch {
   }
 };
 
-template <int D, int NT, int S>
+// A pair of bfloat16 times 2^64, and the bytes 0 and 2, or 1 and 3, of a word as fp8: pairs of bfloat16 times 2^-120.
+__device__ __forceinline__ uint32_t times_2_64(uint32_t pair) {
+  uint32_t product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(pair), "r"(0x5f805f80u), "r"(0x80008000u));
+  return product;
+}
+
+__device__ __forceinline__ uint32_t even_bytes(uint32_t w) { return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07F007F0u); }
+
+__device__ __forceinline__ uint32_t odd_bytes(uint32_t w) { return (w & 0x80008000u) | ((w >> 4) & 0x07F007F0u); }
+
+// FP8: the cache is a byte for each number.
+template <int D, int NT, int S, bool FP8>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
-    paged_decode(const __nv_bfloat16* q, const __nv_bfloat16* keys, const __nv_bfloat16* values, Batch batch,
+    paged_decode(const __nv_bfloat16* q, const unsigned char* keys, const unsigned char* values, Batch batch,
                  __nv_bfloat16* out, float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces,
                  int ranks, int ahead, int late) {
 #ifdef TRANSECT_HOPPER
-  constexpr int PIECE = kUnit * D * 2, UNIT = 2 * PIECE, T = D / 16;
+  constexpr int ELEMENT = FP8 ? 1 : 2, PIECE = kUnit * D * ELEMENT, UNIT = 2 * PIECE, T = D / 16;
+  constexpr float SMALLER = FP8 ? 0x1p56f : 1.f;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ int part_what[2 * kMostWarps];
   __shared__ int sums[kMostWarps];
@@ -236,10 +252,17 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   };
   Unit coming = ranks && !batch.window ? look_up(lane, own_block) : look_up(lane, -1);
   // A piece lies in a buffer as columns of 128 bytes of its 16 rows; the eighths of row r at place ^ (r % 8): no bank
-  // is met twice.
-  constexpr int PER_ROW = D / 8, ROWS = 32 / PER_ROW;  // copies of 16 bytes for a row; rows that 32 lanes copy
+  // is met twice. In fp8 as its 16 rows; the 16 bytes of row r at place ^ what ``turned`` says: no bank is met twice by
+  // eight lanes of two neighbouring rows (keys), nor by one place of eight rows (values).
+  constexpr int ROW = D * ELEMENT, PER_ROW = ROW / 16;  // bytes of a row, copies of 16 bytes for it
+  constexpr int ROWS = 32 / PER_ROW;                    // that 32 lanes copy
+  auto turned = [](int row) { return (D == 128 ? row % 2 * 4 : 0) ^ row / 2 % 4; };
   const int copy_row = lane / PER_ROW, copy_place = lane % PER_ROW;
-  const uint32_t copy_to = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
+  auto copy_to = [&](int j) -> uint32_t {
+    if (FP8) return (copy_row + j * ROWS) * ROW + (copy_place ^ turned(copy_row + j * ROWS)) * 16;
+    const uint32_t first = copy_place / 8 * 2048 + copy_row * 128 + (((copy_place % 8) ^ copy_row) * 16);
+    return (first + j * ROWS * 128) ^ (j * ROWS % 8 * 16);
+  };
   auto fetch = [&](int i) {
     if (i < count) {
       if (i % 32 == 0) {
@@ -253,18 +276,16 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       }
       const uint32_t to = ring + i % S * UNIT;
       const int high = unit.what & kHigh, low = unit.what >> kLowShift & 15;
-      const size_t from = (size_t)unit.piece * (kUnit * D) + lane * 8;
+      const size_t from = (size_t)unit.piece * PIECE + lane * 16;
 #pragma unroll
       for (int j = 0; j < kUnit / ROWS; j++) {
         const int row = copy_row + j * ROWS;
-        copy16_once((to + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), keys + from + j * 256,
-                    row >= low && row < high);
+        copy16_once(to + copy_to(j), keys + from + j * 512, row >= low && row < high);
       }
 #pragma unroll
       for (int j = 0; j < kUnit / ROWS; j++) {
         const int row = copy_row + j * ROWS;
-        copy16_once((to + PIECE + copy_to + j * ROWS * 128) ^ (j * ROWS % 8 * 16), values + from + j * 256,
-                    row >= low && row < high);
+        copy16_once(to + PIECE + copy_to(j), values + from + j * 512, row >= low && row < high);
       }
       if (i % 32 == 0) coming = look_up(i + 32 + lane, -1);
     }
@@ -275,8 +296,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
   waited = true;
   if (late) let_next_begin();
 
-  // Of lane l = 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 of every 16,
-  // the same heads.
+  // Of lane l = 4 g + c: scores of keys g, g + 8 with query heads 2 c, 2 c + 1; of o dimensions g, g + 8 (in fp8 2 g,
+  // 2 g + 1) of every 16, the same heads.
   const int g = lane / 4, c = lane % 4;
   const uint32_t key_at = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
   const uint32_t value_at = PIECE + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
@@ -290,12 +311,19 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       const int row = item / K, token = batch.starts ? batch.starts[row] : row;
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        const __nv_bfloat16* from = q + token * q_t + (long long)(item % K * G + n * 8 + g) * q_h + c * 2;
+        const __nv_bfloat16* from = q + token * q_t + (long long)(item % K * G + n * 8 + g) * q_h;
         const bool there = n * 8 + g < G;
 #pragma unroll
         for (int t = 0; t < T; t++) {
-          query[n][t][0] = there ? *(const uint32_t*)(from + t * 16) : 0;
-          query[n][t][1] = there ? *(const uint32_t*)(from + t * 16 + 8) : 0;
+          if (FP8) {  // the four that this lane's t-th word of a key meets
+            const uint32_t* four = (const uint32_t*)(from + t / 4 * 64 + c * 16 + t % 4 * 4);
+            const uint32_t low = there ? four[0] : 0, high = there ? four[1] : 0;
+            query[n][t][0] = times_2_64(__byte_perm(low, high, 0x5410));
+            query[n][t][1] = times_2_64(__byte_perm(low, high, 0x7632));
+          } else {
+            query[n][t][0] = there ? *(const uint32_t*)(from + c * 2 + t * 16) : 0;
+            query[n][t][1] = there ? *(const uint32_t*)(from + c * 2 + t * 16 + 8) : 0;
+          }
 #pragma unroll
           for (int e = 0; e < 4; e++) o[n][t][e] = 0;
         }
@@ -307,12 +335,29 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     fetch(i + S - 1);
     const uint32_t from = ring + i % S * UNIT;
     float s[NT][2][4] = {};
+    if constexpr (FP8) {
 #pragma unroll
-    for (int t = 0; t < T; t++) {
-      uint32_t a[4];
-      read_matrices(a, (from + key_at + t / 4 * 2048) ^ (t % 4 * 32));
+      for (int half = 0; half < T / 4; half++) {  // 64 dimensions
+        const int place = (c + half * 4) ^ turned(g);  // as of row g + 8
+        const uint4 one = read16(from + g * ROW + place * 16), other = read16(from + (g + 8) * ROW + place * 16);
+        const uint32_t words[2][4] = {{one.x, one.y, one.z, one.w}, {other.x, other.y, other.z, other.w}};
 #pragma unroll
-      for (int n = 0; n < NT; n++) multiply(s[n][t % 2], a, query[n][t][0], query[n][t][1]);
+        for (int j = 0; j < 4; j++) {
+          const int t = half * 4 + j;
+          const uint32_t a[4] = {even_bytes(words[0][j]), even_bytes(words[1][j]), odd_bytes(words[0][j]),
+                                 odd_bytes(words[1][j])};
+#pragma unroll
+          for (int n = 0; n < NT; n++) multiply(s[n][t % 2], a, query[n][t][0], query[n][t][1]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int t = 0; t < T; t++) {
+        uint32_t a[4];
+        read_matrices(a, (from + key_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+        for (int n = 0; n < NT; n++) multiply(s[n][t % 2], a, query[n][t][0], query[n][t][1]);
+      }
     }
     const int high = what & kHigh, low = what >> kLowShift & 15;
     const bool seen = g >= low && g < high, seen8 = g + 8 >= low && g + 8 < high;
@@ -322,8 +367,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       float fade[2], e[4];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        e[h] = seen ? (s[n][0][h] + s[n][1][h]) * scale2 : -INFINITY;
-        e[2 + h] = seen8 ? (s[n][0][2 + h] + s[n][1][2 + h]) * scale2 : -INFINITY;
+        e[h] = seen ? (s[n][0][h] + s[n][1][h]) * (scale2 * SMALLER) : -INFINITY;
+        e[2 + h] = seen8 ? (s[n][0][2 + h] + s[n][1][2 + h]) * (scale2 * SMALLER) : -INFINITY;
         float top = fmaxf(e[h], e[2 + h]);
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
@@ -336,17 +381,34 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
         l[n][h] = l[n][h] * fade[h] + (e[h] + e[2 + h]);
       }
       p[n][0] = transposed(pack(e[0], e[1])), p[n][1] = transposed(pack(e[2], e[3]));
+      if (FP8) p[n][0] = times_2_64(p[n][0]), p[n][1] = times_2_64(p[n][1]);
 #pragma unroll
       for (int t = 0; t < T; t++)
 #pragma unroll
         for (int j = 0; j < 4; j++) o[n][t][j] *= fade[j % 2];
     }
+    if constexpr (FP8) {
 #pragma unroll
-    for (int t = 0; t < T; t++) {
-      uint32_t a[4];
-      read_transposed(a, (from + value_at + t / 4 * 2048) ^ (t % 4 * 32));
+      for (int t = 0; t < T; t += 2) {  // pairs of bytes change places: keys 0 to 7 and 8 to 15, of 16 dimensions and 16 more
+        const int row = lane % 16;
+        uint32_t pairs[4];
+        read_transposed(pairs, from + PIECE + row * ROW + ((t + lane / 16) ^ turned(row)) * 16);
 #pragma unroll
-      for (int n = 0; n < NT; n++) multiply(o[n][t], a, p[n][0], p[n][1]);
+        for (int two = 0; two < 2; two++) {
+          const uint32_t first = pairs[2 * two], last = pairs[2 * two + 1];
+          const uint32_t a[4] = {even_bytes(first), odd_bytes(first), even_bytes(last), odd_bytes(last)};
+#pragma unroll
+          for (int n = 0; n < NT; n++) multiply(o[n][t + two], a, p[n][0], p[n][1]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int t = 0; t < T; t++) {
+        uint32_t a[4];
+        read_transposed(a, (from + value_at + t / 4 * 2048) ^ (t % 4 * 32));
+#pragma unroll
+        for (int n = 0; n < NT; n++) multiply(o[n][t], a, p[n][0], p[n][1]);
+      }
     }
     const bool ends = i == count - 1;
     if (!ends && units[warp][(i + 1) % 64].what >> kItemShift == item) continue;
@@ -363,15 +425,19 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       const int row = item / K, token = batch.starts ? batch.starts[row] : row;
 #pragma unroll
       for (int n = 0; n < NT; n++) {
-        __nv_bfloat16* to = out + ((long long)token * K * G + item % K * G + n * 8 + g) * D + c * 2;
-        const float scale[2] = {1 / l[n][0], 1 / l[n][1]};
+        __nv_bfloat16* to = out + ((long long)token * K * G + item % K * G + n * 8 + g) * D + c * (FP8 ? 4 : 2);
+        const float scale[2] = {SMALLER / l[n][0], SMALLER / l[n][1]};
 #pragma unroll
         for (int t = 0; t < T; t++) {
           const uint32_t low8 = transposed(pack(o[n][t][0] * scale[0], o[n][t][1] * scale[1]));
           const uint32_t high8 = transposed(pack(o[n][t][2] * scale[0], o[n][t][3] * scale[1]));
           if (n * 8 + g < G) {
-            *(uint32_t*)(to + t * 16) = low8;
-            *(uint32_t*)(to + t * 16 + 8) = high8;
+            if (FP8) {
+              *(uint2*)(to + t * 16) = make_uint2(__byte_perm(low8, high8, 0x5410), __byte_perm(low8, high8, 0x7632));
+            } else {
+              *(uint32_t*)(to + t * 16) = low8;
+              *(uint32_t*)(to + t * 16 + 8) = high8;
+            }
           }
         }
       }
@@ -388,8 +454,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
           if (g == 0) part_ml[place][head] = make_float2(m[n][h], l[n][h]);
 #pragma unroll
           for (int t = 0; t < T; t++) {
-            to[head * D + t * 16 + g] = o[n][t][h];
-            to[head * D + t * 16 + g + 8] = o[n][t][2 + h];
+            to[head * D + t * 16 + (FP8 ? 2 * g : g)] = o[n][t][h] * SMALLER;
+            to[head * D + t * 16 + (FP8 ? 2 * g + 1 : g + 8)] = o[n][t][2 + h] * SMALLER;
           }
         }
       if (lane == 0) part_what[place] = item << 2 | (begins ? 2 : 0) | (what & kLast ? 1 : 0);
@@ -515,19 +581,20 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 
 }  // namespace
 
-#define TRANSECT_PAGED(DIM, TILES, STAGES)                                                                            \
-  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES) {                                                     \
-    const int counts = ranks ? 0 : (rows > kAlone ? 1 : warps) * (2 * rows + 1) * 4;                                  \
-    const int shared = warps * (STAGES * DIM * 64 + 768) + (warps > ranks ? warps : ranks) * G * DIM * 4 + counts;    \
-    if (shared > kMostShared - 2048) return -1;                                                                       \
-    return (int)launch(paged_decode<DIM, TILES, STAGES>, ranks ? rows * K * ranks : blocks, warps * 32, shared,       \
-                       ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const __nv_bfloat16*)keys, \
-                       (const __nv_bfloat16*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t,    \
-                       q_h, pieces, ranks, (int)(dependent > 1), late);                                               \
+#define TRANSECT_PAGED(DIM, TILES, STAGES, FP8)                                                                       \
+  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES && (bool)fp8 == FP8) {                                  \
+    const int counts = ranks ? 0 : (rows > kAlone ? 1 : warps) * (2 * rows + 1) * 4;                                   \
+    const int ring = STAGES * DIM * (FP8 ? 32 : 64);                                                                   \
+    const int shared = warps * (ring + 768) + (warps > ranks ? warps : ranks) * G * DIM * 4 + counts;                  \
+    if (shared > kMostShared - 2048) return -1;                                                                        \
+    return (int)launch(paged_decode<DIM, TILES, STAGES, FP8>, ranks ? rows * K * ranks : blocks, warps * 32, shared,   \
+                       ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,  \
+                       (const unsigned char*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t,     \
+                       q_h, pieces, ranks, (int)(dependent > 1), late);                                                \
   }
 
-// q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d]: block b of key head h begins at piece b
-// ``pieces`` + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows of
+// q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d],
+// bfloat16 or, with ``fp8``, e4m3: block b of key head h begins at piece b ``pieces`` + h of 16 d. tables [rows, columns] int32; starts [rows + 1], or null where token t is row t's: rows of
 // several tokens are left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads,
 // all bits set, and again afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages
 // (one of those compiled), ranks: see above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads
@@ -537,14 +604,18 @@ extern "C" int transect_paged_decode(const void* q, const void* keys, const void
                                      const void* starts, const void* lengths, void* out, void* parts, int rows,
                                      int columns, int table_stride, int window, int K, int G, int d, long long q_t,
                                      int q_h, int pieces, float scale2, int blocks, int warps, int stages, int ranks,
-                                     int dependent, int late, void* stream) {
+                                     int dependent, int late, int fp8, void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8)
     return -1;
   const Batch batch = {
       (const int*)tables, (const int*)starts, (const int*)lengths, rows, columns, table_stride, window};
-  TRANSECT_PAGED(128, 1, 2)
-  TRANSECT_PAGED(128, 2, 2)
-  TRANSECT_PAGED(64, 1, 3)
-  TRANSECT_PAGED(64, 2, 3)
+  TRANSECT_PAGED(128, 1, 2, false)
+  TRANSECT_PAGED(128, 2, 2, false)
+  TRANSECT_PAGED(64, 1, 3, false)
+  TRANSECT_PAGED(64, 2, 3, false)
+  TRANSECT_PAGED(128, 1, 4, true)
+  TRANSECT_PAGED(128, 2, 4, true)
+  TRANSECT_PAGED(64, 1, 6, true)
+  TRANSECT_PAGED(64, 2, 6, true)
   return -1;
 }

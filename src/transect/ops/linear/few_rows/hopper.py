@@ -76,11 +76,21 @@ COMPILED: tuple[Compiled, ...] = (
     (1, 0, 128, 1, 1, 1, 2),
     (1, 0, 192, 2, 1, 1, 1),
     (1, 0, 192, 1, 1, 1, 2),
+    (1, 0, 160, 2, 1, 1, 1),
+    (1, 0, 208, 2, 1, 2, 1),
+    (1, 0, 256, 2, 1, 2, 1),
+    (1, 0, 224, 2, 1, 4, 1),
     (0, 0, 96, 1, 1, 1, 2),
     (0, 0, 112, 1, 1, 1, 2),
     (0, 0, 128, 1, 1, 1, 2),
     (0, 0, 224, 2, 1, 1, 1),
     (0, 0, 224, 2, 1, 2, 1),
+    (1, 1, 64, 1, 1, 1, 2),
+    (1, 1, 128, 2, 1, 1, 1),
+    (1, 1, 160, 2, 1, 1, 1),
+    (1, 1, 208, 2, 1, 2, 1),
+    (1, 1, 256, 2, 1, 2, 1),
+    (1, 1, 224, 2, 1, 4, 1),
     (0, 1, 48, 1, 1, 1, 2),
     (0, 1, 112, 1, 1, 1, 2),
     (0, 1, 128, 1, 1, 1, 2),
@@ -132,12 +142,13 @@ class HopperTiling:
     @property
     def columns(self) -> int:
         """Columns of Y in a tile of a cluster."""
-        return self.left * self.pair if self.swap else self.right // 2 if self.gated else self.right
+        columns = self.left * self.pair if self.swap else self.right
+        return columns // 2 if self.gated else columns
 
     @property
     def most_rows(self) -> int:
-        """The largest number of rows of X that it takes."""
-        return self.right if self.swap else self.left * self.pair
+        """The largest number of rows of X that it takes. Blocks of a pair fetch whole eights of them."""
+        return self.right // (8 * self.pair) * 8 * self.pair if self.swap else self.left * self.pair
 
     @property
     def ring(self) -> int:
@@ -184,15 +195,12 @@ def _stages(compiled: Compiled, k: int, shared: int) -> int:
 
 def _fitting(m: int, gated: bool) -> list[Compiled]:
     """Kernels whose tiles are as high as m rows need."""
-    heights = sorted(kernel[2] for kernel in COMPILED if kernel[0] and kernel[2] >= m)
-    right = set(heights[:1]) | ({128} if 64 < m <= 96 else set())
+    heights = {kernel: HopperTiling(*kernel, 1, 0, 2).most_rows for kernel in COMPILED if kernel[1] == gated}
+    right = sorted({height for kernel, height in heights.items() if kernel[0] and height >= m})
+    # From 129 rows on the narrowest is not always quickest: a pair of blocks reads X half as often.
+    high = set(right[:1] if m <= 128 else right[:2]) | ({128} if 64 < m <= 96 else set())
     left = {64 if m <= 64 else 128 if m <= 128 else 256}
-    fitting = []
-    for kernel in COMPILED:
-        most_rows = HopperTiling(*kernel, 1, 0, 2).most_rows
-        if kernel[1] == gated and most_rows in (right if kernel[0] else left):
-            fitting.append(kernel)
-    return fitting
+    return [kernel for kernel, height in heights.items() if height in (high if kernel[0] else left)]
 
 
 def candidates(m: int, n: int, k: int, *, gated: bool = False, units: int = 132) -> list[HopperTiling]:

@@ -11,7 +11,8 @@
 //   tile's first k comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are
 //   dealt out to the ranks of a cluster, which add their sums over each other's shared memory. ranks < 0: to as many
 //   clusters, which add over memory. Both add in the order of the ranks, every rank a part of the tile.
-// * GATE: half of a tile's NB rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other.
+// * GATE: half of a tile's rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other. With SWAP
+//   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
 
 #include <cuda.h>
@@ -64,6 +65,16 @@ __device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k
       : "memory");
 }
 
+// Of W with a gate: a box of eight rows of the gate and eight of the other factor in turn, by 64 k.
+__device__ __forceinline__ void fetch_both(uint32_t to, const CUtensorMap* map, int k, int eights, uint32_t barrier,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, "
+      "%3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(k), "r"(0), "r"(eights), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier,
                                               uint16_t blocks, uint64_t policy) {
   asm volatile(
@@ -105,6 +116,7 @@ __device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
 #define N1 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define N1H ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define N3H ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define N6H ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define N2 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define N3 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define N4 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
@@ -131,7 +143,9 @@ __device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint
   PRODUCT(96, N0 N1 N2, "%48", "%49", R32(c, 0), R16(c, 32));
   PRODUCT(112, N0 N1 N2 N3H, "%56", "%57", R32(c, 0), R16(c, 32), R8(c, 48));
   PRODUCT(128, N0 N1 N2 N3, "%64", "%65", R64(c, 0));
+  PRODUCT(160, N0 N1 N2 N3 N4, "%80", "%81", R64(c, 0), R16(c, 64));
   PRODUCT(192, N0 N1 N2 N3 N4 N5, "%96", "%97", R64(c, 0), R32(c, 64));
+  PRODUCT(208, N0 N1 N2 N3 N4 N5 N6H, "%104", "%105", R64(c, 0), R32(c, 64), R8(c, 96));
   PRODUCT(224, N0 N1 N2 N3 N4 N5 N6, "%112", "%113", R64(c, 0), R32(c, 64), R16(c, 96));
   PRODUCT(256, N0 N1 N2 N3 N4 N5 N6 N7, "%128", "%129", R64(c, 0), R64(c, 64));
 #endif
@@ -175,6 +189,15 @@ struct Out {
       if (m8 < M && n8 < N) *(uint32_t*)(y + (size_t)m8 * N + n8) = high;
     }
   }
+  // With a gate and W on the left: a warp's 8 columns of Y from ``left`` on by 8 rows from ``right`` on.
+  template <bool STAGED>
+  __device__ __forceinline__ void store_gated(int left, int right, float v, float next, int lane, uint32_t staged,
+                                              int pitch, int n0) const {
+    const uint32_t both = transposed(pack(v, next));
+    const int m = right + lane / 4, n = left + lane % 4 * 2;
+    if (STAGED) asm volatile("st.shared.b32 [%0], %1;" ::"r"(staged + m * pitch + (n - n0) * 2), "r"(both) : "memory");
+    else if (m < M && n < N) *(uint32_t*)(y + (size_t)m * N + n) = both;
+  }
 };
 
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
@@ -212,11 +235,13 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
               int stages, int box, int ahead) {
 #ifdef TRANSECT_HOPPER
   constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
-  constexpr int WORKERS = WGS * 128, COLUMNS = SWAP ? AR * PAIR : GATE ? NB / 2 : NB;
-  constexpr int WIDTH = SWAP ? AR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
+  constexpr int WORKERS = WGS * 128, COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
+  constexpr int WIDTH = SWAP ? COLUMNS / PAIR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
   extern __shared__ unsigned char memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Rows of the right operand that a block fetches: whole eights of the rows of X, or its part of the rows of W.
+  const int share = !SWAP ? NB / PAIR : PAIR == 1 ? min(M, NB) : (M + 8 * PAIR - 1) / (8 * PAIR) * 8;
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = shared_address(barriers), empty = full + 8 * kMostStages;
   const int blocks = PAIR * max(ranks, 1), spread = ranks < 0 ? -ranks : 1;  // of a cluster; clusters of a tile
@@ -252,21 +277,24 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     if (lane == 0) {
       // Copies end with the rows of X: what reaches past them is slow.
       const int left_rows = SWAP ? AR : max(0, min(AR, M - half * AR));
-      const int bytes = (left_rows + box - 1) / box * box * 128 + (SWAP && PAIR == 1 ? min(M, NB) * 128 : B_BYTES);
+      const int bytes = (left_rows + box - 1) / box * box * 128 + (SWAP ? PAIR * share * 128 : B_BYTES);
       auto fetch_a = [&](int i, int slot) {
         const int k = i % chunks * kChunk, row0 = left_of(i / chunks);
-        for (int row = 0; row < left_rows; row += box)
-          fetch(ring + slot * STAGE + row * 128, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
+        for (int row = 0; row < left_rows; row += box) {
+          const uint32_t to = ring + slot * STAGE + row * 128;
+          if (SWAP && GATE) fetch_both(to, &a_map, k, (row0 + row) / 16, full + 8 * slot, kReadOnce);
+          else fetch(to, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
+        }
       };
       auto fetch_b = [&](int i, int slot) {
-        const int k = i % chunks * kChunk, row = right_of(i / chunks) + half * (GATE ? N : NB / PAIR);
-        const uint32_t to = ring + slot * STAGE + A_BYTES + half * (B_BYTES / PAIR);
+        const int k = i % chunks * kChunk, row = right_of(i / chunks) + half * (GATE && !SWAP ? N : share);
+        const uint32_t to = ring + slot * STAGE + A_BYTES + half * share * 128;
         if (PAIR > 1)
           fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR),
                         SWAP ? kReadOften : kReadOnce);
         else
           fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
-        if (GATE && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
+        if (GATE && !SWAP && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
       };
       const int begun = min(stages, last - first);
       for (int i = 0; i < begun; i++) {
@@ -359,12 +387,19 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
         }
       }
       // The sums to Y; those of the last tile by way of the ring, which is free then.
-      const int m0 = SWAP ? 0 : left_of(tile), n0 = SWAP ? left_of(tile) : right_of(tile);
+      const int m0 = SWAP ? 0 : left_of(tile), n0 = SWAP ? left_of(tile) / (GATE ? 2 : 1) : right_of(tile);
       auto store_all = [&](auto staged) {
 #pragma unroll
         for (int r = 0; r < RM; r++) {
           const int left = left_of(tile) + (group * RM + r) * 64 + warp % 4 * 16, right = right_of(tile);
-          if constexpr (GATE) {
+          if constexpr (GATE && SWAP) {
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+              const float* sums = c[r] + 4 * j;
+              y.store_gated<decltype(staged)::value>(left / 2, j * 8, gated(sums[0], sums[2]), gated(sums[1], sums[3]),
+                                                     lane, ring, PITCH, n0);
+            }
+          } else if constexpr (GATE) {
 #pragma unroll
             for (int j = 0; j < J / 2; j++) {
               const float *g = c[r] + 4 * j, *u = c[r] + 4 * (j + J / 2);
@@ -457,8 +492,10 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
 #endif
 }
 
-// Rows of ``columns`` bfloat16 in pieces of ``box`` rows by 64.
-int describe(CUtensorMap* map, const void* address, int rows, int columns, long long stride, int box) {
+// Rows of ``columns`` bfloat16 in pieces of ``box`` rows by 64. ``both``: the rows are half a gate's and half the other
+// factor's, and a piece has eight of one and eight of the other in turn.
+int describe(CUtensorMap* map, const void* address, int rows, int columns, long long stride, int box,
+             bool both = false) {
   typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -474,9 +511,13 @@ int describe(CUtensorMap* map, const void* address, int rows, int columns, long 
     if (!found) return 1;
     encode = (Encode)found;
   }
-  const cuuint64_t sizes[2] = {(cuuint64_t)columns, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)stride * 2};
-  const cuuint32_t boxes[2] = {kChunk, (cuuint32_t)box}, steps[2] = {1, 1};
-  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void*)address, sizes, strides, boxes, steps,
+  const cuuint64_t row = (cuuint64_t)stride * 2, width = (cuuint64_t)columns;
+  const cuuint64_t plain[2] = {width, (cuuint64_t)rows}, plain_strides[1] = {row};
+  const cuuint64_t paired[4] = {width, 8, 2, (cuuint64_t)rows / 16}, paired_strides[3] = {row, rows / 2 * row, 8 * row};
+  const cuuint32_t plain_box[2] = {kChunk, (cuuint32_t)box}, paired_box[4] = {kChunk, 8, 2, (cuuint32_t)box / 16};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, both ? 4 : 2, (void*)address, both ? paired : plain,
+                     both ? paired_strides : plain_strides, both ? paired_box : plain_box, steps,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
@@ -484,21 +525,23 @@ int describe(CUtensorMap* map, const void* address, int rows, int columns, long 
 template <bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
 int start(const void* x, const void* weight, const void* bias, void* out, void* parts, void* flags, int M, int N, int K,
           long long x_stride, long long w_stride, int ranks, int clusters, int stages, int dependent, void* stream) {
-  constexpr int AR = 64 * RM * WGS, STAGE = (AR + NB) * 128, COLUMNS = SWAP ? AR * PAIR : GATE ? NB / 2 : NB;
+  constexpr int AR = 64 * RM * WGS, STAGE = (AR + NB) * 128, COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
   const int tiles = (N + COLUMNS - 1) / COLUMNS, shared = stages * STAGE + 1024, chunks = (K + kChunk - 1) / kChunk;
   if (M > (SWAP ? NB : AR * PAIR) || stages < 2 || stages > kMostStages || shared > kMostShared - 1024) return -1;
   if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
   if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
   if (!ranks && clusters > (long long)tiles * chunks) return -1;
-  if (GATE && (SWAP || bias || ranks < 0 || ranks > 1)) return -1;
+  if (GATE && (bias || ranks < 0 || ranks > 1)) return -1;
   int box = kBox<AR>;  // rows of the left operand in a copy
   if (!SWAP && M <= box) box = M;
   else if (!SWAP)
     while (box > 8 && M % box) box /= 2;
+  const int rows = GATE ? 2 * N : N, share = PAIR == 1 ? (M < NB ? M : NB) : (M + 8 * PAIR - 1) / (8 * PAIR) * 8;
+  if (SWAP && PAIR * share > NB) return -1;
   CUtensorMap a_map, b_map;
-  if (describe(&a_map, SWAP ? weight : x, SWAP ? N : M, K, SWAP ? w_stride : x_stride, box) ||
-      describe(&b_map, SWAP ? x : weight, SWAP ? M : GATE ? 2 * N : N, K, SWAP ? x_stride : w_stride,
-               GATE ? NB / 2 : SWAP && PAIR == 1 && M < NB ? M : NB / PAIR))
+  if (describe(&a_map, SWAP ? weight : x, SWAP ? rows : M, K, SWAP ? w_stride : x_stride, box, SWAP && GATE) ||
+      describe(&b_map, SWAP ? x : weight, SWAP ? M : rows, K, SWAP ? x_stride : w_stride,
+               SWAP ? share : GATE ? NB / 2 : NB / PAIR))
     return -2;
   const int blocks = PAIR * (ranks > 0 ? ranks : 1);
   const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
@@ -539,11 +582,21 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(1, 0, 128, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 192, 2, 1, 1, 1)
   TRANSECT_CUT(1, 0, 192, 1, 1, 1, 2)
+  TRANSECT_CUT(1, 0, 160, 2, 1, 1, 1)
+  TRANSECT_CUT(1, 0, 208, 2, 1, 2, 1)
+  TRANSECT_CUT(1, 0, 256, 2, 1, 2, 1)
+  TRANSECT_CUT(1, 0, 224, 2, 1, 4, 1)
   TRANSECT_CUT(0, 0, 96, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 112, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 128, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 224, 2, 1, 1, 1)
   TRANSECT_CUT(0, 0, 224, 2, 1, 2, 1)
+  TRANSECT_CUT(1, 1, 64, 1, 1, 1, 2)
+  TRANSECT_CUT(1, 1, 128, 2, 1, 1, 1)
+  TRANSECT_CUT(1, 1, 160, 2, 1, 1, 1)
+  TRANSECT_CUT(1, 1, 208, 2, 1, 2, 1)
+  TRANSECT_CUT(1, 1, 256, 2, 1, 2, 1)
+  TRANSECT_CUT(1, 1, 224, 2, 1, 4, 1)
   TRANSECT_CUT(0, 1, 48, 1, 1, 1, 2)
   TRANSECT_CUT(0, 1, 112, 1, 1, 1, 2)
   TRANSECT_CUT(0, 1, 128, 1, 1, 1, 2)

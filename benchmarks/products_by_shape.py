@@ -1,0 +1,165 @@
+"""Products of popular models' weights on one Hopper GPU: every way that ``linear`` could run them, beside cuBLAS.
+
+    python benchmarks/products_by_shape.py OUT.json [NAME ...] [--few 48,128,200] [--many 320,512] [--seconds S]
+
+``--few`` (up to 256 rows): all tilings of ``few_rows/hopper.py`` as ``ops_many_rows.py`` races them, each launch
+beginning while the one before ends. ``--many``: tilings of ``many_rows/triton.py``. With a gate, cuBLAS's product is
+followed by our kernel for the gate. Every time is kept, because the rule by shape is fitted to them. What is wrong, or
+not the same twice, is kept as a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import record
+from graph_time import graph_times
+from ops_many_rows import RATE, READ, Race, exact, normal, relative
+from popular_shapes import SHAPES
+from transect.ops.linear import gate_up
+from transect.ops.linear.many_rows.matmul import matmul
+from transect.ops.linear.many_rows.tiling import Tiling
+
+FEW, MANY, REPLAYS = (48, 128, 200), (272, 320, 384, 512, 640, 1024), 7
+TILINGS = {
+    "plain": (
+        Tiling(128, 256, 64, 8, 8, 4, True, True),
+        Tiling(128, 128, 64, 8, 4, 4, True),
+        Tiling(128, 128, 64, 8, 8, 4, True),
+        Tiling(64, 256, 64, 8, 8, 4, True, True),
+        Tiling(64, 128, 128, 8, 4, 3, True),
+    ),
+    "gated": (
+        Tiling(128, 128, 64, 8, 8, 4, True),
+        Tiling(128, 64, 64, 8, 4, 4, True),
+        Tiling(64, 128, 64, 8, 8, 4, True),
+    ),
+}
+
+
+def sizes(names: list[str]) -> list[tuple[int, int, bool]]:
+    """(N, K, gated) of the products of models, each once; gated: N rows of W make N / 2 columns."""
+    found: dict[tuple[int, int, bool], None] = {}
+    for shape in (SHAPES[name] for name in names):
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        found[2 * shape.ffn, shape.dim, True] = None
+        found[shape.dim, shape.ffn, False] = None
+        found[q + 2 * kv, shape.dim, False] = None
+        found[shape.dim, q, False] = None
+    for shape in (SHAPES[name] for name in names):
+        found[shape.vocab, shape.dim, False] = None
+    return list(found)
+
+
+def few(race: Race, m: int) -> dict[str, Any]:
+    """Microseconds by contender for one size of up to 256 rows."""
+    rows = race.run(m, True, REPLAYS)
+    return {row["name"]: row.get("us", row.get("failed")) for row in rows}
+
+
+def many(race: Race, m: int) -> dict[str, Any]:
+    """Microseconds by contender for one size of more than 256 rows."""
+    x, found = normal(m, race.k), {}
+    want = exact(x, race.weights[0], race.gated)
+    calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "cublas": lambda x, w: gate_up.gate_halves(F.linear(x, w)) if race.gated else F.linear(x, w)
+    }
+    for tiling in TILINGS["gated" if race.gated else "plain"]:
+        calls[name_of(tiling)] = partial(by_tiling, tiling=tiling, gated=race.gated)
+    for name, call in calls.items():
+        try:
+            error = relative(call(x, race.weights[0]), want)
+            if error > 0.02:
+                raise ValueError(f"wrong by {error}")
+            times = graph_times([partial(call, x, w) for w in race.weights], REPLAYS)
+            found[name] = statistics.median(times) * 1e6
+        except (RuntimeError, ValueError) as failure:
+            found[name] = str(failure)[:200]
+    return found
+
+
+def by_tiling(x: Tensor, weight: Tensor, tiling: Tiling, gated: bool) -> Tensor:
+    if not gated:
+        return matmul(x, weight, tiling=tiling)
+    gate, up = weight.chunk(2)
+    return matmul(x, up, gate=gate, tiling=tiling)
+
+
+def name_of(tiling: Tiling) -> str:
+    return f"triton {tiling.bm} {tiling.bn} {tiling.bk} {tiling.warps} {tiling.stages}"
+
+
+def compile_one(kind: str, index: int) -> None:
+    """In a process of its own: one tiling, into Triton's cache."""
+    weight, x = normal(8192, 4096), normal(512, 4096)
+    by_tiling(x, weight, TILINGS[kind][index], kind == "gated")
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}; default: all")
+    parser.add_argument("--few", default=",".join(map(str, FEW)))
+    parser.add_argument("--many", default="")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--compile", nargs=2, metavar=("KIND", "INDEX"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.compile:
+        compile_one(asked.compile[0], int(asked.compile[1]))
+        return
+    began = time.monotonic()
+    rows = {kind: [int(each) for each in getattr(asked, kind).split(",") if each] for kind in ("few", "many")}
+    if rows["many"]:
+        jobs = [
+            subprocess.Popen([sys.executable, __file__, str(asked.out), "--compile", kind, str(index)])
+            for kind, tilings in TILINGS.items()
+            for index in range(len(tilings))
+        ]
+        for job in jobs:
+            job.wait()
+        print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
+    torch.manual_seed(0)
+    result: dict[str, Any] = {
+        "command": "python benchmarks/products_by_shape.py OUT.json",
+        "environment": record.environment(("torch", "triton")),
+        "commit": record.commit(),
+        "gpu": torch.cuda.get_device_name(),
+        "rows": [],
+    }
+    for (n, k, gated), kind in itertools.product(sizes(asked.names or list(SHAPES)), rows):
+        if not rows[kind] or time.monotonic() - began > asked.seconds:
+            continue
+        race = Race(n, k, gated, dependent_launch=True)
+        for m in rows[kind]:
+            found = few(race, m) if kind == "few" else many(race, m)
+            columns = n // 2 if gated else n
+            floor = max(2 * (n * k + m * k + m * columns) / READ, 2 * m * n * k / RATE) * 1e6
+            result["rows"].append({"m": m, "n": n, "k": k, "gated": gated, "floor_us": floor, "us": found})
+            timed = {name: us for name, us in found.items() if isinstance(us, float)}
+            best = min(timed, key=lambda name: timed[name])
+            wrong = {name: why for name, why in found.items() if isinstance(why, str)}
+            print(
+                f"{m:4} x {k:5} by {n:6}{' gated' if gated else '      '} floor {floor:6.1f} cublas "
+                f"{timed['cublas']:7.2f} best {timed[best]:7.2f} {best}" + (f" FAILED {wrong}" if wrong else ""),
+                flush=True,
+            )
+        del race
+        record.write(asked.out, result)
+
+
+if __name__ == "__main__":
+    main()
