@@ -27,7 +27,8 @@ Weights and names:
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model,
   ``package_index.py`` where there is no pip; ``presets.py``: shapes of
   published models without files
-* ``weights_hf.py``: safetensors in and out (``safetensors_out.py``: their files); ``weights_hf_moe.py``: the names of experts there;
+* ``weights_hf.py``: safetensors in and out (``safetensors_out.py``: their files);
+  ``weights_hf_moe.py``: the names of experts there;
   ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``;
   ``quantized_codes.py``: the same packed; ``layouts.py``: how a model's checkpoint packs its matrices;
   ``quantize_out.py`` writes such, on the 4-bit values of ``quantized_grid.py``; ``calibration.py``: what matrices are
