@@ -9,6 +9,7 @@ from tiny_checkpoints import EXPERTS, FAMILIES, make_model, write_gguf
 from tiny_llm import save_tiny_llm_text
 
 from transect import LLM, SamplingParams, StructuredOutputsParams
+from transect.engine.decisions import Done
 
 torch.set_num_threads(1)
 SETTINGS = {
@@ -63,6 +64,8 @@ def assert_same(model, ranks, axis="tensor_parallel_size", size=2, **changes):
         for a, b in zip(mine[0].outputs[0].logprobs, theirs[0].outputs[0].logprobs, strict=True):
             assert list(a) == list(b)
             assert [v.logprob for v in a.values()] == pytest.approx([v.logprob for v in b.values()], abs=1e-4)
+        spent = [each.ranks for each in spread.decisions.records() if isinstance(each, Done)]
+        assert sum(spent) > 0 and min(spent) >= 0, "the log says how long ranks waited for one another"
         stats = alone.stats(), spread.stats()
         if axis == "tensor_parallel_size":
             assert stats[0] == stats[1]

@@ -50,6 +50,11 @@ class _Checked:
         self.inner, self._mesh = inner, mesh
         self.late_work = getattr(inner, "late_work", LateWork)
 
+    @property
+    def launched(self) -> str:
+        """As the executor inside has it."""
+        return getattr(self.inner, "launched", "")
+
     def submit(self, batch: ScheduledBatch) -> Handle:
         self._compare((batch.step, plan_digest(batch)))
         return self.inner.submit(batch)
@@ -228,6 +233,8 @@ def _build(
     if mesh.tensor.size > 1:
         lines.append(f"sums over {mesh.tensor.size} ranks {sums or _link_times(mesh)}")
     core = built.core
+    if core.decisions is not None:
+        core.decisions.rank_seconds = mesh.seconds
     if config.check_plans:
         core.executor = _Checked(core.executor, mesh)
     if config.shares_data:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,6 +70,8 @@ class World:
         self._sent: list[tuple[dist.Work, Tensor]] = []
         """Messages on their way, kept until they are there."""
         self._control = dist.new_group(backend="gloo", timeout=FOR_EVER)
+        self.seconds = 0.0
+        """Spent so far on waiting for messages of one rank (``receive``)."""
 
     def announce(self, message: Any) -> None:
         """Send an object to all others, who ``listen``; rank 0 alone does."""
@@ -95,7 +98,9 @@ class World:
     def receive(self, source: int, *, tag: int = 0) -> Any:
         """The object that ``source`` sends with this tag; those of other tags wait for their own turn."""
         head = torch.empty(INLINE, dtype=torch.uint8)
+        began = time.perf_counter()
         dist.recv(head, group=self._control, group_src=source, tag=tag)
+        self.seconds += time.perf_counter() - began
         return _unpacked(head, lambda body: dist.recv(body, group=self._control, group_src=source, tag=tag))
 
     def exchange(self, mine: T | Failure) -> list[T]:

@@ -110,6 +110,8 @@ class GPURunner:
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
         self._host_tokens: dict[int, int] = {}
+        self.launched = ""
+        """See ``Executor``: the newest step, without its draws."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
         pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
@@ -322,7 +324,11 @@ class GPURunner:
         generation = self._adjust.generation if variant.adjust else 0
         self._ring.send(plan.layout.nbytes)
         key = self._key(plan, variant, generation)
+        graphs = self.graphs if not eager and (plan.decode or plan.graph) else None
+        held, count = graphs is not None and key in graphs, 0 if graphs is None else len(graphs)
         hidden, sampled = self._launch(key, partial(self._step, plan, waits), plan, eager)
+        captured = graphs is not None and len(graphs) > count
+        self.launched = "graph" if held else "captured" if captured else "eager"
         return None if waits else self._ring.ended(), hidden, sampled
 
     def _key(self, plan: StepPlan, variant: Variant, generation: int) -> Hashable:

@@ -198,7 +198,8 @@ class Weight(nn.Module):
         """Random values, normal with deviation ``std``."""
         like = self.training_part().like
         values = torch.empty(self.out_features, self.in_features, device=like.device, dtype=like.dtype)
-        self.load(values.normal_(0.0, std, generator=generator), Staging(like.device))
+        draw_normal(values, std, generator)
+        self.load(values, Staging(like.device))
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         """Itself as a stack of equal matrices, one below the other, each for the rows of its expert:
@@ -329,3 +330,13 @@ def shard_bias(bias: nn.Parameter | None, dim: Dimension, part: slice, rank: int
     if bias is None or (dim == "in" and rank):
         return None
     return bias.detach()[part].clone() if dim == "out" else bias.detach().clone()
+
+
+@torch.no_grad()
+def draw_normal(into: Tensor, std: float, generator: torch.Generator | None = None) -> None:
+    """Fill a tensor with normal numbers of deviation ``std``, drawn where the generator is."""
+    if generator is None or generator.device.type == into.device.type:
+        into.normal_(0.0, std, generator=generator)
+    else:
+        drawn = torch.empty(into.shape, dtype=into.dtype, device=generator.device)
+        into.copy_(drawn.normal_(0.0, std, generator=generator))
