@@ -60,7 +60,6 @@ COMPILED: tuple[Compiled, ...] = (
     (1, 0, 160, 2, 1, 1, 1),
     (1, 0, 208, 2, 1, 2, 1),
     (1, 0, 256, 2, 1, 2, 1),
-    (1, 0, 224, 2, 1, 4, 1),
     (0, 0, 96, 1, 1, 1, 2),
     (0, 0, 112, 1, 1, 1, 2),
     (0, 0, 128, 1, 1, 1, 2),
@@ -71,7 +70,6 @@ COMPILED: tuple[Compiled, ...] = (
     (1, 1, 160, 2, 1, 1, 1),
     (1, 1, 208, 2, 1, 2, 1),
     (1, 1, 256, 2, 1, 2, 1),
-    (1, 1, 224, 2, 1, 4, 1),
     (0, 1, 48, 1, 1, 1, 2),
     (0, 1, 112, 1, 1, 1, 2),
     (0, 1, 128, 1, 1, 1, 2),
@@ -164,8 +162,6 @@ class HopperTiling:
             return f"{self.clusters} clusters are too many or too few"
         if abs(self.ranks) > min(8 if self.ranks < 0 else 8 // self.pair, chunks):
             return f"{self.ranks} ranks are too many"
-        if self.ranks < 0 and self.pair > 2:
-            return "clusters of four blocks do not all run at once, so they cannot wait for each other's sums"
         if self.ranks > 1 and 4 * self.left * self.right > self.ring:
             return "its sums do not fit where its ring was"
         return None if not self.parts(n) or self.grid(n) <= FLAGS else "more blocks than counters"
