@@ -107,6 +107,8 @@ class GPURunner:
         self._max_draws = row_bucket(max_num_seqs)
         self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
         self._sampler = device_sampler(self._device)
+        self._part = model.head.ungathered() if sample_on_device else None
+        """The head's product where ranks read each other's logits; None: it has all of them."""
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
         self._host_tokens: dict[int, int] = {}
@@ -374,6 +376,10 @@ class GPURunner:
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
+        if self._part is not None and not waits and plan.variant == Variant():
+            logits_RV, spread = self._part.product(hidden_RD), self._part.spread
+            self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
+            return hidden_TD, None
         logits_RV = self._model.head(hidden_RD)
         if self._host_sampler is not None:
             return hidden_TD, logits_RV
