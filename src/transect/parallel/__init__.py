@@ -7,7 +7,9 @@ Ranks, for serving and training alike:
   child runs
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
 * ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
-  collectives; ``peer_sums.py``: sums by kernels of our own, where those are quicker than NCCL
+  collectives
+* ``shared_memory.py``: ``SharedMemory``, which the GPUs of a group read and write; ``peer_sums.py``: sums by kernels of
+  our own through it, where those are quicker than NCCL; ``spread_logits.py``: logits that are drawn from where they are
 
 A model on them:
 
@@ -25,6 +27,7 @@ Training on them:
 * ``ring.py``: context parallelism, attention whose keys and values go round
 * ``pulse.py``: what every rank is at, so that a run that hangs ends and says who waits for what
 * ``compressed.py``: sums of one bit a number, whose errors are made good
+* ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)

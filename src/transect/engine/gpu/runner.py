@@ -107,9 +107,13 @@ class GPURunner:
         self._max_draws = row_bucket(max_num_seqs)
         self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
         self._sampler = device_sampler(self._device)
+        self._part = model.head.ungathered() if sample_on_device else None
+        """The head's product where ranks read each other's logits; None: it has all of them."""
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
         self._host_tokens: dict[int, int] = {}
+        self.launched = ""
+        """See ``Executor``: the newest step, without its draws."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
         pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
@@ -323,7 +327,11 @@ class GPURunner:
         generation = self._adjust.generation if variant.adjust else 0
         self._ring.send(plan.layout.nbytes)
         key = self._key(plan, variant, generation)
+        graphs = self.graphs if not eager and (plan.decode or plan.graph) else None
+        held, count = graphs is not None and key in graphs, 0 if graphs is None else len(graphs)
         hidden, sampled = self._launch(key, partial(self._step, plan, waits), plan, eager)
+        captured = graphs is not None and len(graphs) > count
+        self.launched = "graph" if held else "captured" if captured else "eager"
         return None if waits else self._ring.ended(), hidden, sampled
 
     def _key(self, plan: StepPlan, variant: Variant, generation: int) -> Hashable:
@@ -369,6 +377,10 @@ class GPURunner:
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
+        if self._part is not None and not waits and plan.variant == Variant():
+            logits_RV, spread = self._part.product(hidden_RD), self._part.spread
+            self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
+            return hidden_TD, None
         logits_RV = self._model.head(hidden_RD)
         if self._host_sampler is not None:
             return hidden_TD, logits_RV

@@ -1,0 +1,109 @@
+"""Copies between memories of GPUs, and numbers that streams write and wait for, by copy engines alone.
+
+A copy that a kernel makes takes multiprocessors from the products that run beside it. Copy engines, and the part of a
+GPU that reads its streams, take none (CUDA driver API: ``cuMemcpyAsync``, ``cuStreamWriteValue32``,
+``cuStreamWaitValue32``). Addresses may be of another process of the host (``peer_memory.py``).
+
+``HostCopies`` does the same at once in the memory of a process, where threads play the ranks: for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .peer_memory import memory_at
+
+AT_LEAST = 0
+"""``CU_STREAM_WAIT_VALUE_GEQ``."""
+PATIENCE_S = 60.0
+
+
+class Copies(Protocol):
+    """What can be put on a stream; ``None`` is the stream of a host."""
+
+    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None: ...
+
+    def post(self, address: int, value: int, stream: Any) -> None: ...
+
+    def wait(self, address: int, value: int, stream: Any) -> None: ...
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]: ...
+
+    def view(self, address: int, nbytes: int) -> Tensor: ...
+
+
+@cache
+def _driver(name: str, *kinds: Any) -> Any:
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function.argtypes, function.restype = kinds, ctypes.c_int
+    return function
+
+
+def _check(what: str, code: int) -> None:
+    if code:
+        raise RuntimeError(f"a stream could not {what}: CUDA error {code}")
+
+
+class EngineCopies:
+    """On a GPU; streams are torch's.
+
+    Raises (when called):
+        RuntimeError: the driver refused.
+    """
+
+    def __init__(self) -> None:
+        u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+        self._copy = _driver("cuMemcpyAsync", u64, u64, ctypes.c_size_t, ctypes.c_void_p)
+        self._write = _driver("cuStreamWriteValue32_v2", ctypes.c_void_p, u64, u32, u32)
+        self._wait = _driver("cuStreamWaitValue32_v2", ctypes.c_void_p, u64, u32, u32)
+
+    def copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+        """So many bytes, in the order of the stream."""
+        _check("copy", self._copy(to, source, nbytes, stream.cuda_stream))
+
+    def post(self, address: int, value: int, stream: torch.cuda.Stream) -> None:
+        """Write a number of 4 bytes when all before it on the stream is done, and can be seen."""
+        _check("write a number", self._write(stream.cuda_stream, address, value, 0))
+
+    def wait(self, address: int, value: int, stream: torch.cuda.Stream) -> None:
+        """What follows on the stream begins when the number there is at least ``value``."""
+        _check("wait for a number", self._wait(stream.cuda_stream, address, value, AT_LEAST))
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Kernels inside go on this stream."""
+        return torch.cuda.stream(stream)
+
+    def view(self, address: int, nbytes: int) -> Tensor:
+        """Memory of the current GPU as bytes; it must outlive the tensor."""
+        return memory_at(address, nbytes)
+
+
+class HostCopies:
+    """In the memory of this process, at once. A wait that lasts too long ends with an error."""
+
+    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def post(self, address: int, value: int, stream: Any) -> None:
+        ctypes.c_uint32.from_address(address).value = value
+
+    def wait(self, address: int, value: int, stream: Any) -> None:
+        end = time.monotonic() + PATIENCE_S
+        there = ctypes.c_uint32.from_address(address)
+        while there.value < value:
+            if time.monotonic() > end:
+                raise RuntimeError(f"nobody wrote {value}: the number is {there.value}")
+            time.sleep(0)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def view(self, address: int, nbytes: int) -> Tensor:
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

@@ -1,0 +1,179 @@
+"""``PeerCopies``: sums of gradients by copy engines, beside products that keep all multiprocessors.
+
+NCCL sums by a kernel that holds some multiprocessors while bytes travel. A product that has a program on each of them
+waits for these, so a sum beside a backward pass makes its products slower. Here bytes go by copy engines, streams wait
+for each other by numbers in memory (``ops/comm/copy_engine.py``), and the only kernel adds up what is there.
+
+A vector is cut into chunks, a chunk into one part for each of the R ranks. Of every chunk rank r
+
+    pushes part p into the inbox of rank p, for each other p                       (stream ``push``)
+    adds its own part and its inbox, in the order of the ranks, in float32, into its outbox
+    pulls part p out of the outbox of rank p                                       (stream ``pull``)
+
+So 2 (R - 1) / R of the bytes leave each rank, as in NCCL's ring, and all ranks get the same bits. Inboxes and outboxes
+are slots of memory that the ranks share; a slot is used again when all have posted that they are done with it. Every
+wait is for something that the other rank puts on its streams before it waits itself, so no two wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.comm.copy_engine import Copies, EngineCopies
+from .group import Group
+from .shared_memory import shared_memory
+from .world import World
+
+MOST_RANKS = 8
+SLOTS = 4
+SIGNALS = 4096
+"""Bytes in which others post: of each kind and slot one number for each rank."""
+ARRIVED, SUMMED, FREE = range(3)
+ALIGN = 256
+"""Parts begin at multiples of so many bytes."""
+CHUNK_BYTES = 32 << 20
+
+
+@dataclass(slots=True)
+class Copied:
+    """A sum under way, as of ``torch.distributed``."""
+
+    ends: tuple[Any, ...]
+
+    def wait(self) -> None:
+        """What follows on the current stream begins when the sum is there."""
+        for end in self.ends:
+            torch.cuda.current_stream().wait_event(end)
+
+
+class PeerCopies:
+    """One rank of it.
+
+    Args:
+        memory: address of each rank's memory, ``memory_bytes`` long, whose first ``SIGNALS`` bytes are 0 on all.
+        rank: the own place among them.
+        copies: what is put on streams.
+        streams: to push and to pull on; None on a host.
+    """
+
+    def __init__(
+        self,
+        memory: Sequence[int],
+        rank: int,
+        copies: Copies,
+        streams: tuple[Any, Any] = (None, None),
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.memory, self.rank, self.ranks = list(memory), rank, len(memory)
+        self.copies, (self._push, self._pull) = copies, streams
+        self.part_bytes = part_bytes(self.ranks, chunk_bytes)
+        self._own = copies.view(self.memory[rank], memory_bytes(self.ranks, chunk_bytes))
+        self._chunks = 0
+        self._others = [(rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def start_all_reduce(self, x: Tensor) -> Copied:
+        """Begin to put the sum of all ranks' vectors ``x`` in its place; it must stay until the work is done."""
+        self._begin()
+        for chunk in x.split(self.part_bytes // x.itemsize * self.ranks):
+            self._sum(chunk)
+        return self._end()
+
+    def _begin(self) -> None:
+        if self._push is not None:
+            for stream in (self._push, self._pull):
+                stream.wait_stream(torch.cuda.current_stream())
+
+    def _end(self) -> Copied:
+        return Copied(() if self._push is None else (self._push.record_event(), self._pull.record_event()))
+
+    def _signal(self, on: int, kind: int, slot: int, by: int) -> int:
+        """Where rank ``by`` posts to rank ``on``."""
+        return self.memory[on] + 4 * ((kind * SLOTS + slot) * MOST_RANKS + by)
+
+    def _inbox(self, rank: int, slot: int, source: int) -> int:
+        """Where in the memory of ``rank`` the part from ``source`` lies, from its beginning; its own place is its
+        outbox."""
+        return SIGNALS + (slot * self.ranks + source) * self.part_bytes
+
+    def _sum(self, x: Tensor) -> None:
+        """The sum of a chunk."""
+        copies, rank, push, pull = self.copies, self.rank, self._push, self._pull
+        turn, slot = divmod(self._chunks, SLOTS)
+        turn, self._chunks = turn + 1, self._chunks + 1
+        step = ALIGN // x.itemsize
+        each = -(-x.numel() // (self.ranks * step)) * step
+        parts = [x[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
+        for other in self._others:
+            copies.wait(self._signal(rank, FREE, slot, other), turn - 1, push)
+            there = self.memory[other] + self._inbox(other, slot, rank)
+            if parts[other].numel():
+                copies.copy(there, parts[other].data_ptr(), parts[other].nbytes, push)
+            copies.post(self._signal(other, ARRIVED, slot, rank), turn, push)
+        for other in self._others:  # nobody reads the outbox any more, and the inbox is full
+            copies.wait(self._signal(rank, FREE, slot, other), turn - 1, pull)
+            copies.wait(self._signal(rank, ARRIVED, slot, other), turn, pull)
+        mine = parts[rank]
+        if mine.numel():
+            with copies.on(pull):
+                self._add(mine, slot)
+        for other in self._others:
+            copies.post(self._signal(other, SUMMED, slot, rank), turn, pull)
+        for other in self._others:
+            copies.wait(self._signal(rank, SUMMED, slot, other), turn, pull)
+            there = self.memory[other] + self._inbox(other, slot, other)
+            if parts[other].numel():
+                copies.copy(parts[other].data_ptr(), there, parts[other].nbytes, pull)
+            copies.post(self._signal(other, FREE, slot, rank), turn, pull)
+
+    def _add(self, mine: Tensor, slot: int) -> None:
+        """The own part and the inbox, into the own part and the outbox."""
+        boxes = []
+        for source in range(self.ranks):
+            begin = self._inbox(self.rank, slot, source)
+            boxes.append(self._own[begin : begin + mine.nbytes].view(mine.dtype))
+        if self.ranks == 2:
+            torch.add(boxes[1 - self.rank] if self.rank else mine, mine if self.rank else boxes[1], out=mine)
+        else:
+            total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
+            for source, box in enumerate(boxes):
+                total += mine if source == self.rank else box
+            mine.copy_(total)
+        boxes[self.rank].copy_(mine)
+
+
+def part_bytes(ranks: int, chunk_bytes: int) -> int:
+    """The most bytes of a part of a chunk."""
+    return max(1, chunk_bytes // (ranks * ALIGN)) * ALIGN
+
+
+def memory_bytes(ranks: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Bytes that each rank shares."""
+    return SIGNALS + SLOTS * ranks * part_bytes(ranks, chunk_bytes)
+
+
+def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) -> PeerCopies | str:
+    """Make the copies of a group, or say why there are none. Every rank of the world calls this, and all get copies or
+    none does."""
+    nbytes = memory_bytes(group.size, chunk_bytes)
+    refusal = f"copies are for {MOST_RANKS} ranks at most" if group.size > MOST_RANKS else None
+    memory = shared_memory(world, group, nbytes, refusal)
+    if isinstance(memory, str):
+        return memory
+    try:
+        copies = EngineCopies()
+        copies.view(memory.own.address, SIGNALS).zero_()
+        torch.cuda.synchronize()
+        reason = None
+    except (AttributeError, OSError, RuntimeError) as error:
+        reason = f"streams cannot wait for each other here: {error}"
+    reason = next((each for each in world.exchange(reason) if each is not None), None)
+    if reason is not None:
+        memory.free(world)
+        return reason
+    streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
+    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes)
