@@ -108,6 +108,8 @@ class GPURunner:
         self._max_draws = row_bucket(max_num_seqs)
         self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
         self._sampler = device_sampler(self._device)
+        self._part = model.head.ungathered() if sample_on_device else None
+        """The head's product where ranks read each other's logits; None: it has all of them."""
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
         self._host_tokens: dict[int, int] = {}
@@ -125,10 +127,11 @@ class GPURunner:
         rows = max(FEWEST_ROWS, self._max_draws)
         self._compilations: Callable[[], int] = int
         self._compiled_before = 0
-        self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        self.graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        """Tokens of the largest step with prefill chunks that is captured."""
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(self._graph_tokens, 0))
+        most = max(most, token_bucket(self.graph_tokens, 0))
         self._most_tokens = most
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
@@ -253,7 +256,7 @@ class GPURunner:
 
     def mixed_sizes(self) -> list[MixedSize]:
         """Those of steps with prefill chunks that graphs are for."""
-        return mixed_sizes(self._graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
+        return mixed_sizes(self.graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
 
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
@@ -380,6 +383,10 @@ class GPURunner:
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
+        if self._part is not None and not waits and plan.variant == Variant():
+            logits_RV, spread = self._part.product(hidden_RD), self._part.spread
+            self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
+            return hidden_TD, None
         logits_RV = self._model.head(hidden_RD)
         if self._host_sampler is not None:
             return hidden_TD, logits_RV
