@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .group import Group
@@ -49,7 +48,7 @@ class Mesh:
         self.data, self.pipeline, self.context, self.tensor = (self._group(axis) for axis in AXES)
         self.replicas = self._group("data", "context")
         self.parts = self._group("pipeline", "tensor")
-        self.links = [self.pipeline, *(self._group("pipeline") for _ in range(3))]
+        self.links = [self.pipeline, *(self._group("pipeline", link=link) for link in (1, 2, 3))]
 
     @property
     def world(self) -> World:
@@ -57,7 +56,7 @@ class Mesh:
         assert self._world is not None
         return self._world
 
-    def _group(self, *axes: str) -> Group:
+    def _group(self, *axes: str, link: int = 0) -> Group:
         """The own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
         own = Group.alone()
         if all(getattr(self.layout, axis) == 1 for axis in axes):
@@ -67,7 +66,7 @@ class Mesh:
             rest = self.layout.place(rank)._replace(**dict.fromkeys(axes, 0))
             found.setdefault(tuple(rest), []).append(rank)
         for ranks in found.values():
-            group = dist.new_group(ranks)
+            group = self.world.group(tuple(ranks), (*axes, link))
             if self.rank in ranks:
                 own = Group(tuple(ranks), ranks.index(self.rank), group)
         return own

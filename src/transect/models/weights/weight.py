@@ -45,6 +45,7 @@ from ..stored import Values
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.sampling.sampling import Spread
 
 Product = Callable[[Tensor], Tensor]
 Dimension = Literal["out", "in"]
@@ -76,6 +77,14 @@ class Unsummed(NamedTuple):
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor] | None]
     """``(branch, residual, weight, eps) -> (RMSNorm of total, total)`` with total = residual + the sum of ``branch``;
     None where that is not quicker than one after the other."""
+
+
+class Ungathered(NamedTuple):
+    """The product of a head that is cut between ranks: this rank's logits, and where all ranks can read those of the
+    others."""
+
+    product: Product
+    spread: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +237,10 @@ class Weight(nn.Module):
 
     def unsummed(self) -> Unsummed | None:
         """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
+        return None
+
+    def ungathered(self) -> Ungathered | None:
+        """The product without the logits of other ranks; None: it has all of them, or there is no way to read those."""
         return None
 
     def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
