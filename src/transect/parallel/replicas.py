@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .group import Group
 from .layout import owners
+from .peer_copies import PeerCopies
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together: large enough for the links, small enough to start early."""
@@ -39,6 +40,7 @@ class Replicas:
         reduce_dtype: what gradients are summed in.
         sizes: numbers of each parameter to hand them out by, where ranks of other groups have other parts of the same
             parameters and must hand them out alike; None: their own.
+        copies: what sums, with ``zero`` 0 and 1; None: torch's collectives.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Replicas:
         zero: int = 0,
         reduce_dtype: torch.dtype = torch.float32,
         sizes: Mapping[str, int] | None = None,
+        copies: PeerCopies | None = None,
     ) -> None:
+        self.copies = copies
         self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
         self.parameters = dict(parameters)
         own = {name: parameter.numel() for name, parameter in self.parameters.items()}
@@ -199,9 +203,11 @@ class Replicas:
                 parameter.grad = None
             if self.zero == 2:
                 target = self.group.ranks[self.owner[bucket[0]]]
-                work = dist.reduce(flat, target, group=self.group.group, async_op=True)
+                work: Any = dist.reduce(flat, target, group=self.group.group, async_op=True)
                 for sent in self._sent[-2:-1]:
                     self._received(sent)
+            elif self.copies is not None:
+                work = self.copies.start_all_reduce(flat)
             else:
                 work = dist.all_reduce(flat, group=self.group.group, async_op=True)
             self._sent.append(_Sent(bucket, flat, work))

@@ -112,6 +112,7 @@ class Crew:
             schedule=parallel.schedule,
             chunks=parallel.runs,
             host=parallel.offload == "all",
+            copies=parallel.sums == "auto",
         )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
