@@ -28,7 +28,8 @@ from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
 from transect.parallel.peer_sums import shared_sums
-from transect.parallel.ring import RingContext, own_tokens
+from transect.parallel.ring import RingContext
+from transect.parallel.ring_pairs import own_tokens
 from transect.parallel.world import Failure
 
 

@@ -37,7 +37,8 @@ from .mesh import Mesh
 from .peer_copies import PeerCopies, shared_copies
 from .pipeline import Pipeline
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
-from .ring import RingContext, own_tokens
+from .ring import RingContext
+from .ring_pairs import own_tokens
 from .schedule import Action, Name, schedule
 from .sharded import Sharded
 from .shards import Shard, vocabulary_share

@@ -146,6 +146,12 @@ class Crew:
             return trainable.parameters, shapes
         return self.parallel.share(trainable.parameters, recompute), shapes
 
+    @property
+    def units(self) -> Sharded | None:
+        """The layers of a model whose weights are sharded, after ``take``; None: they are not."""
+        spread = None if self.parallel is None else self.parallel.spread
+        return spread if isinstance(spread, Sharded) else None
+
     def offload(self) -> Offload | None:
         """How this rank offloads its optimizer; None: it does not."""
         parallel = self.config.parallel
