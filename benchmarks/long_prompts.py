@@ -3,9 +3,10 @@
     python benchmarks/long_prompts.py [kernel] [engine] [--out FILE]
 
 kernel: a chunk of 4,096 queries at the end of 12k, 32k and 128k positions, for ways of sharing key heads and sizes of
-heads; beside the floor of its arithmetic and torch's flash attention over keys that lie together (the copy out of the
-pages is not counted). engine: 12 prompts of 12,000 tokens, one token drawn for each, beside vLLM's
-time, measured apart.
+heads; beside the floor of its arithmetic and peers whose keys lie side by side (the copy out of the pages is not
+counted): FlashAttention-3, where its package ``fa3-fwd`` is installed, and cuDNN by way of torch, which gets as many
+keys without a mask as make the same arithmetic. engine: 12 prompts of 12,000 tokens, one token drawn for each, beside
+vLLM's time, measured apart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import record
 from popular_shapes import SHAPES
@@ -79,16 +80,24 @@ def chunk(heads: int, kv_heads: int, d: int, context: int) -> dict[str, Any]:
     ops = resolve_ops(device, ("triton", "torch"))
     ours = timed(lambda: ops.paged_attention(q, k_cache, v_cache, batch, d**-0.5, None))
     keys, values = (
-        cache[tables[0].long()].transpose(0, 1).reshape(1, kv_heads, context, d) for cache in (k_cache, v_cache)
+        cache[tables[0].long()].transpose(1, 2).reshape(1, context, kv_heads, d) for cache in (k_cache, v_cache)
     )
-    keys, values = (each.repeat_interleave(heads // kv_heads, 1) for each in (keys, values))
-    queries = q.transpose(0, 1)[None].contiguous()
-    bias = causal_lower_right(CHUNK, context)
-    try:
-        torchs = timed(lambda: F.scaled_dot_product_attention(queries, keys, values, bias))
-    except RuntimeError as error:
-        print(f"torch: {error}")
-        torchs = None
+    peers = {
+        "fa3_s": lambda: flash_attention_3(q[None], keys, values),
+        "cudnn_s": lambda: cudnn(q[None], keys[:, : context - CHUNK // 2], values[:, : context - CHUNK // 2]),
+    }
+    found: dict[str, float | None] = {}
+    for name, peer in peers.items():
+        try:
+            found[name] = timed(peer)
+        except (RuntimeError, ImportError) as error:
+            print(f"{name}: {str(error)[:300]}")
+            found[name] = None
+    if found["fa3_s"] is not None:
+        mine = ops.paged_attention(q, k_cache, v_cache, batch, d**-0.5, None)
+        apart = (mine - flash_attention_3(q[None], keys, values)[0]).float().abs().max().item()
+        if apart > 0.05:
+            raise ValueError(f"ours and FlashAttention-3 differ by {apart}")
     flops = 4 * d * heads * (CHUNK * (context - CHUNK) + CHUNK * (CHUNK + 1) / 2)
     floor = flops / RATES.flops_per_second
     return {
@@ -96,8 +105,21 @@ def chunk(heads: int, kv_heads: int, d: int, context: int) -> dict[str, Any]:
         "floor_s": floor,
         "of_floor": floor / ours,
         "tflops": flops / ours / 1e12,
-        "torch_s": torchs,
+        **found,
     }
+
+
+def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Causal from the last key back; all ``[1, tokens, heads, d]``."""
+    from fa3_fwd_interface import flash_attn_func
+
+    return flash_attn_func(q, k, v, causal=True)
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """All keys; all ``[1, tokens, heads, d]``."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), enable_gqa=True)
 
 
 def engine(name: str, folder: Path) -> dict[str, Any]:
@@ -123,13 +145,15 @@ def engine(name: str, folder: Path) -> dict[str, Any]:
 def page(result: dict[str, Any]) -> str:
     """For a page: attention through pages before and now, and prompts of 12,000 tokens."""
     before = result["before"]
-    lines = ["| chunk of 4,096 queries | ours | of floor | before | torch, keys side by side |", "|---" * 5 + "|"]
+    lines = ["| chunk of 4,096 queries | ours | of floor | before | FlashAttention-3 | cuDNN | torch, flash |"]
+    lines.append("|---" * 7 + "|")
     for name, each in result["kernel"].items():
         model, context = name.split(" at ")
         heads, kv_heads, d = HEADS[model]
-        old, torchs = before["kernel"].get(name), each["torch_s"]
+        old = before["kernel"].get(name)
+        others = [each.get(peer) for peer in ("fa3_s", "cudnn_s", "torch_s")]
         cells = [f"{1e3 * each['seconds']:.2f} ms", f"{each['of_floor']:.0%}"]
-        cells += ["" if value is None else f"{1e3 * value:.2f} ms" for value in (old and old["seconds"], torchs)]
+        cells += ["" if value is None else f"{1e3 * value:.2f} ms" for value in (old and old["seconds"], *others)]
         lines.append(
             f"| {heads} heads of {d}, {kv_heads} key heads, {int(context):,} positions | " + " | ".join(cells) + " |"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import record
 
-PARTS = ("memory", "accumulate", "delayed", "disk")
+PARTS = ("memory", "accumulate", "delayed", "all", "disk", "disk_all")
 
 
 def results() -> list[dict[str, Any]]:
@@ -20,9 +20,11 @@ def results() -> list[dict[str, Any]]:
 def way(result: dict[str, Any]) -> str:
     """What differs from run to run."""
     where = "a disk" if result["part"] == "disk" else "host memory"
+    what = "states and weights" if result.get("all") else "states"
+    limit = f" ({result['limit']} of the GPU)"
     times = result.get("accumulate", 1)
     batch = f"{times} x {result['steps'][0]['tokens'] // times:,} tokens"
-    return f"{result['model']}, states on {where}, {batch}{', delayed' if result.get('delayed') else ''}"
+    return f"{result['model']}{limit}, {what} on {where}, {batch}{', delayed' if result.get('delayed') else ''}"
 
 
 def table() -> str:
@@ -36,8 +38,13 @@ def table() -> str:
     for result in found:
         step, floors, steps = result["step_seconds"], result["floors"], result["steps"][1:]
         middle = sorted(steps, key=lambda one: one["seconds"])[len(steps) // 2]
-        first = max(floors["gpu"], floors["gradients to the host"])
-        second = max(floors["adamw"], floors["weights to the device"], floors.get("disk", 0.0))
+        before = (
+            "gpu",
+            "gradients to the host",
+            *(("weights to the device", "disk, weights") if result.get("all") else ()),
+        )
+        first = max(floors.get(name, 0.0) for name in before)
+        second = max(floors[name] for name in floors if name not in before)
         lines.append(
             f"| {way(result)} | {result['tokens_per_second']:,.0f} | {step['median']:.2f} ({step['min']:.2f} to "
             f"{step['max']:.2f}) | {middle['to_the_norm']:.2f} ({first:.2f}) | {middle['adamw']:.2f} ({second:.2f}) | "

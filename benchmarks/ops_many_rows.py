@@ -40,8 +40,8 @@ from graph_time import graph_times
 from record import environment
 from transect.ops import shapes
 from transect.ops.linear import gate_up
-from transect.ops.linear.few_rows import hopper as hopper
-from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows import choices as known_choices
+from transect.ops.linear.few_rows import hopper, small_matmul
 from transect.ops.linear.few_rows.triton import TritonTiling
 
 READ, RATE = 4.33e12, 777e12
@@ -49,7 +49,7 @@ READ, RATE = 4.33e12, 777e12
 
 
 ROWS = (32, 64, 96, 128, 256)
-ALONE = tuple(rows for rows in hopper.ROWS if rows >= 32)
+ALONE = tuple(rows for rows in known_choices.ROWS if rows >= 32)
 MARGIN = 1.03
 
 
@@ -104,19 +104,21 @@ class Race:
         y = self.triton(x, weight, tiling=tiling)
         return y if tiling.gated else self.gate(y)
 
-    def contenders(self, m: int, tilings: bool) -> dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]]:
+    def contenders(
+        self, m: int, tilings: bool
+    ) -> dict[str, tuple[known_choices.Choice, Callable[[Tensor, Tensor], Tensor]]]:
         columns = self.n // 2 if self.gated else self.n
-        chosen = hopper.chosen(m, self.n, self.k, torch.device("cuda", 0), self.gated)
-        found: dict[str, tuple[hopper.Choice, Callable[[Tensor, Tensor], Tensor]]] = {
-            "cublas": (hopper.Choice("cublas"), lambda x, w: self.gate(F.linear(x, w)))
+        chosen = known_choices.chosen(m, self.n, self.k, torch.device("cuda", 0), self.gated)
+        found: dict[str, tuple[known_choices.Choice, Callable[[Tensor, Tensor], Tensor]]] = {
+            "cublas": (known_choices.Choice("cublas"), lambda x, w: self.gate(F.linear(x, w)))
         }
         if m <= 32:
             found["cuda"] = (
-                hopper.Choice("cuda"),
+                known_choices.Choice("cuda"),
                 lambda x, w: self.gate(self.cuda(x, w, dependent_launch=self.dependent_launch)),
             )
         if m <= 32 or not self.dependent_launch:
-            found["triton"] = (hopper.Choice("triton"), lambda x, w: self.gate(self.triton(x, w)))
+            found["triton"] = (known_choices.Choice("triton"), lambda x, w: self.gate(self.triton(x, w)))
         if chosen is not None and isinstance(chosen.tiling, TritonTiling):
             found["triton, as chosen"] = chosen, partial(self.by_tiling, tiling=chosen.tiling)
         tried = hopper.candidates(m, columns, self.k, gated=self.gated) if tilings else []
@@ -125,7 +127,7 @@ class Race:
         for tiling in tried:
             name = "hopper " + " ".join(str(int(value)) for value in dataclasses.astuple(tiling))
             found[name] = (
-                hopper.Choice("hopper", tiling),
+                known_choices.Choice("hopper", tiling),
                 partial(self.kernel, tiling=tiling, dependent_launch=self.dependent_launch),
             )
         return found
@@ -209,9 +211,9 @@ def main() -> None:
             rows = race.run(m, asked.only is None, replays)
             found += kept(rows)
             first = best(rows, MARGIN if asked.alone else 1.0)
-            in_layers = hopper.chosen(m, n, k, place) or hopper.Choice("cublas")
-            same = asked.alone and in_layers == hopper.read_choice(first["choice"])
-            choices[hopper.key(m, n, k, gated, alone=asked.alone)] = None if same else first["choice"]
+            in_layers = known_choices.chosen(m, n, k, place) or known_choices.Choice("cublas")
+            same = asked.alone and in_layers == known_choices.read_choice(first["choice"])
+            choices[known_choices.key(m, n, k, gated, alone=asked.alone)] = None if same else first["choice"]
             peer = next(row["us"] for row in rows if row["name"] == "cublas")
             failed = [row["name"] for row in rows if "failed" in row]
             print(

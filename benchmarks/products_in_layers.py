@@ -38,11 +38,11 @@ import record
 from decoder_layer import Chain
 from graph_time import graph_times
 from transect.ops.linear import gate_up
+from transect.ops.linear.few_rows import choices, hopper, small_matmul
 from transect.ops.linear.few_rows import cuda as cuda_rows
-from transect.ops.linear.few_rows import hopper as hopper
-from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows.choices import Choice
 from transect.ops.linear.few_rows.gluon import GluonTiling
-from transect.ops.linear.few_rows.hopper import Choice, HopperTiling
+from transect.ops.linear.few_rows.hopper import HopperTiling
 from transect.ops.linear.few_rows.triton import TritonTiling
 from transect.ops.linear.stream_products import StreamProducts
 
@@ -279,7 +279,7 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
     before = layers.seconds(layers.chain.stack(**streams), 15) * 1e6
     for name, (n, k) in layers.sizes.items():
         rule = Choice("cuda", cuda_rows.choose_tiling(rows, n, UNITS))
-        shipped = hopper.chosen(rows, n, k, torch.device("cuda", 0), gated=name == "gate_up")
+        shipped = choices.chosen(rows, n, k, torch.device("cuda", 0), gated=name == "gate_up")
         layers.choice[name] = shipped or (rule if rows <= 16 else Choice("cublas"))
     print(f"{model} {rows} rows: {before:.2f} us a layer", flush=True)
     share = 1.0 if "/" in model else 0.5 if rows <= cuda_rows.CUDA_ROWS else 0.7
@@ -290,16 +290,16 @@ def run(model: str, rows: int, seconds: float) -> tuple[dict[str, Any], dict[str
         choice = chosen[name]
         if name == "gate_up":
             at_once = isinstance(choice.tiling, cuda_rows.CudaTiling) or gates(choice)
-            found[hopper.key(rows, n, k, gated=True)] = form(choice) if at_once else {"by": choice.by}
+            found[choices.key(rows, n, k, gated=True)] = form(choice) if at_once else {"by": choice.by}
             if at_once:
                 continue
-        found[hopper.key(rows, n, k)] = form(choice)
+        found[choices.key(rows, n, k)] = form(choice)
     result = {"model": model, "rows": rows, "before_us": before, "apart_us": apart, "apart": found}
     print(f"  {apart:.2f} with norms of their own", flush=True)
     if "/" not in model and streams_possible(layers, rows):
         inside = greedy(layers, True, seconds * (0.5 if rows <= cuda_rows.CUDA_ROWS else 0.3))
         streams = {
-            hopper.key(rows, n, k, gated=name == "gate_up", stream=True): form(layers.choice[name])
+            choices.key(rows, n, k, gated=name == "gate_up", stream=True): form(layers.choice[name])
             for name, (n, k) in layers.sizes.items()
         }
         result |= {"inside_us": inside, "inside": streams}

@@ -1,7 +1,8 @@
 """Training with the optimizer's states in host memory and on a disk: tokens per second beside the slowest part's floor.
 
     python benchmarks/train_offload.py OUT.json --part adamw|states|memory|disk [--model llama-3.1-8b]
-        [--limit 60GB] [--accumulate 1] [--delayed] [--folder /tmp/states] [--steps 5] [--seconds 60] [--smallest]
+        [--limit 60GB] [--accumulate 1] [--delayed] [--all] [--folder /tmp/states] [--steps 5] [--seconds 60]
+        [--smallest]
 
 ``adamw``: the C++ kernel beside torch's fused AdamW on the processor, for several numbers of threads, and the rate at
 which memory is copied.
@@ -10,8 +11,9 @@ which memory is copied.
 
 ``memory``: full training of a model with random weights, in mixed precision, on one GPU held to ``--limit``, with
 float32 weights and both moments in host memory. ``disk``: the same with these in a file, of the first of ``--model``
-(with commas between) that the disk has time for. Every step is split into what
-ends with the norm of the gradients (GPU, and gradients to the host), and the processor's step with weights going back.
+(with commas between) that the disk has time for. With ``--all`` the weights to compute with are there too, and come
+layer by layer. Every step is split into what ends with the norm of the gradients (GPU, and gradients to the host),
+and the processor's step with weights going back.
 
 Floors of a step, each from what this machine showed in this run: the GPU by useful FLOPs at 750 TFLOP/s, each direction
 of the link by 2 bytes a number, AdamW by 28 bytes a number at the best rate that this process moved host memory, the
@@ -193,7 +195,7 @@ def configuration(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     from train_parallel import random_tokens, smallest_model, text
 
     tokens = 64 if given.smallest else 4096
-    parallel: dict[str, Any] = {"offload": "optimizer", "delayed_update": given.delayed}
+    parallel: dict[str, Any] = {"offload": "all" if given.all else "optimizer", "delayed_update": given.delayed}
     if given.part == "disk":
         parallel["offload_path"] = given.folder
     return {
@@ -203,6 +205,7 @@ def configuration(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         "steps": 10**6,
         "accumulate": given.accumulate,
         "precision": "mixed",
+        "checkpointing": "full" if given.all else "auto",
         "memory": "" if given.smallest else given.limit,
         "device": "cpu" if given.smallest else "cuda",
         "data": {
@@ -289,12 +292,13 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "limit": given.limit,
         "accumulate": given.accumulate,
         "delayed": given.delayed,
+        "all": given.all,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
         "predicted_bytes": trainer.memory.estimate.peak,
         "build_seconds": built,
         "rates": rates,
         "steps": steps,
-        **beside_floors(numbers, steps[1:], rates, gpu, given.delayed),
+        **beside_floors(numbers, steps[1:], rates, gpu, given.delayed, given.all),
     }
 
 
@@ -313,7 +317,7 @@ def affordable(models: list[str], rate: float, seconds: float) -> str:
 
 
 def beside_floors(
-    numbers: int, steps: list[dict[str, Any]], rates: dict[str, Any], gpu: bool, delayed: bool
+    numbers: int, steps: list[dict[str, Any]], rates: dict[str, Any], gpu: bool, delayed: bool, everything: bool
 ) -> dict[str, Any]:
     """The median step, and the floor of each part."""
     kernel = rates["adamw"][0]
@@ -323,11 +327,15 @@ def beside_floors(
     if gpu:
         floors["gpu"] = steps[0]["flops"] / GPU_FLOPS
         floors["gradients to the host"] = given_times * LINK_BYTES * numbers / rates["link"]["to_host"]
-        floors["weights to the device"] = LINK_BYTES * numbers / rates["link"]["to_device"]
+        times = 2 * given_times if everything else 1  # up through the layers, and down again
+        floors["weights to the device"] = times * LINK_BYTES * numbers / rates["link"]["to_device"]
+    before = ["gpu", "gradients to the host", *(["weights to the device", "disk, weights"] if everything else [])]
     if "disk" in rates:
-        floors["disk"] = 2 * DISK_BYTES * numbers / rates["disk"]["both"]
-    first = max(floors.get("gpu", 0.0), floors.get("gradients to the host", 0.0))
-    second = max(floors[name] for name in floors if name in ("adamw", "weights to the device", "disk"))
+        floors["disk"] = (2 * DISK_BYTES + (LINK_BYTES if everything else 0)) * numbers / rates["disk"]["both"]
+        if everything:
+            floors["disk, weights"] = 2 * given_times * LINK_BYTES * numbers / rates["disk"]["read"]
+    first = max(floors.get(name, 0.0) for name in before)
+    second = max(floors[name] for name in floors if name not in before)
     seconds = statistics.median(step["seconds"] for step in steps)
     tokens = steps[0]["tokens"]
     slowest = max(floors, key=lambda name: floors[name])
@@ -350,7 +358,7 @@ def beside_floors(
         found["share_of_sequential_floor"] = found["sequential_floor"] / seconds
     if "disk" in rates:
         in_step = statistics.median(step["adamw"] + step["tail"] for step in steps)
-        found["disk_bytes_per_second"] = 2 * DISK_BYTES * numbers / in_step
+        found["disk_bytes_per_second"] = (2 * DISK_BYTES + (LINK_BYTES if everything else 0)) * numbers / in_step
         found["share_of_disk_rate"] = found["disk_bytes_per_second"] / rates["disk"]["both"]
     return found
 
@@ -366,6 +374,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of 2 x 4096 tokens to a step")
     parser.add_argument("--delayed", action="store_true", help="steps beside the next one (delayed_update)")
+    parser.add_argument("--all", action="store_true", help="weights too, layer by layer")
     parser.add_argument("--smallest", action="store_true", help="a rehearsal on a CPU")
     given = parser.parse_args()
     from record import commit, environment, write

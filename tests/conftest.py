@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -99,6 +100,15 @@ def pytest_testnodedown(node) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if count := config.stash[left_out]:
         terminalreporter.write_line(f"{count} tests were left out that `make prove` runs")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """An engine that a test made in this process has set torch's threads; those of later tests would wait for each
+    other whenever something else runs, at ten times the processor time."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

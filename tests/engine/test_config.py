@@ -11,6 +11,7 @@ from transect.engine.gpu.options import GPUOptions
 
 
 def test_threads_are_the_cores_and_never_more(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     assert EngineConfig(model="x", threads=cores).cpu_threads() == cores
     monkeypatch.setattr(config, "usable_cores", lambda: 1)
@@ -18,6 +19,15 @@ def test_threads_are_the_cores_and_never_more(monkeypatch):
     assert EngineConfig(model="x", threads=1).cpu_threads() == 1
     with pytest.raises(ValueError, match=f"threads is {cores + 1}, but this process may use {cores} cores"):
         EngineConfig(model="x", threads=cores + 1).cpu_threads()
+
+
+@pytest.mark.parametrize(("said", "threads"), [("1", 1), ("2,4", 2), ("0", 1), ("99", 3), ("", 3), ("all", 3)])
+def test_no_more_threads_than_the_environment_says(monkeypatch, said, threads):
+    monkeypatch.setattr(config, "usable_cores", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert EngineConfig(model="x").cpu_threads() == threads
+    assert EngineConfig(model="x", threads=4).cpu_threads() == 4
 
 
 def test_switches_for_a_gpu_are_options_of_their_own():

@@ -13,8 +13,6 @@ from transect.engine.sampler import BARS, Sampler, _draw_truncated, group_mass, 
 from transect.engine.sampling_params import SamplingParams
 from transect.ops.lang.philox import TOKEN_STREAM, gumbel
 
-torch.set_num_threads(2)
-
 
 def pick(
     seq_id=0, *, row=0, choice=0, position=None, seed=1, prompt=(1, 2), output=(), masked=(), known=None, **params

@@ -54,7 +54,7 @@ def sample(tmp_path_factory):
     """Path and bytes of a file with every kind of metadata and every writable tensor type."""
     path = tmp_path_factory.mktemp("gguf") / "sample.gguf"
     rng = np.random.default_rng(0)
-    tensors = [(f"t.{name}", quantize(rng.standard_normal((3, 64)), name)) for name in WRITABLE]
+    tensors = [(f"t.{name}", quantize(rng.standard_normal((3, 256)), name)) for name in WRITABLE]
     tensors.append(("t.line", quantize(rng.standard_normal(5), "F32")))
     return path, write(path, METADATA, tensors)
 
@@ -110,7 +110,7 @@ VALUES = st.one_of(
 def test_round_trip(tmp_path, entries, seed):
     rng = np.random.default_rng(seed)
     names = rng.choice(WRITABLE, 3)
-    values = [rng.standard_normal((int(rng.integers(1, 4)), 32)).astype(np.float32) for _ in names]
+    values = [rng.standard_normal((int(rng.integers(1, 4)), 256)).astype(np.float32) for _ in names]
     tensors = [(f"t{i}", quantize(v, name)) for i, (v, name) in enumerate(zip(values, names, strict=True))]
     metadata = [("add_string" if isinstance(v, str) else "add_array", k, v) for k, v in entries.items()]
     write(tmp_path / "x.gguf", metadata, tensors)

@@ -23,6 +23,7 @@ from transect.ops.comm import all_reduce
 from transect.ops.linear.packed import int4_matmul
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
+from transect.ops.sampling import sampling
 from transect.parallel.group import Group
 from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
@@ -30,12 +31,15 @@ from transect.parallel.mesh import Mesh
 from transect.parallel.peer_sums import shared_sums
 from transect.parallel.ring import RingContext
 from transect.parallel.ring_pairs import own_tokens
+from transect.parallel.shards import vocabulary_part
+from transect.parallel.spread_logits import spread_logits
 from transect.parallel.world import Failure
 
 
 def collectives(world, given):
     mesh = Mesh(world, Layout(tensor=2))
-    group = mesh.tensor
+    group = Mesh(world, Layout(tensor=2)).tensor
+    assert group.group is mesh.tensor.group  # each has threads, so another mesh has no others
     group.all_reduce(torch.tensor([10.0, 10.0]))
     group.all_gather(torch.arange(10, 13))
     group.reduce_scatter(torch.arange(10, 14))
@@ -168,3 +172,37 @@ def ring_attention(world, given):
     found = RingContext(cu_seqlens, mesh.context).attend(0, *mine, 0.3, given["window"])
     found.backward(own(g))
     return [(found, own(expected)), *((a.grad, own(b.grad)) for a, b in zip(mine, whole, strict=True))]
+
+
+def spread_draws(world, given):
+    """Draws of every kind in a CUDA graph, from logits that stay on the rank that made them, beside draws from whole
+    rows; how many tokens differ on each rank."""
+    group = Mesh(world, Layout(tensor=world.size)).tensor
+    if group.ranks not in world.sums:
+        world.sums[group.ranks] = shared_sums(world, group)
+    group.sums = world.sums[group.ranks].used(dependent_launch=True, exact=False)
+    wrong = 0
+    for rows, vocab, dtype in ((1, 128256, torch.bfloat16), (64, 128256, torch.bfloat16), (13, 5000, torch.float32)):
+        spread = spread_logits(world, group, vocab, 64, dtype)
+        whole = torch.zeros(rows, vocab, dtype=dtype, device=world.device)
+        made = sampling.inputs(whole, sampling.SETTINGS, rows)
+        tokens = vocabulary_part(vocab, group.rank, group.size)
+        mine = torch.zeros(rows, tokens.stop - tokens.start, dtype=dtype, device=world.device)
+        parameters = {name: value for name, value in made.items() if name != "logits"}
+        draw = partial(sampling.sample, mine, **parameters, spread=spread)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            draw()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                out = draw()
+            for turn in range(20):
+                generator = torch.Generator(world.device).manual_seed(turn)
+                scale = (0.3, 3.0, 12.0)[turn % 3]  # flat rows too
+                whole.copy_(torch.randn(whole.shape, generator=generator, device=world.device) * scale)
+                mine.copy_(whole[:, tokens])
+                group.all_reduce(torch.zeros(64, device=world.device))  # as the layers of a step do: nobody still reads
+                graph.replay()
+                wrong += int((out != sampling.sample(**made)).sum())
+    torch.cuda.synchronize()
+    return world.exchange(wrong)

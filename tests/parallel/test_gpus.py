@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from transect import LLM, SamplingParams
 from transect.bench import scaling
+from transect.engine.gpu.options import GPUOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,6 +95,29 @@ def test_sums_in_a_graph_take_time(gpus):
 def test_own_sums_are_right_whoever_is_late(gpus):
     gpus.call("parallel_jobs:own_sums", None)
     assert parallel_jobs.own_sums(gpus.world, None) == [0, 0]
+
+
+def test_draws_from_logits_on_both_are_those_from_whole_rows(gpus):
+    gpus.call("parallel_jobs:spread_draws", None)
+    assert parallel_jobs.spread_draws(gpus.world, None) == [0, 0]
+
+
+def test_draws_on_the_device_are_those_of_the_host(gpus, shapes):
+    """The host draws from gathered logits."""
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True, seed=4, **narrowed)
+        for narrowed in ({"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.02, "temperature": 1.4})
+    ]
+    found = []
+    for on in (True, False):
+        llm = LLM(
+            str(shapes / "tiny"), load_format="dummy", dtype="float32", max_num_seqs=16, max_model_len=512,
+            num_kv_blocks=512, seed=3, ranks=gpus, tensor_parallel_size=2, gpu=GPUOptions(device_sampling=on),
+        )  # fmt: skip
+        results = llm.generate([[5, 6, 7 + i] for i in range(len(params))], params, use_tqdm=False)
+        found.append([list(result.outputs[0].token_ids) for result in results])
+        llm.close()
+    assert found[0] == found[1]
 
 
 KILLED = """

@@ -55,7 +55,8 @@ def test_messages_and_collectives(pair):
     pair.call("parallel_jobs:collectives", {"long": "x" * 5000})
     mesh = Mesh(world, Layout(tensor=2))
     assert (mesh.place, mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.size) == (Place(0, 0, 0), 0, 2, 1)
-    group = mesh.tensor
+    group = Mesh(world, Layout(tensor=2)).tensor
+    assert group.group is mesh.tensor.group  # each has threads, so another mesh has no others
     assert group.all_reduce(torch.tensor([1.0, 2.0])).tolist() == [11.0, 12.0]
     assert group.all_gather(torch.arange(3)).tolist() == [[0, 1, 2], [10, 11, 12]]
     assert group.reduce_scatter(torch.arange(4)).tolist() == [10, 12]

@@ -14,7 +14,7 @@ from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
-from transect.parallel import peer_sums
+from transect.parallel import peer_sums, shared_memory
 from transect.parallel.group import Group
 from transect.parallel.peer_sums import MOST_BYTES, PeerSums, Timed, quicker_up_to
 from transect.parallel.shards import Shard
@@ -129,7 +129,7 @@ def test_all_groups_have_such_sums_or_none(monkeypatch):
         group = Group((0, 1) if rank < 2 else (2, 3), rank % 2, None)
         return peer_sums.shared_sums(SimpleNamespace(rank=rank, exchange=exchange), group)
 
-    monkeypatch.setattr(peer_sums, "PeerMemory", Memory)
+    monkeypatch.setattr(shared_memory, "PeerMemory", Memory)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(run, range(4))) == ["refused here"] * 4
     assert sorted(freed) == [0, 1, 2, 3] and not opened

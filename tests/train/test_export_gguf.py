@@ -137,7 +137,7 @@ def test_a_way_to_cut_text_is_known_by_what_it_does(name: str) -> None:
 def test_mistakes_are_one_line(tmp_path) -> None:
     folder = saved(tmp_path / "model", "llama")
     for options, words in (
-        (("--gguf", "--type", "q6_k"), "--type q6_k cannot be written"),
+        (("--gguf", "--type", "q6_kk"), "--type q6_kk cannot be written"),
         (("--type", "f16"), "give --gguf"),
     ):
         done = run_here("export", *options, str(folder), "-o", str(tmp_path / "m.gguf"))

@@ -179,7 +179,8 @@ def test_what_is_left_lets_layers_keep_everything(tmp_path):
 
 
 def test_offloaded_states_leave_the_device(tmp_path, monkeypatch):
-    """A model of 8B in mixed precision has 96 GB of states, and leaves all gradients but a few."""
+    """A model of 8B in mixed precision has 96 GB of states, and leaves all gradients but a few; the host has them all
+    until the processor steps."""
     how = {"precision": "mixed", "data": {"seq_len": 4096, "micro_batch": 8192}}
     monkeypatch.setattr(memory, "free_memory", lambda: 200 * 2**30)
     gpu = torch.device("cuda")
@@ -187,7 +188,7 @@ def test_offloaded_states_leave_the_device(tmp_path, monkeypatch):
         memory.fit(tiny_run(tmp_path, **how), LLAMA_8B, gpu, 60 * 10**9)
     offloaded = tiny_run(tmp_path, parallel={"offload": "optimizer"}, **how)
     fitted = memory.fit(offloaded, LLAMA_8B, gpu, 60 * 10**9)
-    assert sum(term.bytes for term in fitted.estimate.host) == 12 * 8_030_261_248
+    assert sum(term.bytes for term in fitted.estimate.host) == (12 + 2) * 8_030_261_248
     monkeypatch.setattr(memory, "free_memory", lambda: 64 * 2**30)
     with pytest.raises(ValueError, match=r"the host's memory .* set parallel\.offload_path"):
         memory.fit(offloaded, LLAMA_8B, gpu, 60 * 10**9)
@@ -195,3 +196,17 @@ def test_offloaded_states_leave_the_device(tmp_path, monkeypatch):
     assert (
         memory.fit(tiny_run(tmp_path, parallel=on_disk, **how), LLAMA_8B, gpu, 60 * 10**9).estimate == fitted.estimate
     )
+    monkeypatch.setattr(memory, "free_memory", lambda: 8 * 2**30)  # not for the gradients
+    with pytest.raises(ValueError, match=r"the host's memory .* smaller model"):
+        memory.fit(tiny_run(tmp_path, parallel=on_disk, **how), LLAMA_8B, gpu, 60 * 10**9)
+
+
+def test_weights_that_come_layer_by_layer_take_two_of_them(tmp_path, monkeypatch):
+    """The states of the run are eight times what the device has."""
+    monkeypatch.setattr(memory, "free_memory", lambda: 200 * 2**30)
+    how = {"precision": "mixed", "data": {"seq_len": 4096, "micro_batch": 8192}}
+    config = tiny_run(tmp_path, parallel={"offload": "all"}, **how)
+    fitted = memory.fit(config, LLAMA_8B, torch.device("cuda"), 14 * 10**9)
+    assert fitted.checkpointing != "none"
+    host = {term.name: term.bytes for term in fitted.estimate.host}
+    assert host["weights"] + host["master weights"] + host["optimizer state"] > 8 * 13.5 * 10**9

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 from training_runs import tiny_run
 
-from transect.parallel.offload.groups import cut
+from transect.parallel.offload.groups import Piece, cut
+from transect.parallel.offload.pieces import FilePieces, FileUpload
 from transect.parallel.offload.states import DiskStates, HostStates
 from transect.train import checkpoint
 from transect.train.config import OptimizerConfig
@@ -171,13 +172,67 @@ def test_a_run_goes_on_to_the_bit(tmp_path, delayed):
     assert all(torch.equal(one[name], two_[name]) for name in one)
 
 
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_device_that_holds_two_layers_takes_the_same_steps(tmp_path, precision, where):
+    """Weights come layer by layer; on from there with everything kept, and the other way round."""
+
+    def config(run, steps, **parallel):
+        how = {"run_dir": str(tmp_path / run), "schedule": {"kind": "constant"}, "log_to": [], "accumulate": 2}
+        how |= {"precision": precision, "data": {"seq_len": 32, "micro_batch": 64}, "checkpointing": "full"}
+        return tiny_run(tmp_path, steps=steps, parallel=parallel, **how)
+
+    elsewhere = {"offload": "all", "offload_path": str(tmp_path / "disk") if where == "disk" else ""}
+    whole, _ = losses(config("whole", 4))
+    first, found = losses(config("parts", 2, **elsewhere))
+    second, found = losses(config("parts", 3), found)
+    third, _ = losses(config("parts", 4, **elsewhere), found)
+    near = 1e-5 if precision == "float32" else 3e-3
+    assert [loss for loss, _ in first + second + third] == pytest.approx([loss for loss, _ in whole], abs=near)
+
+
+def test_pieces_in_a_file_come_in_any_order(tmp_path):
+    """Those that were foreseen, and those that were not; also while others are made anew, and some of one is not."""
+    sizes, dtype = [300, 1024, 5, 700, 2048], torch.bfloat16
+    pieces = FilePieces(tmp_path, [2 * size for size in sizes], torch.device("cpu"))
+    held = [torch.randn(size).to(dtype) for size in sizes]
+    stood = [pieces.keep(unit, values) for unit, values in enumerate(held)]
+    assert all(each.is_meta and each.shape == values.shape for each, values in zip(stood, held, strict=True))
+    assert not any(tmp_path.iterdir())  # nothing is left of a process that is killed
+    places = {
+        f"{unit}.{half}": (unit, half * (n // 2), n if half else n // 2)
+        for unit, n in enumerate(sizes)
+        for half in (0, 1)
+    }
+    upload = FileUpload(pieces, places, dtype)
+    a_step = [4, 0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3, 3, 2, 1, 0]
+    for step, wanted in enumerate([a_step, a_step, [3, 1, 0, 4, 2], a_step]):
+        for unit in wanted:
+            out = torch.empty(sizes[unit], dtype=dtype)
+            pieces.send(unit, out)
+            assert torch.equal(out, held[unit])
+        with upload.begun():
+            for name, (unit, begin, end) in places.items():
+                if name == "1.0" or (step == 2 and unit == 3):
+                    continue
+                for part in (Piece(name, 0, 2, 0), Piece(name, 2, end - begin, 2)):
+                    with upload.piece(part) as new:
+                        new.fill_(step + unit)
+                held[unit][begin:end] = step + unit
+    upload.whole("1.0", torch.ones(512, dtype=dtype))
+    upload.whole("1.1", torch.zeros(512, dtype=dtype))
+    upload.wait()
+    assert torch.equal(upload.read("1.0"), torch.ones(512, dtype=dtype)) and not upload.read("1.1").any()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"optimizer": {"name": "muon"}}, 'set optimizer.name to "adamw"'),
         ({"task": "lora"}, "adapters are small"),
         ({"precision": "bfloat16"}, 'set precision to "mixed"'),
-        ({"parallel": {"offload": "all"}}, r"set parallel\.zero to 3"),
+        ({"parallel": {"offload": "all", "data": 2}, "accumulate": 2}, r"set parallel\.zero to 3"),
+        ({"parallel": {"offload": "all"}, "samples": {"prompts": ["a"]}}, 'set parallel.offload to "optimizer"'),
         ({"parallel": {"offload": "none", "offload_path": "x"}}, 'set parallel.offload to "optimizer"'),
         (
             {"parallel": {"offload": "optimizer", "offload_path": "x", "delayed_update": True}},

@@ -16,7 +16,11 @@ def command(
     gguf: Annotated[bool, typer.Option("--gguf", help="One GGUF file, merged, as llama.cpp runs it.")] = False,
     type_: Annotated[
         str | None,
-        typer.Option("--type", help="--gguf: f32, bf16, f16, q8_0, q5_1, q5_0, q4_1 or q4_0.  [default: f16]"),
+        typer.Option(
+            "--type",
+            help="--gguf: f32, bf16, f16, q8_0, q6_k, q5_k_m, q5_k, q5_1, q5_0, q4_k_m, q4_k, q4_1 or q4_0.  "
+            "[default: f16]",
+        ),
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="An adapter for SOURCE, to be merged.")] = None,
     dtype: Annotated[

@@ -12,19 +12,33 @@ def command(
     model: Annotated[str, typer.Argument(help="A model, a run, or a checkpoint of one; adapters are merged.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="A new directory; for a GGUF type a new file.")],
     format_: Annotated[
-        str, typer.Option("--format", help="fp8, int8 or int4 (compressed-tensors), or q8_0, q5_1, q5_0, q4_1, q4_0.")
+        str,
+        typer.Option(
+            "--format",
+            help="fp8, int8, int4 (compressed-tensors), gptq, awq, or a GGUF type: q8_0, q6_k, q5_k_m, q5_k, q5_1, "
+            "q5_0, q4_k_m, q4_k, q4_1, q4_0.",
+        ),
     ],
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="A text that says what matters, for formats of 4 to 6 bits; default: to the nearest."),
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="int4, gptq, awq: numbers that share a scale, 32, 64 or 128; default: the most that fit."),
+    ] = None,
 ) -> None:
-    """Round the matrices of a model's layers and write it: safetensors (fp8, int8, int4) or GGUF (q8_0, ...)."""
-    from ..models.quantize_out import FORMATS
-    from ..train.export import export_gguf, export_model, opened
+    """Round the matrices of a model's layers and write it: safetensors (fp8, int8, int4, gptq, awq) or GGUF."""
+    from ..train.export import opened
+    from ..train.quantize import Calibration, quantize_model
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is there already: name another output, or remove it")
-    found = opened(model)
-    if format_ in FORMATS:
-        export_model(found, output, quantization=format_)
-    else:
-        export_gguf(found, output, format_)
+    if calibrate is not None and not calibrate.is_file():
+        raise ValueError(f"there is no file {calibrate}")
+    calibration = None if calibrate is None else Calibration(calibrate, calibrate_tokens)
+    quantize_model(opened(model), output, format_, calibration, group_size)
     size = sum(path.stat().st_size for path in ([output] if output.is_file() else output.glob("*.safetensors")))
-    print(f"{output}: {format_}, {size / 1e6:.1f} MB of weights")
+    how = "" if calibrate is None else f", calibrated with {calibrate}"
+    print(f"{output}: {format_}{how}, {size / 1e6:.1f} MB of weights")

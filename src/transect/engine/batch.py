@@ -189,6 +189,10 @@ class LateWork(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs batches in the order of submission. ``submit`` may return before the work is done."""
+    """Runs batches in the order of submission. ``submit`` may return before the work is done.
+
+    An executor that can hand a step to its device in several ways has an attribute ``launched``: how it did so with the
+    newest step (``graph``, ``captured`` for a graph that had to be made, or ``eager``, kernel by kernel).
+    """
 
     def submit(self, batch: ScheduledBatch) -> Handle: ...

@@ -297,7 +297,8 @@ class EngineConfig:
         return self.itl_target / 1e3
 
     def cpu_threads(self) -> int:
-        """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``).
+        """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``), but no
+        more than ``OMP_NUM_THREADS`` says, where it is set.
 
         Raises:
             ValueError: more threads than cores. They would wait for each other at every barrier of a step, and keep
@@ -308,7 +309,9 @@ class EngineConfig:
             raise ValueError(
                 f"threads is {self.threads}, but this process may use {cores} cores: set it to that or less"
             )
-        return self.threads or usable_cores()
+        first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # it may be a list, one for each nesting
+        asked = max(1, int(first)) if first.isdecimal() else cores
+        return self.threads or min(usable_cores(), asked)
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, for the start-up line."""

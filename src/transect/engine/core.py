@@ -28,6 +28,8 @@ SHORTEST_LEAD = 3e-4
 LATE = 5e-5
 """Seconds: a step whose result was there this soon was over before the next was handed over."""
 
+MASKED = 1e-5
+"""Seconds: where letting a step draw takes longer, it made masks of grammars."""
 EARLIER = 0.9
 """What a step that was over too early is taken to have taken of the time predicted."""
 
@@ -67,6 +69,8 @@ class EngineCore:
         """When the result of the last step came, in seconds of the scheduler's clock."""
         self._planning = 0.0
         """Seconds that planning and handing over a step takes, smoothed."""
+        self._drawn = 0.0
+        """When the draws of the oldest step in flight were handed over, where they waited for masks of grammars."""
         self._waited = False
         """``time_to_plan`` had somebody wait for the step that is planned next."""
 
@@ -125,16 +129,17 @@ class EngineCore:
         began = now()
         batch = self._plan()
         if batch is not None:
-            self._in_flight.append(Step(batch, self.executor.submit(batch), began))
+            handle = self.executor.submit(batch)
+            self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
             self._planning += 0.1 * (now() - began - self._planning)
             if len(self._in_flight) == 1:
-                self._in_flight[0].handle.draw()
+                self._draw()
         elif self.idle is not None:
             self.idle()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
             self._take_result()
             if self._in_flight:
-                self._in_flight[0].handle.draw()  # all tokens before it are known now
+                self._draw()
         outputs, self._ready = self._ready, []
         return outputs
 
@@ -147,6 +152,14 @@ class EngineCore:
         batch = self.scheduler.schedule()
         log.planned(batch, began)
         return batch
+
+    def _draw(self) -> None:
+        """Let the oldest step in flight draw: all tokens before it are known."""
+        now = self.scheduler.clock.now
+        began = now()
+        self._in_flight[0].handle.draw()
+        ended = now()
+        self._drawn = ended if ended - began > MASKED else 0.0
 
     def _take_result(self) -> None:
         """Wait for the oldest step in flight, and learn from it."""
@@ -161,7 +174,7 @@ class EngineCore:
         self._ended = ended
         self._ready.extend(self.scheduler.commit(done.batch, result))
         if self.decisions is not None:
-            self.decisions.done(done.batch, result, asked, ended, learned)
+            self.decisions.done(done.batch, result, asked, ended, learned, done.launched, self._drawn)
 
     def _learn(self, done: Step, ended: float, late: bool) -> float:
         """Tell how long a step took. Returns what was told, in seconds."""
@@ -190,3 +203,5 @@ class Step(NamedTuple):
     handle: Handle
     submitted: float
     """When it was planned, in seconds of the scheduler's clock."""
+    launched: str = ""
+    """See ``Executor.launched``."""

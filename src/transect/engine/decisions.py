@@ -113,6 +113,13 @@ class Done(msgspec.Struct, tag="c", array_like=True):
     """What the scheduler was told that the step took, in seconds; 0: nothing, its steps are not sized by time."""
     jumps: list[tuple[int, int]] = []
     """(sequence number, tokens) of each jump over tokens that a grammar forces (``jump_ahead.py``)."""
+    launched: str = ""
+    """How the step was handed to the device: ``graph``, ``captured`` (a graph that had to be made) or ``eager`` (kernel
+    by kernel); empty where there is nothing to choose."""
+    drawn: float = 0.0
+    """When its draws were handed over, where these waited for masks of grammars; else 0."""
+    ranks: float = 0.0
+    """Seconds that the host spent on moving numbers between ranks since the record before, most of it in waiting."""
 
 
 class Filled(msgspec.Struct, tag="f", array_like=True):
@@ -190,8 +197,9 @@ class DecisionLog:
         self.ring = DecisionRing()
         self.now = now
         self.sink = sink or self.ring.put
-        self._rows: list[int] = []
-        self._errors: list[tuple[int, bool]] = []
+        self.rank_seconds: Callable[[], float] | None = None
+        """What has been spent so far on moving numbers between ranks, where there are several."""
+        self._ranks = 0.0
         self._fill = scheduler.budget.fill_tokens
         self._file = None
         self._flushed = 0.0
@@ -263,11 +271,25 @@ class DecisionLog:
             )
         )
 
-    def done(self, batch: ScheduledBatch, result: StepResult, waited: float, at: float, learned: float) -> None:
-        """A step's result was taken in; ``learned`` as in ``Done``."""
+    def done(
+        self,
+        batch: ScheduledBatch,
+        result: StepResult,
+        waited: float,
+        at: float,
+        learned: float,
+        launched: str = "",
+        drawn: float = 0.0,
+    ) -> None:
+        """A step's result was taken in; the other arguments as in ``Done``."""
         errors = [(seq_id, seq_id in result.sound) for seq_id in result.errors] if result.errors else []
         jumps = self.scheduler.jumps.last
-        self._put(Done(batch.step, waited, at, self.now(), self._ended(), errors, learned, list(jumps)))
+        ranks = 0.0
+        if self.rank_seconds is not None:
+            spent = self.rank_seconds()
+            ranks, self._ranks = spent - self._ranks, spent
+        ended, now = self._ended(), self.now()
+        self._put(Done(batch.step, waited, at, now, ended, errors, learned, list(jumps), launched, drawn, ranks))
         jumps.clear()
 
     def close(self) -> None:

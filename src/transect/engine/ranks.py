@@ -20,6 +20,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from ..models.load import kv_dtype
+from ..models.resolve import resolve
 from ..ops.lang.jit import has_dependent_launch
 from ..parallel.launch import Ranks
 from ..parallel.layout import Place, under_torchrun
@@ -27,6 +29,7 @@ from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
 from ..parallel.peer_sums import PeerSums, shared_sums
 from ..parallel.rank import serve_jobs
+from ..parallel.spread_logits import spread_logits
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__
 from .batch import Executor, Handle, LateWork, ScheduledBatch
@@ -36,6 +39,7 @@ from .core import EngineCore
 from .gpu.build import device_for
 from .gpu.compilers import Compilers
 from .gpu.runner import GPURunner
+from .gpu.step_sizes import row_bucket
 from .leading import FollowingCore, LeadingCore
 from .shared_experts import GroupCore, SharingCore
 
@@ -49,6 +53,11 @@ class _Checked:
     def __init__(self, inner: Executor, mesh: Mesh) -> None:
         self.inner, self._mesh = inner, mesh
         self.late_work = getattr(inner, "late_work", LateWork)
+
+    @property
+    def launched(self) -> str:
+        """What the executor inside says."""
+        return getattr(self.inner, "launched", "")
 
     def submit(self, batch: ScheduledBatch) -> Handle:
         self._compare((batch.step, plan_digest(batch)))
@@ -159,7 +168,6 @@ def shard_check(config: EngineConfig) -> None:
     Raises:
         ValueError: it cannot.
     """
-    from ..models.resolve import resolve
     from ..parallel.shards import Shard
 
     source = resolve(config.model, load_format=config.load_format, revision=config.revision)
@@ -217,6 +225,7 @@ def _build(
         mesh = Mesh(world, config.layout)
         seed = world.exchange(secrets.randbits(64) if config.seed is None else config.seed)[0]
         sums = _own_sums(mesh, config)
+        logits = _own_logits(mesh, config)
         built = build_engine(config, compilers, began, mesh, seed)
     except SharedError:
         raise
@@ -227,7 +236,10 @@ def _build(
     lines = world.exchange(_role(built, mesh))
     if mesh.tensor.size > 1:
         lines.append(f"sums over {mesh.tensor.size} ranks {sums or _link_times(mesh)}")
+        lines += [f"logits {logits}"] if logits else []
     core = built.core
+    if core.decisions is not None:
+        core.decisions.rank_seconds = mesh.seconds
     if config.check_plans:
         core.executor = _Checked(core.executor, mesh)
     if config.shares_data:
@@ -273,6 +285,24 @@ def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
             "batches: leave out deterministic, or take two GPUs"
         )
     return f"by NCCL: {found}"
+
+
+def _own_logits(mesh: Mesh, config: EngineConfig) -> str:
+    """Have GPUs of the tensor axis leave logits where they are for draws. Returns what the start says of it."""
+    group, world = mesh.tensor, mesh.world
+    group.logits = None
+    if group.sums is None or not config.gpu.device_sampling:
+        return ""
+    vocab = resolve(config.model, load_format=config.load_format, revision=config.revision).config.vocab_size
+    rows = row_bucket(config.limits("cuda")[0])
+    found = spread_logits(world, group, vocab, rows, kv_dtype(config.dtype))
+    if isinstance(found, str):
+        return f"are gathered for every draw: {found}"
+    group.logits = found
+    return (
+        "stay where they are; gathered for penalties, grammars and logprobs "
+        f"({_size(found.kept.nbytes)} of shared memory)"
+    )
 
 
 def _link_times(mesh: Mesh) -> str:

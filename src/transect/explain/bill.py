@@ -25,6 +25,7 @@ PARTS: Mapping[str, str] = {
     "starved": "admitted, but a step had no room for it",
     "preempted": "its KV blocks were taken; waited to begin anew",
     "recompute": "computed anew what it had lost",
+    "ranks": "moving numbers between ranks in its steps, and waiting for the last of them",
     "others": "tokens of others in its steps",
     "compute": "its own tokens",
     "host": "between steps",
@@ -154,10 +155,12 @@ class _Meter:
                 lost = row[1] != expected
                 between = [self.log.steps[i] for i in range(previous + 1, index)]
                 self._between(at, step.begins, between, "preempted" if lost else "starved")
-            mine = self.work.share([row], step.rows) * step.seconds
+            begins = step.begins + min(step.ranks, step.seconds)
+            self._piece(step.begins, begins, "ranks")
+            mine = self.work.share([row], step.rows) * (step.at - begins)
             anew = max(0, min(reached, row[1] + row[2]) - row[1]) / row[2]
-            middle = step.begins + step.seconds - mine
-            self._piece(step.begins, middle, "others")
+            middle = step.at - mine
+            self._piece(begins, middle, "others")
             self._piece(middle, middle + mine * anew, "recompute")
             self._piece(middle + mine * anew, step.at, "compute")
             self.floors.append((step.at, self.work.floor([row]).seconds, row[2]))

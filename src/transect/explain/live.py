@@ -15,6 +15,12 @@ from .step_time import FEWEST, StepTime, drift, host_seconds, measured_steps
 from .work import StepWork
 
 WINDOW_S = 10.0
+LATE = {
+    "host": "the device waited for its next step",
+    "grammar": "the device waited for masks of grammars",
+    "ranks": "other ranks had to be waited for",
+}
+"""In words: ``Step.late``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,10 @@ class View:
     """Median step of the same rows by a model of the older steps."""
     reasons: dict[str, float]
     """Share of the steps after which the queue waited, by reason."""
+    launched: dict[str, float] = field(default_factory=dict)
+    """Share of the steps: replayed as a ``graph``, ``captured`` first, or ``eager``; empty on a CPU."""
+    late: dict[str, float] = field(default_factory=dict)
+    """Share of the steps that kept the device waiting, by who did: ``Step.late``."""
     waiters: list[Waiter] = field(default_factory=list)
     warning: str = ""
 
@@ -67,6 +77,10 @@ class View:
             predicted = "" if self.predicted_ms is None else f"; predicted p50 {self.predicted_ms:.1f} ms"
             rows.append(f"step   p50 {self.step_ms['p50']:.1f} ms, p99 {self.step_ms['p99']:.1f} ms{predicted}")
         rows.append(f"queue  {self.waiting} wait, {self.running} run; KV {self.kv_used:.0%} in use")
+        if self.launched:
+            rows.append("device " + ", ".join(f"{name} {share:.0%}" for name, share in self.launched.items()))
+        for who, share in self.late.items():
+            rows.append(f"late   {LATE[who]}: {share:.1%} of the steps")
         for reason, share in self.reasons.items():
             rows.append(f"waits  {PARTS.get(f'queue: {reason}', reason)}: after {share:.0%} of the steps")
         for each in self.waiters[:5]:
@@ -110,10 +124,16 @@ def view(log: RunLog, work: StepWork, now: float | None = None, window: float = 
         1 - last.free_blocks / log.header.scheduler["num_blocks"] if last else 0.0,
         {f"p{q}": float(np.percentile(times, q)) for q in (50, 99)} if times else {},
         predicted,
-        {name: count / len(recent) for name, count in Counter(names).most_common()},
+        _shares(names, len(recent)),
+        _shares([step.launched for step in recent if step.launched], len(recent)),
+        _shares([step.late for step in recent if step.late], len(recent)),
         _waiters(log, until, last.held_back if last else ""),
         warning,
     )
+
+
+def _shares(names: list[str], count: int) -> dict[str, float]:
+    return {name: number / count for name, number in Counter(names).most_common()}
 
 
 def _host(steps: list[Step]) -> float:

@@ -15,6 +15,12 @@ from ..engine.decisions import Aborted, Added, Done, Header, Planned, Record, re
 
 StepRow = tuple[int, int, int]
 """Sequence number, first position, tokens."""
+LATE_S = 5e-5
+"""Seconds: a step whose result was there this soon after it was asked for was over before."""
+SLOW = 10
+"""So was one whose result was there soon after handing over the next step had taken so many times as long."""
+DRAWS_S = 5e-4
+"""Seconds: what is left of a step once its draws are handed over, where the device had nothing else left to do."""
 
 
 @dataclass(slots=True)
@@ -29,11 +35,32 @@ class Step:
     """When it was submitted and the step before was done."""
     waited: float = 0.0
     committed: float = 0.0
+    launched: str = ""
+    drawn: float = 0.0
+    ranks: float = 0.0
+    ahead: bool = False
+    """Steps are planned while the one before runs."""
+    handed: float = 0.0
+    """Seconds that handing over the next step took, where that was planned while this one ran."""
 
     @property
     def seconds(self) -> float:
         """From ``begins`` to ``at``."""
         return (self.at or self.begins) - self.begins
+
+    @property
+    def late(self) -> str:
+        """Who kept the device waiting at the end of this step: ``host`` (it was over when the next step was handed
+        over), ``grammar`` (it had nothing left to do but draws that waited for masks), ``ranks`` (more than half of it
+        went into moving numbers between ranks); empty: nobody."""
+        if self.at is None:
+            return ""
+        if self.ranks > 0.5 * self.seconds:
+            return "ranks"
+        if self.ahead and self.drawn > self.begins and self.at - self.drawn < min(DRAWS_S, 0.1 * self.seconds):
+            return "grammar"
+        wait = self.at - self.waited
+        return "host" if self.ahead and (wait < LATE_S or SLOW * wait < self.handed) else ""
 
     @property
     def tokens(self) -> int:
@@ -138,6 +165,11 @@ def build(records: Iterable[Record], *, complete: bool = True) -> RunLog:
             found = by_number.pop(event.step, None)
             if found is not None:
                 found.at, found.waited, found.committed = event.at, event.waited, event.committed
+                found.launched, found.drawn, found.ranks = event.launched, event.drawn, event.ranks
+                found.ahead = header.lag > 0
+                newest = log.steps[-1]
+                if newest is not found:
+                    found.handed = max(0.0, found.waited - newest.planned.at)
                 found.begins = max(found.planned.at, done_at)
                 done_at = event.at
         if isinstance(event, (Done, Aborted)):

@@ -4,7 +4,8 @@
   with one scale and one zero for each group of columns.
 * ``ggml_blocks``: the block types of GGUF files (F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K) and
   ``QuantizedTensor``: packed rows with ``dequantize``, ``affine`` and ``rows``.
-* ``ggml_quantize``: float32 to the simple ones of these types, rounding as ggml does.
+* ``ggml_quantize``: float32 to these types, rounding as ggml does; ``ggml_k_types``: to the K types; ``ggml_search``:
+  scales for groups of numbers that leave the smallest error.
 * ``nf4``: the codes of 4-bit NormalFloat and the map of its scales.
 * ``fields``: values of JSON files and GGUF metadata, checked as they are read, with errors that name the field.
 * ``gguf_file``: ``GGUFFile.open``: metadata and tensors of a GGUF file, memory-mapped and checked before use.

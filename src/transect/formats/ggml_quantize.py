@@ -1,27 +1,35 @@
-"""Float32 to GGUF block types by rounding each block on its own, as ggml's reference code does (``ggml-quants.c``).
+"""Float32 to GGUF block types.
 
-For tests, tools and small exports. The K types need a search for good scales and are read here, not written.
+The simple types round each block on its own, as ggml's reference code does (``ggml-quants.c``). The K types search for
+good scales (``ggml_k_types.py``), and so do the 4- and 5-bit types where the importance of columns is given.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .ggml_blocks import QuantizedTensor, block_type
+from .ggml_blocks import BlockType, QuantizedTensor, block_type
+from .ggml_k_types import K_TYPES, pack_k
+from .ggml_search import affine_scale, inverse, symmetric_scale
 
-WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
+_SEARCHED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
+_CHUNK = 1 << 17
+"""How many numbers are searched at a time, so that the passes over them stay in the L2 cache."""
 
 
-def quantize(array: np.ndarray, type_name: str) -> QuantizedTensor:
+def quantize(array: np.ndarray, type_name: str, importance: np.ndarray | None = None) -> QuantizedTensor:
     """Pack an array of one or more dimensions along its last one.
 
     Args:
         array: finite numbers, any float dtype; converted to float32 first.
         type_name: one of ``WRITABLE``.
+        importance: what the square error of each column counts, float ``[columns]``, at least 0 (the mean square of
+            the matrix's inputs); the types of 4 to 6 bits take heed of it. None: all the same.
 
     Raises:
         ValueError: another type, a last dimension that is no multiple of the block, a number that is not finite, or one
-            too large for a float16 scale.
+            too large for a float16 scale; an importance of another length, or one that is negative or not finite.
     """
     if type_name not in WRITABLE:
         raise ValueError(f"cannot quantize to {type_name!r}; choose one of {', '.join(WRITABLE)}")
@@ -38,10 +46,40 @@ def quantize(array: np.ndarray, type_name: str) -> QuantizedTensor:
         packed = _to_half(values, type_name)
     elif type_name == "BF16":
         packed = _round_to_bfloat16(values)
+    elif type_name in K_TYPES or (importance is not None and type_name in _SEARCHED):
+        packed = _searched(values, kind, _weights(importance, values.shape[-1]))
     else:
         packed = _pack(values.reshape(-1, kind.block), type_name)
     n_rows = int(np.prod(values.shape[:-1], dtype=np.int64))
     return QuantizedTensor(type_name, values.shape, packed.view(np.uint8).reshape(n_rows, row_bytes))
+
+
+def _weights(importance: np.ndarray | None, columns: int) -> np.ndarray:
+    """What each column counts, float32 ``[columns]``, 1 on average."""
+    if importance is None:
+        return np.ones(columns, np.float32)
+    given = np.asarray(importance, np.float64)
+    if given.shape != (columns,) or not np.isfinite(given).all() or given.min() < 0:
+        raise ValueError(f"the importance of {columns} columns must be as many finite numbers of at least 0")
+    mean = given.mean()
+    # A column that no input reached still counts a little: other text may reach it.
+    return np.maximum(given / mean, 1e-4).astype(np.float32) if mean > 0 else np.ones(columns, np.float32)
+
+
+def _searched(values: np.ndarray, kind: BlockType, weights: np.ndarray) -> np.ndarray:
+    """Some rows at a time, to bytes [blocks, bytes]."""
+    rows = values.reshape(-1, values.shape[-1])
+    step = max(1, _CHUNK // rows.shape[1])
+    done = []
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        blocks = part.reshape(-1, kind.block)
+        counts = np.broadcast_to(weights, part.shape).reshape(blocks.shape)
+        if kind.name in K_TYPES:
+            done.append(pack_k(blocks, counts, kind.name, lambda scale: _to_half(scale, kind.name)))
+        else:
+            done.append(_pack(blocks, kind.name, counts))
+    return np.concatenate(done)
 
 
 def _to_half(x: np.ndarray, type_name: str) -> np.ndarray:
@@ -58,7 +96,7 @@ def _round_to_bfloat16(x: np.ndarray) -> np.ndarray:
     return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2")
 
 
-def _pack(x: np.ndarray, type_name: str) -> np.ndarray:
+def _pack(x: np.ndarray, type_name: str, weights: np.ndarray | None = None) -> np.ndarray:
     """[blocks, 32] float32 to [blocks, bytes] uint8."""
     low = x.min(axis=1, keepdims=True)
     peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
@@ -67,31 +105,32 @@ def _pack(x: np.ndarray, type_name: str) -> np.ndarray:
     match type_name:
         case "Q8_0":
             scale = np.abs(peak) / np.float32(127)
-            scaled = x * _inverse(scale)
+            scaled = x * inverse(scale)
             rounded = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))  # halves away from zero
             return np.concatenate((_bytes(_to_half(scale, type_name)), rounded.astype(np.int8).view(np.uint8)), axis=1)
         case "Q4_0" | "Q5_0":
             # the number of largest magnitude becomes code 0, so that it is kept exactly but for the scale's rounding
             half = 8 if type_name == "Q4_0" else 16
-            scale = peak / np.float32(-half)
+            scale = peak / np.float32(-half) if weights is None else _kept(symmetric_scale(x, weights, half), type_name)
             head = _bytes(_to_half(scale, type_name))
-            codes = np.trunc(x * _inverse(scale) + np.float32(half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8)
+            codes = np.trunc(x * inverse(scale) + np.float32(half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8)
         case _:
             top = 15 if type_name == "Q4_1" else 31
             scale = span / np.float32(top)
+            if weights is not None:
+                fitted = affine_scale(x, weights, top, below=False)
+                scale, low = (_kept(each, type_name) for each in fitted)
             head = np.concatenate((_bytes(_to_half(scale, type_name)), _bytes(_to_half(low, type_name))), axis=1)
-            codes = np.trunc((x - low) * _inverse(scale) + np.float32(0.5)).clip(0, top).astype(np.uint8)
+            codes = np.trunc((x - low) * inverse(scale) + np.float32(0.5)).clip(0, top).astype(np.uint8)
     if type_name.startswith("Q5"):
         head = np.concatenate((head, np.packbits(codes >> 4, axis=1, bitorder="little")), axis=1)
     nibbles = codes & 15
     return np.concatenate((head, nibbles[:, :16] | nibbles[:, 16:] << 4), axis=1)
 
 
-def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where the scale is 0 (all values of the block alike)."""
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.float32(1) / scale
-    return np.where(np.isfinite(inverse), inverse, np.float32(0))
+def _kept(scale: np.ndarray, type_name: str) -> np.ndarray:
+    """As the file will hold it: codes that were searched for are taken with that."""
+    return _to_half(scale, type_name).astype(np.float32)
 
 
 def _bytes(half: np.ndarray) -> np.ndarray:

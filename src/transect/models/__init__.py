@@ -27,10 +27,12 @@ Weights and names:
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model,
   ``package_index.py`` where there is no pip; ``presets.py``: shapes of
   published models without files
-* ``weights_hf.py``: safetensors in and out; ``weights_hf_moe.py``: the names of experts there;
+* ``weights_hf.py``: safetensors in and out (``safetensors_out.py``: their files);
+  ``weights_hf_moe.py``: the names of experts there;
   ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``;
   ``quantized_codes.py``: the same packed; ``layouts.py``: how a model's checkpoint packs its matrices;
-  ``quantize_out.py`` writes such
+  ``quantize_out.py`` writes such, on the 4-bit values of ``quantized_grid.py``; ``calibration.py``: what matrices are
+  multiplied with when a model reads a text; ``gptq.py`` rounds by that
 * ``weights_gguf.py``: GGUF in, ``gguf_out.py``: out; ``weights_dummy.py``: random
 * ``grown.py``: tables with rows for new tokens
 * ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:

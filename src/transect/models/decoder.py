@@ -28,7 +28,7 @@ from .rope import Rope
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
-from .weights.weight import Kinds, Weight
+from .weights.weight import Kinds, Weight, draw_normal
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""
@@ -254,16 +254,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> Decoder:
-        """Draw all weights for training from scratch: matrices and tables normal with ``std``, biases 0, norms 1."""
+        """Draw all weights for training from scratch: matrices and tables normal with ``std``, biases 0, norms 1. They
+        are drawn on the generator's device, and so the same wherever the model is."""
         for module in self.modules():
             if isinstance(module, Projection):
                 continue
             if isinstance(module, Embedding):
-                module.weight.normal_(0.0, std, generator=generator)
+                draw_normal(module.weight, std, generator)
             elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
                 module.draw(std, generator)
             elif isinstance(module, (Router, SharedRouter)):
-                module.weight.normal_(0.0, std, generator=generator)
+                draw_normal(module.weight, std, generator)
             elif isinstance(module, (RMSNorm, LayerNorm)):
                 module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
             elif isinstance(module, Attention) and module.sinks is not None:

@@ -2,13 +2,15 @@
 ``config_gguf.py``.
 
 Norms, biases and learned positions stay in float32. Matrices take the type that is asked for where their rows are whole
-blocks, else F16. With a type below 8 bits embedding and head are Q8_0: there rounding hurts most.
+blocks of it, else one of blocks of 32 with about as many bits, as llama.cpp chooses it, else F16. With a type below 8
+bits embedding and head have more (Q8_0, of the K types Q6_K): there rounding hurts most. So have, in the mixtures
+Q4_K_M and Q5_K_M, half of the value and down matrices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -27,8 +29,15 @@ from .staging import dense_values
 from .stored import Stored, StoredWeights
 from .weights_gguf import FUSED, IN_LAYER, OUTER, half_rotation_rows
 
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16,
+    "Q5_K_M": 17, "Q6_K": 18, "BF16": 32,
+}  # fmt: skip
 """llama.cpp's number for a file whose matrices are mostly of a type."""
+MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+"""A type for most matrices, and Q6_K for some."""
+SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What takes the place of a K type where rows are no whole blocks of 256."""
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
 
 
@@ -39,8 +48,9 @@ def gguf_type(name: str) -> str:
         ValueError: it is none that is written.
     """
     found = name.upper()
-    if found not in WRITABLE:
-        raise ValueError(f"--type {name} cannot be written; choose one of {', '.join(t.lower() for t in WRITABLE)}")
+    if found not in (*WRITABLE, *MIXTURES):
+        known = ", ".join(each.lower() for each in (*WRITABLE, *MIXTURES))
+        raise ValueError(f"--type {name} cannot be written; choose one of {known}")
     return found
 
 
@@ -100,8 +110,14 @@ def _scaling(rope: RopeConfig) -> dict[str, Any]:
     }
 
 
-def gguf_tensors(weights: StoredWeights, config: ModelConfig, type_name: str) -> Iterator[Planned]:
+def gguf_tensors(
+    weights: StoredWeights, config: ModelConfig, type_name: str, importance: Mapping[str, np.ndarray] | None = None
+) -> Iterator[Planned]:
     """The tensors of a GGUF file. They read ``weights`` when their turn comes: keep hold of it until then.
+
+    Args:
+        importance: of the columns of matrices by name (``layers.0.attention.q``), as ``ggml_quantize.quantize`` takes
+            it; None: none.
 
     Raises:
         ValueError: numbers that the type cannot hold (when a tensor is made).
@@ -129,24 +145,36 @@ def gguf_tensors(weights: StoredWeights, config: ModelConfig, type_name: str) ->
         else:
             tensor = f"{OUTER[module]}.{kind}"
         whole = (sum(shapes[part][0] for part in parts), *shape[1:])
-        chosen = _type_of(module, whole, type_name)
+        chosen = _type_of(module, whole, type_name, config.n_layers)
         heads = shape[0] // config.head_dim if paired else 0
-        yield Planned(tensor, whole, chosen, _maker([stored[part] for part in parts], chosen, heads, config.head_dim))
+        counts = None if importance is None else importance.get(module)
+        made = partial(_made, [stored[part] for part in parts], chosen, heads, config.head_dim, counts)
+        yield Planned(tensor, whole, chosen, made)
 
 
-def _type_of(module: str, shape: tuple[int, ...], wanted: str) -> str:
+def _type_of(module: str, shape: tuple[int, ...], wanted: str, layers: int) -> str:
     if len(shape) == 1 or module == "position_embed":
         return "F32"
-    if module in ("embed", "head") and wanted.startswith(("Q4", "Q5")):
-        wanted = "Q8_0"
+    mixture, wanted = wanted in MIXTURES, MIXTURES.get(wanted, wanted)
+    if module in ("embed", "head"):
+        wanted = "Q6_K" if wanted.endswith("_K") else "Q8_0" if wanted.startswith(("Q4", "Q5")) else wanted
+    elif mixture and module.endswith(("attention.v", "mlp.down")) and _finer(int(module.split(".")[1]), layers):
+        wanted = "Q6_K"
+    if shape[-1] % block_type(wanted).block:
+        wanted = SMALLER_BLOCKS.get(wanted, "F16")
     return wanted if shape[-1] % block_type(wanted).block == 0 else "F16"
 
 
-def _maker(parts: list[Stored], type_name: str, heads: int, head_dim: int) -> Callable[[], QuantizedTensor]:
-    return partial(_made, parts, type_name, heads, head_dim)
+def _finer(layer: int, layers: int) -> bool:
+    """The layers whose value and down matrices have more bits in a mixture, as llama.cpp chooses them: the first and
+    last eighth, and every third between."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _made(parts: list[Stored], type_name: str, heads: int, head_dim: int) -> QuantizedTensor:
+def _made(
+    parts: list[Stored], type_name: str, heads: int, head_dim: int, importance: np.ndarray | None
+) -> QuantizedTensor:
     values = [part.read() for part in parts]
     first = values[0]
     kept = isinstance(first, QuantizedTensor) and first.type_name == type_name and len(parts) == 1
@@ -156,4 +184,4 @@ def _made(parts: list[Stored], type_name: str, heads: int, head_dim: int) -> Qua
     array = numbers.numpy()
     if heads:
         array = array[np.argsort(half_rotation_rows(heads, head_dim))]
-    return quantize(array, type_name)
+    return quantize(array, type_name, importance)

@@ -19,6 +19,8 @@ PER_WORD = 8
 """Codes of 4 bits in an int32."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the eight outputs of a word are in it."""
+AWQ_PLACES = tuple(AWQ_ORDER.index(place) for place in range(PER_WORD))
+"""Which of the eight outputs stands in a place of a word."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_BLOCK = 32
 
@@ -34,6 +36,11 @@ def codes_to_words(codes: Tensor) -> Tensor:
     shifts = 4 * torch.arange(PER_WORD, dtype=torch.int64, device=codes.device)
     words = (codes.long().unflatten(-1, (-1, PER_WORD)) << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def codes_to_awq(codes: Tensor) -> Tensor:
+    """Codes below 16 ``[..., 8 n]`` -> int32 ``[..., n]`` in AWQ's order."""
+    return codes_to_words(codes.unflatten(-1, (-1, PER_WORD))[..., list(AWQ_PLACES)].flatten(-2))
 
 
 def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None = None) -> Tensor:
@@ -111,18 +118,3 @@ def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``[O, I]`` -> int8 codes and a float32 scale ``[O, 1]``."""
     scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
     return (weight.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def to_packed(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """``[O, I]`` -> compressed-tensors' packed codes ``[O, I / 8]`` and scales ``[O, I / group]``, symmetric.
-
-    Raises:
-        ValueError: I is no multiple of the group.
-    """
-    columns = weight.shape[1]
-    if columns % group or group % PER_WORD:
-        raise ValueError(f"rows of {columns} numbers cannot be cut into groups of {group}")
-    grouped = weight.float().unflatten(1, (-1, group))
-    scale = (grouped.abs().amax(-1) / 7.5).clamp(min=1e-12).to(torch.bfloat16)
-    codes = (grouped / scale.float()[..., None]).round().clamp(-8, 7).int() + 8
-    return codes_to_words(codes.flatten(1)), scale

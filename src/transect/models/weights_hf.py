@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..formats.fields import read_json_object
@@ -27,6 +25,8 @@ from .config import ModelConfig
 from .config_hf import to_hf
 from .config_moe import MoEConfig
 from .quantize_out import encoded
+from .quantized_grid import Grid
+from .safetensors_out import shards, write_json, write_shard
 from .shapes import projection_shapes, weight_shapes
 from .stored import Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import expert_tensor
@@ -384,6 +384,9 @@ def save_hf(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantization: str | None = None,
+    grids: Mapping[str, Grid] | None = None,
+    group: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write config.json and safetensors that transformers, vLLM and ``stored_hf`` read.
 
@@ -393,6 +396,9 @@ def save_hf(
         directory: made if it is not there. Each file is written beside its place and moved there when it is whole;
             config.json comes last.
         quantization: round the layers' matrices, as ``quantize_out.py`` says; None: they stay.
+        grids: those of 4 bits that the matrices lie on already, by canonical name; None: they are found.
+        group: neighbours that share a scale in 4 bits; None: as many as fit.
+        dtype: what config.json says of the model; None: that of the weights, where it is one.
         max_shard_bytes: a new file is begun before one grows past this; one tensor is never cut.
 
     Raises:
@@ -401,27 +407,30 @@ def save_hf(
     """
     values = to_hf(config)
     tensors = _to_hf_names(model_state, config)
-    dtypes = {tensor.dtype for tensor in tensors.values()}
+    dtypes = {tensor.dtype for tensor in tensors.values()} if dtype is None else {dtype}
     if len(dtypes) == 1:
         values["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     if quantization is not None:
-        tensors, settings = encoded(tensors, quantization)
+        scales = by_hf_name({name: grid.scale for name, grid in (grids or {}).items()}, config)
+        zeros = by_hf_name({name: grid.zero for name, grid in (grids or {}).items()}, config)
+        found = {name: Grid(scale, zeros[name]) for name, scale in scales.items()}
+        tensors, settings = encoded(tensors, quantization, found, group)
         values |= settings
-    shards = _shards(tensors, max_shard_bytes)
+    cut = shards(tensors, max_shard_bytes)
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         written = {}
-        for number, shard in enumerate(shards, 1):
-            name = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            _write_shard(shard, directory / name)
+        for number, shard in enumerate(cut, 1):
+            name = _SINGLE if len(cut) == 1 else f"model-{number:05}-of-{len(cut):05}.safetensors"
+            write_shard(shard, directory / name)
             written[name] = shard
-        if len(shards) > 1:
+        if len(cut) > 1:
             weight_map = {tensor: name for name, shard in written.items() for tensor in shard}
             total = sum(tensor.nbytes for tensor in tensors.values())
-            _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, directory / _INDEX)
+            write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, directory / _INDEX)
             written[_INDEX] = {}
-        _write_json(values, directory / "config.json")
+        write_json(values, directory / "config.json")
         for path in [*directory.glob("model*.safetensors"), directory / _INDEX]:
             if path.name not in written:  # of a model that was here before
                 path.unlink(missing_ok=True)
@@ -439,10 +448,17 @@ def _to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
             raise ValueError(f"the weight {name!r} (shape {list(shape)}) is missing; give a whole Decoder.state_dict()")
         if tuple(state[name].shape) != shape:
             raise ValueError(f"the weight {name!r} should have shape {list(shape)} and has {list(state[name].shape)}")
+    return by_hf_name(state, config)
+
+
+def by_hf_name(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Some weights, or scales that go with their rows, put together as transformers names and stores them."""
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     transposed = {}
     interleaved: dict[str, int] = {}
     for name, place in places(config).items():  # q, k, v in this order
+        if name not in state:
+            continue
         whole = state[name].detach().cpu()
         if place.stacked:  # gpt-oss: gate and up take turns
             values = whole.unflatten(0, (place.stored[0], -1))
@@ -460,36 +476,3 @@ def _to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
     }
     joined = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in ordered.items()}
     return stacks | {name: (tensor.t() if transposed[name] else tensor).contiguous() for name, tensor in joined.items()}
-
-
-def _shards(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards
-
-
-def _write_shard(tensors: dict[str, Tensor], path: Path) -> None:
-    with _replacing(path) as part:
-        save_file(tensors, part, metadata={"format": "pt"})
-
-
-def _write_json(value: dict[str, Any], path: Path) -> None:
-    with _replacing(path) as part:
-        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to instead of ``path``; if all goes well, what is there is flushed and moved to ``path``."""
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as folder:
-        part = Path(folder) / path.name
-        yield part
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)

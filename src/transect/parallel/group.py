@@ -6,18 +6,39 @@ that keeps them together. On a GPU the calls are put on the current stream, and 
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from ..ops.sampling.sampling import Spread
     from .peer_sums import PeerSums
 
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Way = TypeVar("Way", bound=Callable[..., Any])
+
+
+def _timed(way: Way) -> Way:
+    """Counts the time of a call in ``Group.seconds``. On a GPU it only starts there, and is not counted."""
+
+    @functools.wraps(way)
+    def call(self: Group, x: Tensor, *rest: Any) -> Any:
+        if self.group is None or x.device.type != "cpu":
+            return way(self, x, *rest)
+        began = time.perf_counter()
+        try:
+            return way(self, x, *rest)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    return call  # type: ignore[return-value]
 
 
 class Group:
@@ -33,6 +54,10 @@ class Group:
         self.ranks, self.rank, self.group = ranks, rank, group
         self.sums: PeerSums | None = None
         """Kernels of our own that sum; None: torch's do."""
+        self.logits: Spread | None = None
+        """Where the ranks read each other's logits; None: they gather them."""
+        self.seconds = 0.0
+        """Spent so far on moving CPU tensors between ranks, most of it in waiting for the last of them."""
 
     @classmethod
     def alone(cls) -> Group:
@@ -44,6 +69,7 @@ class Group:
         """How many ranks it has."""
         return len(self.ranks)
 
+    @_timed
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in the place of ``x``, the same to the bit on every rank."""
         if self.sums is not None and self.sums.takes(x):
@@ -60,6 +86,7 @@ class Group:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return int(found)
 
+    @_timed
     def all_gather(self, x: Tensor) -> Tensor:
         """``[...]`` of each rank -> ``[ranks, ...]``, in the order of the ranks."""
         if self.group is None:
@@ -93,6 +120,7 @@ class Group:
         """``reduce_scatter`` of a vector into ``out``, which may be the rank's own part of ``x``."""
         _scatter(out, x, group=self.group)
 
+    @_timed
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """``[ranks * n, ...]`` of each rank -> the own ``[n, ...]`` of the sum."""
         if self.group is None:
@@ -101,6 +129,7 @@ class Group:
         _scatter(out, x.contiguous(), group=self.group)
         return out
 
+    @_timed
     def all_to_all(self, x: Tensor) -> Tensor:
         """``[ranks * n, ...]``: part i goes to rank i; what comes back is the part from each rank, in their order."""
         if self.group is None:
@@ -113,6 +142,7 @@ class Group:
         """Start sending to the rank at place ``to``; ``x`` must stay as it is until the work is done."""
         return dist.isend(x.contiguous(), group=self.group, group_dst=to)
 
+    @_timed
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Fill ``x`` with what the rank at place ``source`` sends."""
         dist.recv(x, group=self.group, group_src=source)

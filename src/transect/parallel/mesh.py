@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .group import Group
@@ -20,7 +19,11 @@ PROBES = 20
 class Mesh:
     """Which rank does what, and who does it together. All ranks make it, with the same layout.
 
+    Args:
+        world: the ranks; None: this process is the only one.
+
     Attributes:
+        rank: this process's number.
         layout: the sizes of the axes.
         place: where this rank is.
         tensor, context, pipeline, data: the groups along the axes that this rank belongs to.
@@ -32,20 +35,28 @@ class Mesh:
         ValueError: the layout has more or fewer ranks than there are.
     """
 
-    def __init__(self, world: World, layout: Layout) -> None:
-        if layout.size != world.size:
+    def __init__(self, world: World | None, layout: Layout) -> None:
+        size = 1 if world is None else world.size
+        if layout.size != size:
             raise ValueError(
-                f"there are {world.size} ranks, and the layout ({layout}) has {layout.size}: make its sizes multiply "
-                f"to {world.size}, or start as many ranks"
+                f"there are {size} ranks, and the layout ({layout}) has {layout.size}: make its sizes multiply "
+                f"to {size}, or start as many ranks"
             )
-        self.world, self.layout = world, layout
-        self.place = layout.place(world.rank)
+        self._world, self.layout = world, layout
+        self.rank = 0 if world is None else world.rank
+        self.place = layout.place(self.rank)
         self.data, self.pipeline, self.context, self.tensor = (self._group(axis) for axis in AXES)
         self.replicas = self._group("data", "context")
         self.parts = self._group("pipeline", "tensor")
-        self.links = [self.pipeline, *(self._group("pipeline") for _ in range(3))]
+        self.links = [self.pipeline, *(self._group("pipeline", link=link) for link in (1, 2, 3))]
 
-    def _group(self, *axes: str) -> Group:
+    @property
+    def world(self) -> World:
+        """The ranks, where there are several."""
+        assert self._world is not None
+        return self._world
+
+    def _group(self, *axes: str, link: int = 0) -> Group:
         """The own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
         own = Group.alone()
         if all(getattr(self.layout, axis) == 1 for axis in axes):
@@ -55,10 +66,14 @@ class Mesh:
             rest = self.layout.place(rank)._replace(**dict.fromkeys(axes, 0))
             found.setdefault(tuple(rest), []).append(rank)
         for ranks in found.values():
-            group = dist.new_group(ranks)
-            if self.world.rank in ranks:
-                own = Group(tuple(ranks), ranks.index(self.world.rank), group)
+            group = self.world.group(tuple(ranks), (*axes, link))
+            if self.rank in ranks:
+                own = Group(tuple(ranks), ranks.index(self.rank), group)
         return own
+
+    def seconds(self) -> float:
+        """What this rank's host has spent so far on moving numbers along the axes, and on waiting for tokens."""
+        return self.world.seconds + sum(group.seconds for group in (self.data, self.pipeline, self.tensor))
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:

@@ -59,7 +59,10 @@ class Plan:
         schedule: how micro-batches pass through stages, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
         copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
-        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time.
+        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
+            one rank.
+        folder: with ``host``, on a disk: they are in a file there.
+        device: that computes; None: the one that the model is on.
     """
 
     zero: int = 0
@@ -69,6 +72,8 @@ class Plan:
     chunks: int = 1
     host: bool = False
     copies: bool = True
+    folder: str = ""
+    device: torch.device | None = None
 
 
 def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
@@ -146,7 +151,7 @@ class Parallel:
         self.whole_config, self.mesh, self.plan = model.config, mesh, plan
         layout, place = mesh.layout, mesh.place
         self._stages = layout.pipeline * plan.chunks
-        self.shards = self._shards_of(mesh.world.rank)
+        self.shards = self._shards_of(mesh.rank)
         """What this rank has; several runs of layers with an interleaved schedule."""
         self.cut = mesh.parts.size > 1
         """Whether the model is cut."""
@@ -301,11 +306,17 @@ class Parallel:
             What this rank updates.
         """
         group, plan = self.mesh.replicas, self.plan
-        if group.size == 1:
+        if group.size == 1 and not plan.host:
             return trained
         if plan.zero == 3:
             self.spread = Sharded(
-                group, self.model, recompute=recompute, reduce_dtype=plan.reduce_dtype, host=plan.host
+                group,
+                self.model,
+                recompute=recompute,
+                reduce_dtype=plan.reduce_dtype,
+                device=plan.device,
+                host=plan.host,
+                folder=plan.folder,
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
@@ -388,7 +399,7 @@ class Parallel:
         if self.spread is not None:
             tensors = self.spread.whole_state(tensors)
         if not self.cut:
-            return on_cpu(tensors) if self.mesh.world.rank == 0 else {}
+            return on_cpu(tensors) if self.mesh.rank == 0 else {}
         return self._together(tensors)
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

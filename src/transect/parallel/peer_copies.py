@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.copy_engine import Copies, EngineCopies
-from ..ops.comm.peer_memory import PeerMemory
 from .group import Group
-from .peer_sums import exchanged
+from .shared_memory import shared_memory
 from .world import World
 
 MOST_RANKS = 8
@@ -161,19 +160,20 @@ def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) ->
     """Make the copies of a group, or say why there are none. Every rank of the world calls this, and all get copies or
     none does."""
     nbytes = memory_bytes(group.size, chunk_bytes)
-    addresses, _ = found = exchanged(world, group, nbytes, MOST_RANKS)
-    if isinstance(addresses, str):
-        return addresses
-    own: PeerMemory = found[1]  # type: ignore[assignment]
+    refusal = f"copies are for {MOST_RANKS} ranks at most" if group.size > MOST_RANKS else None
+    memory = shared_memory(world, group, nbytes, refusal)
+    if isinstance(memory, str):
+        return memory
     try:
         copies = EngineCopies()
-        copies.view(own.address, SIGNALS).zero_()
+        copies.view(memory.own.address, SIGNALS).zero_()
         torch.cuda.synchronize()
         reason = None
     except (AttributeError, OSError, RuntimeError) as error:
         reason = f"streams cannot wait for each other here: {error}"
     reason = next((each for each in world.exchange(reason) if each is not None), None)
     if reason is not None:
+        memory.free(world)
         return reason
     streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
-    return PeerCopies(addresses, group.rank, copies, streams, chunk_bytes)
+    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes)

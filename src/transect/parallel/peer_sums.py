@@ -7,20 +7,17 @@ ranks decide the same, from everybody's times. Where the memory cannot be shared
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.comm.all_reduce import MOST_RANKS, Peers, lines_for, memory_bytes
-from ..ops.comm.peer_memory import PeerMemory
-from ..ops.registry import Unavailable
 from .group import Group
+from .shared_memory import shared_memory
 from .world import World
 
 MOST_BYTES = 8 << 20
@@ -105,63 +102,15 @@ def shared_sums(world: World, group: Group) -> PeerSums | str:
     """Make and time the sums of a group, or say why NCCL does them all. Every rank of the world calls this, and all get
     sums or none does."""
     lines = lines_for(group.size, MOST_BYTES)
-    opened, _ = exchanged(world, group, memory_bytes(lines), MOST_RANKS)
-    if isinstance(opened, str):
-        return opened
+    refusal = f"our kernels are for {MOST_RANKS} ranks at most" if group.size > MOST_RANKS else None
+    memory = shared_memory(world, group, memory_bytes(lines), refusal)
+    if isinstance(memory, str):
+        return memory
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    sums = PeerSums(Peers(opened, group.rank, lines, stop))
-    return _timed(world, group, sums)
-
-
-def exchanged(
-    world: World, group: Group, nbytes: int, most_ranks: int
-) -> tuple[list[int], PeerMemory] | tuple[str, None]:
-    """Memory of so many bytes that the ranks of a group share: its address on each of them, in their order, and the own
-    one; or why there is none. Every rank of the world calls this."""
-    made: PeerMemory | None = None
-    said: bytes | str
-    try:
-        if group.size > most_ranks:
-            raise Unavailable(f"our kernels are for {most_ranks} ranks at most")
-        made = PeerMemory(nbytes)
-        said = made.handle
-    except (Unavailable, RuntimeError) as error:
-        said = str(error)
-    handles = world.exchange((_host(), said))
-    reason = _why_not([handles[rank] for rank in group.ranks])
-    opened: list[int] = []
-    if reason is None:
-        assert made is not None
-        try:
-            for rank in group.ranks:
-                own = rank == world.rank
-                opened.append(made.address if own else PeerMemory.opened(bytes(handles[rank][1])))  # type: ignore[arg-type]
-        except RuntimeError as error:
-            reason = str(error)
-    # One answer for all groups: those that go on exchange more messages.
-    reason = next((each for each in world.exchange(reason) if each is not None), None)
-    if reason is not None:
-        for address in opened:
-            if made is None or address != made.address:
-                PeerMemory.close(address)
-        world.exchange(None)  # nobody has it open any more
-        if made is not None:
-            made.free()
-        return reason, None
-    assert made is not None
-    return opened, made
-
-
-def _host() -> str:
-    """What all processes of a host have in common, and those of no other."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else platform.node()
-
-
-def _why_not(shown: Sequence[tuple[str, bytes | str]]) -> str | None:
-    if len({host for host, _ in shown}) > 1:
-        return "the ranks are on several hosts"
-    return next((said for _, said in shown if isinstance(said, str)), None)
+    found = _timed(world, group, PeerSums(Peers(memory.addresses, group.rank, lines, stop)))
+    if isinstance(found, str):
+        memory.free(world)
+    return found
 
 
 def _timed(world: World, group: Group, sums: PeerSums) -> PeerSums | str:

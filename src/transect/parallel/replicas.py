@@ -265,6 +265,8 @@ def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def gather_tensors(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks by name, on the CPU of the first rank; on others nothing. Names are of one rank each."""
+    if group.size == 1:
+        return on_cpu(tensors)
     mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     everybody: list[Any] = [None] * group.size
     dist.all_gather_object(everybody, mine, group=group.group)

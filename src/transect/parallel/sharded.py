@@ -13,6 +13,9 @@ piece to that rank, while the layer before it runs. What is outside the layers (
 unit, which stays whole from the forward pass to the end of the backward pass.
 
 The optimizer sees pieces: for each parameter that a rank has a part of, that part as a vector.
+
+Pieces may be in host memory or on a disk (``offload/pieces.py``), and come from there before they are gathered. That is
+of use on one rank too: its piece is the whole layer, and the device holds two of them.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..hardware.host_memory import host_tensor
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
 from ..models.weights.weight import Weight
 from .group import Group
+from .offload.pieces import FilePieces, FileUpload, HostPieces, Pieces
 from .part_names import part_name
 from .replicas import gather_tensors
 
@@ -50,14 +53,20 @@ class Unit:
     """
 
     def __init__(
-        self, group: Group, parameters: Mapping[str, nn.Parameter], reduce_dtype: torch.dtype, host: bool = False
+        self,
+        group: Group,
+        parameters: Mapping[str, nn.Parameter],
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+        pieces: Pieces | None = None,
+        number: int = 0,
     ) -> None:
-        self.group, self.reduce_dtype = group, reduce_dtype
+        self.group, self.reduce_dtype, self.number = group, reduce_dtype, number
         self.parameters = dict(parameters)
         first = next(iter(self.parameters.values()))
-        size = sum(parameter.numel() for parameter in self.parameters.values())
-        self.each = -(-size // (group.size * ALIGN)) * ALIGN
-        self._whole = first.new_zeros(self.each * group.size, requires_grad=False)
+        self.dtype = first.dtype
+        self.each = piece_size(self.parameters, group)
+        self._whole = torch.zeros(self.each * group.size, dtype=first.dtype, device=device)
         self.starts: dict[str, int] = {}
         at = 0
         for name, parameter in self.parameters.items():
@@ -69,12 +78,13 @@ class Unit:
             at += parameter.numel()
         low = group.rank * self.each
         self.piece = self._whole[low : low + self.each].clone()
+        self._home = pieces
+        """Where the piece is, if not on the device."""
         self._link: torch.cuda.Stream | None = None
-        """On which the piece comes from the host."""
-        if host:
-            gpu = self.piece.is_cuda
-            self.piece = host_tensor((self.each,), first.dtype, pin=gpu).copy_(self.piece)
-            self._link = torch.cuda.Stream(first.device) if gpu else None
+        """On which it comes from there."""
+        if pieces is not None:
+            self.piece = pieces.keep(number, self.piece)
+            self._link = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copy: Tensor | None = None
         self.gradient: Tensor | None = None
         """The sum of all ranks' gradients of the own piece, ``[each]``."""
@@ -88,6 +98,8 @@ class Unit:
             if begin < end:
                 self.pieces[name] = nn.Parameter(self.piece[begin - low : end - low])
                 self.bounds[name] = begin - start, end - start
+        self._begun = False
+        """The whole is on its way."""
         self._coming: Any = None
         self._going: tuple[Any, Tensor, Tensor] | None = None
         """A sum of gradients under way: the work, the own piece of it, what it is made of."""
@@ -96,15 +108,22 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start gathering, if nothing of it has begun."""
-        if not self.whole and self._coming is None:
-            self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
-            if self._link is None:
-                self._coming = self.group.start_gather(self._whole, self.piece)
+        if self.whole or self._begun:
+            return
+        self._begun = True
+        self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        if self._home is None:
+            self._coming = self.group.start_gather(self._whole, self.piece)
+            return
+        if self._link is not None:  # until the current stream has given the memory of the whole
+            self._link.wait_stream(torch.cuda.current_stream(self._link.device))
+        with torch.cuda.stream(self._link):  # None: on the host, at once
+            if self.group.size == 1:
+                self._home.send(self.number, self._whole)
                 return
-            self._link.wait_stream(torch.cuda.current_stream(self._link.device))  # which gave the memory of the whole
-            with torch.cuda.stream(self._link):
-                self._copy = self.piece.to(self._whole.device, non_blocking=True)
-                self._coming = self.group.start_gather(self._whole, self._copy)
+            self._copy = self._whole.new_empty(self.each)
+            self._home.send(self.number, self._copy)
+            self._coming = self.group.start_gather(self._whole, self._copy)
 
     def gather(self) -> None:
         """Have the whole of it."""
@@ -121,7 +140,10 @@ class Unit:
     def _arrive(self) -> None:
         if self._coming is not None:
             self._coming.wait()
+        elif self._begun and self._link is not None:
+            torch.cuda.current_stream(self._link.device).wait_stream(self._link)
         self._coming = self._copy = None
+        self._begun = False
 
     @torch.no_grad()
     def reduce(self, given: Mapping[nn.Parameter, Tensor | None] | None = None) -> None:
@@ -129,6 +151,11 @@ class Unit:
         those ``given``, or those that the parameters have."""
         self.settle()
         gradients = [parameter.grad if given is None else given[parameter] for parameter in self.parameters.values()]
+        if self.group.size == 1 and self.sink is not None:
+            for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+                self.sink(name, (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1))
+                parameter.grad = None
+            return
         if all(gradient is None for gradient in gradients):
             flat = torch.zeros(self._whole.numel(), dtype=self.reduce_dtype, device=self._whole.device)
         else:
@@ -172,6 +199,12 @@ class Unit:
         return {} if self.gradient is None else dict(self._by_name(self.gradient))
 
 
+def piece_size(parameters: Mapping[str, nn.Parameter], group: Group) -> int:
+    """Numbers of each rank's piece of a unit."""
+    size = sum(parameter.numel() for parameter in parameters.values())
+    return -(-size // (group.size * ALIGN)) * ALIGN
+
+
 class Sharded:
     """A model whose parameters are sharded; it takes the place of the model's ``stack``.
 
@@ -180,7 +213,9 @@ class Sharded:
         model: a decoder; every parameter is trained.
         recompute: compute each layer a second time in the backward pass, so that only its input is kept.
         reduce_dtype: what gradients are summed in.
+        device: that computes; the model may be in host memory until then.
         host: the pieces are in host memory. Each rank reads its own over its own link before all are gathered.
+        folder: for a file that they are in, in place of host memory.
 
     Raises:
         ValueError: a parameter is frozen, or there is not so much host memory.
@@ -195,7 +230,9 @@ class Sharded:
         *,
         recompute: bool = False,
         reduce_dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
         host: bool = False,
+        folder: str = "",
     ) -> None:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         if frozen:
@@ -207,8 +244,20 @@ class Sharded:
         order = sorted(self.parameters.items(), key=lambda item: item[1].ndim < 2)
         inside = [{n: p for n, p in order if n.startswith(layer)} for layer in layers]
         outside = {n: p for n, p in self.parameters.items() if not n.startswith("layers.")}
-        self.layers = [Unit(group, parameters, reduce_dtype, host) for parameters in inside]
-        self.root = Unit(group, outside, reduce_dtype, host)
+        device = model.device if device is None else device
+        self.pieces: Pieces | None = None
+        """Where they are, if not on the device."""
+        if host and folder:
+            sizes = [piece_size(each, group) * model.norm.weight.element_size() for each in (*inside, outside)]
+            self.pieces = FilePieces(folder, sizes, device)
+        elif host:
+            self.pieces = HostPieces(device)
+        units = [
+            Unit(group, parameters, reduce_dtype, device, self.pieces, number)
+            for number, parameters in enumerate([*inside, outside])
+        ]
+        self.layers, self.root = units[:-1], units[-1]
+        model.to(device)  # what is no parameter
         self._summing: Unit | None = None
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())
@@ -217,6 +266,19 @@ class Sharded:
     def units(self) -> list[Unit]:
         """All of them, the root last."""
         return [*self.layers, self.root]
+
+    @property
+    def upload(self) -> FileUpload | None:
+        """How an optimizer puts new weights into a file; None: it changes ``owned`` where they are."""
+        if not isinstance(self.pieces, FilePieces):
+            return None
+        places = {}
+        for unit in self.units:
+            low = self.group.rank * unit.each
+            for name, (begin, end) in unit.bounds.items():
+                at = unit.starts[name] - low
+                places[name] = unit.number, at + begin, at + end
+        return FileUpload(self.pieces, places, self.root.dtype)
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:

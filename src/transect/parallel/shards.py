@@ -21,8 +21,9 @@ from ..models.shapes import weight_shapes
 from .layout import share
 
 ALL = slice(None)
-ROWS = 16
-"""The parts of the vocabulary are whole groups of so many rows, as packed matrices want them, but for the last."""
+ROWS, DRAWN = 16, 128
+"""The parts of the vocabulary, but for the last, are whole groups of so many rows: as packed matrices want them; and as
+draws do, where the parts stay about equal."""
 
 CUT_OUTPUTS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up", "mlp.shared_gate", "mlp.shared_up")
 CUT_INPUTS = ("attention.o", "mlp.down", "mlp.shared_down")
@@ -58,6 +59,9 @@ def vocabulary_part(vocab_size: int, rank: int, ranks: int) -> slice:
 
 def vocabulary_share(vocab_size: int, ranks: int) -> int:
     """The most tokens that a rank has."""
+    each = -(-vocab_size // (ranks * DRAWN)) * DRAWN
+    if vocab_size - (ranks - 1) * each > each // 2:
+        return each
     each = -(-vocab_size // (ranks * ROWS)) * ROWS
     return each if (ranks - 1) * each < vocab_size else -(-vocab_size // ranks)
 

@@ -5,8 +5,9 @@ goes straight into this rank's heads or feed-forward units. These two do:
 
 * ``SummedShard`` around a matrix that is cut by its inputs (o, down): its product ends in an all-reduce;
 * ``GatheredShard`` around the rows of the head that a rank has: the logits of all ranks are gathered, so each of them
-  draws from the whole vocabulary, and all draw the same token. This is for inference: gathered logits have no gradient,
-  and training takes ``split_loss.py``.
+  draws from the whole vocabulary, and all draw the same token. GPUs that share memory leave them where they are for
+  most draws (``spread_logits.py``). This is for inference: gathered logits have no gradient, and training takes
+  ``split_loss.py``.
 
 The matrix inside may be of any kind. In training ``parallelize.py`` adds what the backward pass needs where a layer's
 cut part begins; with sequence parallelism a sum ends in the rank's own rows.
@@ -28,7 +29,7 @@ from ..models.embedding import Embedding
 from ..models.staging import Staging
 from ..models.storage import Layout, WeightFormat
 from ..models.weights.dense import Dense
-from ..models.weights.weight import Kinds, Product, TrainingPart, Unsummed, Values, Weight, WeightKind
+from ..models.weights.weight import Kinds, Product, TrainingPart, Ungathered, Unsummed, Values, Weight, WeightKind
 from ..ops.opset import OpSet
 from .differentiable import scattered, summed
 from .group import Group
@@ -141,6 +142,10 @@ class GatheredShard(ShardKind):
 
     def tie(self, table: nn.Parameter) -> bool:
         return self.inner.tie(table)
+
+    def ungathered(self) -> Ungathered | None:
+        spread = self.group.logits
+        return None if spread is None else Ungathered(self.inner.product(), spread)
 
     def _after(self, y: Tensor) -> Tensor:
         if y.shape[1] < self._each:

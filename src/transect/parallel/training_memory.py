@@ -34,7 +34,7 @@ class Spread:
         context: ranks that share the tokens of a sequence.
         reduce: bytes of a number while gradients are summed: 4 or 2.
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
-            too, with zero 3.
+            too, with zero 3, on one rank or several.
 
     Raises:
         ValueError: a size is not at least 1, or settings exclude each other.
@@ -58,7 +58,7 @@ class Spread:
                 raise ValueError(f"parallel.{name} must be at least 1, not {getattr(self, name)}")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"parallel.zero is 0, 1, 2 or 3, not {self.zero}")
-        if self.zero and self.data == 1:
+        if self.zero and self.data == 1 and not (self.zero == 3 and self.host_weights):
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence parallelism is between tensor ranks: set parallel.tensor to 2 or more")
@@ -73,6 +73,7 @@ class Spread:
         """The settings that differ from one device, as the file of a run names them."""
         sizes = ("data", "zero", "tensor", "pipeline", "context")
         found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
+        found = [each for each in found if self.data > 1 or not each.startswith("zero")]
         found += ["sequence = true"] if self.sequence else []
         found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data * self.context > 1 else []
         found += [f'offload = "{"all" if self.host_weights else "optimizer"}"'] if self.host_state else []

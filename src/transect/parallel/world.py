@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .peer_sums import PeerSums
+    from .shared_memory import SharedMemory
 
 T = TypeVar("T")
 
@@ -66,9 +68,22 @@ class World:
         """How many ranks share this host."""
         self.sums: dict[tuple[int, ...], PeerSums | str] = {}
         """By the ranks of a group: sums through memory that its GPUs share, or why there are none."""
+        self.logits: dict[tuple[int, ...], SharedMemory] = {}
+        """By the ranks of a group: where they read each other's logits."""
+        self._groups: dict[Hashable, dist.ProcessGroup] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
         """Messages on their way, kept until they are there."""
         self._control = dist.new_group(backend="gloo", timeout=FOR_EVER)
+        self.seconds = 0.0
+        """Spent so far on waiting for messages of one rank (``receive``)."""
+
+    def group(self, ranks: tuple[int, ...], purpose: Hashable) -> dist.ProcessGroup:
+        """torch's group of these ranks for a purpose, the same whenever it is asked for: it has threads and connections
+        of its own. All ranks of the world call this."""
+        key = ranks, purpose
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(ranks))
+        return self._groups[key]
 
     def announce(self, message: Any) -> None:
         """Send an object to all others, who ``listen``; rank 0 alone does."""
@@ -95,7 +110,9 @@ class World:
     def receive(self, source: int, *, tag: int = 0) -> Any:
         """The object that ``source`` sends with this tag; those of other tags wait for their own turn."""
         head = torch.empty(INLINE, dtype=torch.uint8)
+        began = time.perf_counter()
         dist.recv(head, group=self._control, group_src=source, tag=tag)
+        self.seconds += time.perf_counter() - began
         return _unpacked(head, lambda body: dist.recv(body, group=self._control, group_src=source, tag=tag))
 
     def exchange(self, mine: T | Failure) -> list[T]:

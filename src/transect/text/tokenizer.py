@@ -31,7 +31,7 @@ from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 if TYPE_CHECKING:
     from ..models.resolve import ModelSource
 
-LONG = 4096
+LONG = 8192
 """Characters from which a text is encoded by the call that lets other threads run meanwhile."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -32,8 +32,7 @@ class Balance:
         self._config = config
         self._layers = [module for module in model.modules() if isinstance(module, MoE)] if wanted else []
         self._seen: list[tuple[Tensor, Tensor]] = []
-        self.last: dict[str, float] = {}
-        """The two losses of the last batch, for the log."""
+        self._last: dict[str, Tensor] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -47,6 +46,11 @@ class Balance:
             for layer in self._layers:
                 layer.watch = None
 
+    @property
+    def last(self) -> dict[str, float]:
+        """The two losses of the last batch, for the log; waits for the device."""
+        return {name: float(value) for name, value in self._last.items()}
+
     def _see(self, logits_TE: Tensor, experts_Tk: Tensor) -> None:
         self._seen.append((logits_TE, experts_Tk))
 
@@ -57,7 +61,7 @@ class Balance:
         balance = torch.stack([balance_loss(*seen, self._layers[0].moe.score) for seen in self._seen]).mean()
         z = torch.stack([z_loss(logits) for logits, _ in self._seen]).mean()
         self._seen = []
-        self.last = {"expert_balance": float(balance.detach()), "router_z": float(z.detach())}
+        self._last = {"expert_balance": balance.detach(), "router_z": z.detach()}
         return self._config.balance * balance + self._config.z_loss * z
 
 

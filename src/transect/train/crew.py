@@ -61,7 +61,8 @@ class Crew:
                 f"sizes under parallel multiply to {size}"
             )
         self.config, self.world = config, world
-        self.mesh = None if world is None else Mesh(world, layout)
+        streams = config.parallel.offload == "all"
+        self.mesh = Mesh(world, layout) if world is not None or streams else None
         self.parallel: Parallel | None = None
         self._token_loss: TokenLoss | None = None
         timeout = config.parallel.timeout
@@ -106,13 +107,15 @@ class Crew:
             return trainable
         parallel = self.config.parallel
         plan = Plan(
-            zero=parallel.zero,
+            zero=3 if parallel.sharded else parallel.zero,
             reduce_dtype=REDUCE[parallel.reduce],
             sequence=parallel.sequence,
             schedule=parallel.schedule,
             chunks=parallel.runs,
             host=parallel.offload == "all",
             copies=parallel.sums == "auto",
+            folder=self._folder,
+            device=trainable.device,
         )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
@@ -152,20 +155,27 @@ class Crew:
         spread = None if self.parallel is None else self.parallel.spread
         return spread if isinstance(spread, Sharded) else None
 
+    @property
+    def _folder(self) -> str:
+        """Where this rank keeps what is offloaded to a disk; empty: nothing is."""
+        path = self.config.parallel.offload_path
+        return str(Path(path) / f"rank-{self.rank}") if path else ""
+
     def offload(self) -> Offload | None:
         """How this rank offloads its optimizer; None: it does not."""
         parallel = self.config.parallel
         if parallel.offload == "none":
             return None
-        rank, ranks = (0, 1) if self.world is None else (self.world.rank, self.world.on_host)
-        alone = self.parallel is None or self.parallel.spread is None
+        ranks = 1 if self.world is None else self.world.on_host
+        spread = None if self.parallel is None else self.parallel.spread
         cores = self.config.threads or len(os.sched_getaffinity(0)) // ranks
         return Offload(
-            folder=str(Path(parallel.offload_path) / f"rank-{rank}") if parallel.offload_path else "",
+            folder=self._folder,
             delay=parallel.delayed_update,
             watch=self.parallel is None,
-            wide=not alone or self.config.accumulate > 1,
+            wide=(spread is not None and spread.group.size > 1) or self.config.accumulate > 1,
             threads=max(1, cores),
+            upload=spread.upload if isinstance(spread, Sharded) else None,
         )
 
     def connect(self, optimizer: Optimizer, trainable: Trainable) -> None:
@@ -407,10 +417,13 @@ def _check_offload(config: TrainConfig) -> None:
         raise ValueError(f'parallel.offload is for AdamW: set optimizer.name to "adamw", {none}')
     if config.task in ("lora", "qlora"):
         raise ValueError('parallel.offload is for runs that train all weights: set it to "none", adapters are small')
-    if config.parallel.offload == "all" and config.parallel.zero != 3:
+    if config.parallel.offload == "all" and config.parallel.zero != 3 and config.parallel.data > 1:
         raise ValueError(
             'parallel.offload = "all" is for sharded weights: set parallel.zero to 3, or take offload = "optimizer"'
         )
+    if config.parallel.offload == "all" and (config.samples.prompts or config.objective == "grpo"):
+        what = "samples are" if config.samples.prompts else 'objective = "grpo" has answers'
+        raise ValueError(f'{what} drawn from a whole model on a device: set parallel.offload to "optimizer"')
     if config.precision == "bfloat16":
         raise ValueError(f'parallel.offload keeps float32 states: set precision to "mixed", {none}')
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,29 +124,40 @@ def _rounded(weights: StoredWeights, rounding: Callable[[Tensor], Tensor]) -> St
             yield name, stored
 
 
-def export_model(found: Opened, output: Path, dtype: str = "auto", quantization: str | None = None) -> None:
+def export_model(
+    found: Opened, output: Path, dtype: str = "auto", quantization: str | None = None, group: int | None = None
+) -> None:
     """Write a plain model in Hugging Face layout, the adapter merged, with its tokenizer.
 
     Args:
         dtype: ``auto``: that of the run, else of the embedding in the files; bfloat16 where that is packed.
         quantization: of the layers' matrices, as ``models/quantize_out.py`` says; None: none.
+        group: neighbours that share a scale in 4 bits; None: as many as fit.
 
     Raises:
         ValueError: an unknown dtype, or ``output`` cannot be written.
     """
     if dtype not in ("auto", *EXPORT_DTYPES):
         raise ValueError(f"dtype must be auto, {', '.join(EXPORT_DTYPES)}, not {dtype!r}")
-    wanted = EXPORT_DTYPES.get(dtype) or found.dtype or _dtype_of(found.source)
+    wanted = EXPORT_DTYPES.get(dtype) or export_dtype(found)
     state = {name: dense_values(stored.read()).to(wanted, copy=True) for name, stored in merged(found)}
-    save_hf(state, found.source.config, output, quantization=quantization)
+    save_hf(state, found.source.config, output, quantization=quantization, group=group)
     export_tokenizer(found.source, output)
 
 
-def export_gguf(found: Opened, output: Path, type_name: str = "f16") -> None:
+def export_dtype(found: Opened) -> torch.dtype:
+    """That of the run, else of the embedding in the files; bfloat16 where that is packed."""
+    return found.dtype or _dtype_of(found.source)
+
+
+def export_gguf(
+    found: Opened, output: Path, type_name: str = "f16", importance: Mapping[str, np.ndarray] | None = None
+) -> None:
     """Write one GGUF file with tokenizer and chat template, the adapter merged.
 
     Args:
         type_name: of the matrices, see ``models/gguf_out.py``.
+        importance: of the columns of matrices, see there.
 
     Raises:
         ValueError: an unknown type, a model or a tokenizer that GGUF files cannot hold, or ``output`` cannot be
@@ -155,7 +167,7 @@ def export_gguf(found: Opened, output: Path, type_name: str = "f16") -> None:
     chosen = gguf_type(type_name)
     metadata = gguf_metadata(config, chosen, Path(found.source.name).name) | gguf_vocabulary(found.source)
     weights = merged(found)  # its files stay open as long as it is there
-    write_gguf(output, metadata, gguf_tensors(weights, config, chosen))
+    write_gguf(output, metadata, gguf_tensors(weights, config, chosen, importance))
 
 
 def _dtype_of(source: ModelSource) -> torch.dtype:

@@ -77,7 +77,7 @@ def check(config: TrainConfig) -> None:
     if config.layer_keep == 1.0:
         return
     parallel = config.parallel
-    if parallel.zero == 3 or parallel.pipeline > 1 or parallel.offload == "all":
+    if parallel.sharded or parallel.pipeline > 1:
         raise ValueError(
             'layer_keep leaves layers out, and parallel.zero = 3, parallel.pipeline and parallel.offload = "all" run '
             'each in its turn: set parallel.zero to 2, the others to 1 and "none", or layer_keep to 1'

@@ -81,10 +81,11 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
     """How a configuration spreads a run. On a CPU, offloaded states are in its own memory, or on a disk."""
     parallel = config.parallel
     elsewhere = parallel.offload != "none" and (device.type == "cuda" or bool(parallel.offload_path))
+    away = elsewhere and parallel.offload == "all"
     reduce = 4 if parallel.reduce == "float32" else 2
     return Spread(
         data=parallel.data,
-        zero=parallel.zero,
+        zero=3 if away else parallel.zero,
         tensor=parallel.tensor,
         sequence=parallel.sequence,
         pipeline=parallel.pipeline,
@@ -93,7 +94,7 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         context=parallel.context,
         reduce=reduce,
         host_state=elsewhere,
-        host_weights=parallel.offload == "all" and device.type == "cuda",
+        host_weights=away,
     )
 
 
@@ -135,8 +136,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
         least = plan if asked else replace(plan, checkpointing="full")
         raise ValueError(refusal(model, least, free, account(model, least), account))
     plan, estimate = found
-    if not config.parallel.offload_path:
-        _check_host(config, estimate)
+    _check_host(config, estimate)
     reason = "as set" if asked else "the first plan that fits"
     if plan.whole:
         reason += f", the last {plan.whole} of {model.n_layers} layers without"
@@ -152,17 +152,20 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
 
 
 def _check_host(config: TrainConfig, estimate: Estimate) -> None:
-    """See that what all ranks of this host keep there fits beside each other."""
+    """See that what all ranks of this host keep there fits beside each other. Gradients are there also where the rest
+    is on a disk."""
+    on_disk = bool(config.parallel.offload_path)
     ranks = min(config.parallel.layout.size, max(1, torch.cuda.device_count()))
-    needed = ranks * sum(term.bytes for term in estimate.host)
+    needed = ranks * sum(term.bytes for term in estimate.host if not on_disk or term.name == "gradients")
     try:
         free = free_memory()
     except ValueError:
         return
     if needed > free:
         raise ValueError(
-            f"offloaded states need {gib(needed)} of the host's memory and {gib(free)} are free: set "
-            "parallel.offload_path to a folder on a fast disk, or take a smaller model"
+            f"what is offloaded needs {gib(needed)} of the host's memory and {gib(free)} are free: "
+            + ("" if on_disk else "set parallel.offload_path to a folder on a fast disk, or ")
+            + "take a smaller model"
         )
 
 

@@ -53,6 +53,8 @@ class Trainable:
     """The adapters' settings, where adapters are trained."""
     moment: Moment
     """The place in the run, for dropout; the trainer moves it."""
+    device: torch.device
+    """That computes. The model is in host memory at first if its weights come from there layer by layer."""
     own_template: str = ""
     parallel: Parallel | None = None
     """The ranks that the model is spread over, where there are others; ``model`` and ``parameters`` are then this
@@ -62,10 +64,6 @@ class Trainable:
     def adapted(self) -> bool:
         """Whether adapters are trained."""
         return self.lora is not None
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.norm.weight.device
 
     def snapshot(self, weights: Mapping[str, Tensor] | None = None) -> Callable[[Path], None]:
         """The weights now, copied to the CPU, as what writes them into a directory with the tokenizer: the adapter in
@@ -172,6 +170,8 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
         ValueError: the model cannot be found or loaded, or does not suit the task.
     """
     device = device_of(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     source = source_of(config)
     if source.config.logit_softcap is not None:
         raise ValueError("models whose logits are soft-capped (Gemma 2) are served and not trained: take another one")
@@ -181,7 +181,7 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
     if lora is not None and source.adapter is not None:
         start = read_adapter(source.adapter.path, stored.config)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
-    model = model.to_empty(device=device)
+    model = model.to_empty(device="cpu" if config.parallel.offload == "all" else device)
     if from_scratch(config):
         model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))
     else:
@@ -205,5 +205,6 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
         parameters,
         lora,
         moment,
+        device,
         "" if config.data.chat_template in ("auto", "model") else template_text(config.data.chat_template),
     )

@@ -11,7 +11,7 @@ from cuda_kernels import loaded
 
 from transect.models.presets import PRESETS
 from transect.ops.linear import stream_products
-from transect.ops.linear.few_rows import hopper as small_matmul_hopper
+from transect.ops.linear.few_rows import choices
 from transect.ops.linear.few_rows.cuda import Beside, CudaRows, CudaTiling
 from transect.ops.linear.stream_products import Stream, StreamProducts
 
@@ -42,16 +42,19 @@ def test_nothing_runs_here_that_was_not_measured() -> None:
         products.linear(Stream(x, x, torch.zeros(3, 2), EPS), torch.zeros(48, 32))
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"])
-def test_one_row_of_a_measured_model_runs_here_on_an_h200(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b", "llama-3.2-1b"])
+def test_one_row_of_a_model_runs_here_on_an_h200(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Measured or not."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choices, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(stream_products, "CudaRows", object)
     config, products = PRESETS[name], StreamProducts(torch.device("cuda", 0))
     d, f = config.dim, config.ffn_dim
     sizes = [(config.q_dim + 2 * config.kv_dim, d, False), (d, config.q_dim, False), (2 * f, d, True), (d, f, False)]
     assert products.takes(torch.zeros(1, d, dtype=torch.bfloat16), sizes)
-    assert not products.takes(torch.zeros(1, d, dtype=torch.bfloat16), [*sizes, (d, d + 64, False)])
-    small_matmul_hopper.chosen.cache_clear()
+    assert not products.takes(torch.zeros(1, d, dtype=torch.bfloat16), [*sizes, (d, d + 8, False)])
+    choices.chosen.cache_clear()
 
 
 def test_without_a_gpu_nothing_runs_here_and_that_is_said_once(

@@ -147,6 +147,71 @@ def test_tokens_whose_scores_are_nearly_equal_are_told_apart() -> None:
     assert on_device(made) == on_cpu(made) == first
 
 
+class Apart(Exception):
+    """A rank has come to the sum of all ranks."""
+
+
+def on_ranks(made: dict, ranks: int, **outputs: torch.Tensor) -> list[list[int]]:
+    """What each of several ranks draws, with a part of the logits each; one device plays them all."""
+    made = {name: value.to(DEVICE) for name, value in made.items()}
+    logits = made.pop("logits")
+    rows, vocab = logits.shape
+    share = -(-vocab // (128 * ranks)) * 128
+    kept = torch.full((ranks, rows, share), 1e9, dtype=logits.dtype, device=DEVICE)
+    found: list[torch.Tensor] = []
+
+    def drawn(rank: int, sum_: object, **more: torch.Tensor) -> torch.Tensor:
+        away = [(other - rank) * kept[0].numel() - other * share for other in range(ranks)]
+        spread = sampling.Spread(kept[rank], torch.tensor(away, device=DEVICE), rank, vocab, sum_)
+        return sampling.sample(logits[:, rank * share :][:, :share], **made, spread=spread, **more)
+
+    def come(stats: torch.Tensor) -> None:
+        found.append(stats.clone())
+        raise Apart
+
+    for rank in range(ranks):
+        with pytest.raises(Apart):
+            drawn(rank, come, **outputs)
+    assert not torch.isinf(torch.stack(found)[:, 0, :rows]).all(0).any()  # a group is of one rank
+    total = torch.stack(found).sum(0)
+    return [drawn(rank, lambda stats: stats.copy_(total), **outputs).tolist() for rank in range(ranks)]
+
+
+FEW = (WIDE[0], WIDE[1], WIDE[3], WIDE[6], (1.0, 5, 1.0, 0.02), (1.0, 0, 1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "ranks", "dtype", "settings"),
+    [
+        (300, 2, torch.bfloat16, FEW),
+        pytest.param(777, 2, torch.float32, WIDE, marks=pytest.mark.prove),
+        pytest.param(1500, 4, torch.bfloat16, WIDE, marks=pytest.mark.prove),
+    ],
+)
+def test_ranks_draw_what_one_draws_of_the_whole(vocab: int, ranks: int, dtype: torch.dtype, settings: tuple) -> None:
+    """Greedy, whole rows, and every way to narrow them; equals, excluded tokens and rows that are not finite too."""
+    rows = len(settings)
+    logits = normal(rows, vocab, seed=vocab).to(dtype)
+    logits[1::4] = logits[1::4].round()
+    logits[2::5, ::3] = -math.inf
+    logits[3, 200], logits[4, 3] = math.nan, math.inf
+    made = sampling.inputs(logits, settings, seed=vocab)
+    found = [
+        {"logprobs": torch.empty(rows, device=DEVICE), "finite": torch.empty(rows, dtype=torch.bool, device=DEVICE)}
+        for _ in range(2)
+    ]
+    assert on_ranks(made, ranks, **found[0]) == [on_device(made, **found[1])] * ranks
+    assert [row for row, good in enumerate(found[0]["finite"].tolist()) if not good] == [3, 4]
+    assert all(torch.equal(found[0][name].nan_to_num(7.0), found[1][name].nan_to_num(7.0)) for name in found[0])
+
+
+@pytest.mark.prove
+def test_ranks_settle_flat_rows_on_all_tokens() -> None:
+    settings = ((1.0, 0, 0.9, 0.0), (1.0, 8300, 0.5, 0.0))
+    made = sampling.inputs(normal(2, 8500, seed=7, scale=0.5), settings)
+    assert on_ranks(made, 2) == [on_device(made)] * 2
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     made = sampling.inputs(normal(len(WIDE), 900, seed=9), WIDE)
     tokens = on_device(made)
@@ -220,6 +285,10 @@ def test_half_logits_and_strided_rows(dtype: torch.dtype) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     made = {name: value.to(DEVICE) for name, value in sampling.inputs(torch.zeros(2, 5), sampling.SETTINGS).items()}
+    part = sampling.Spread(torch.zeros(4, 128), torch.zeros(2, dtype=torch.int64), 1, 200, lambda stats: stats)
+    assert part.refusal(torch.zeros(4, 72)) is None
+    assert "not [5, 72]" in part.refusal(torch.zeros(5, 72)) and "not [4, 73]" in part.refusal(torch.zeros(4, 73))
+    assert "float32" in part.refusal(torch.zeros(4, 72, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"top_k must be .* \[2\]"):
         sampling.sample(**made | {"top_k": made["top_k"][:1]})
     with pytest.raises(ValueError, match=r"temperature must be torch\.float32"):

@@ -106,8 +106,9 @@ DeviceSampler = Callable[..., LogprobTensors | None]
 
 
 def device_sampler(device: torch.device) -> DeviceSampler:
-    """``(logits_RV, fields, drawn, state, adjust, logprobs, masks)``: draws into ``drawn``, with logprobs where they
-    are wanted. ``masks``: ``MaskTable.words``, where draws are under grammars.
+    """``(logits_RV, fields, drawn, state, adjust, logprobs, masks, spread)``: draws into ``drawn``, with logprobs where
+    they are wanted. ``masks``: ``MaskTable.words``, where draws are under grammars. ``spread``: the logits are this
+    rank's part of them, neither adjusted nor masked, and no logprobs are wanted.
 
     On a GPU with Triton it runs the kernels, elsewhere the references of the operators.
     """
@@ -125,6 +126,7 @@ def device_sampler(device: torch.device) -> DeviceSampler:
         adjusts: bool,
         wants_logprobs: bool,
         masks: Tensor | None = None,
+        spread: sampling.Spread | None = None,
     ) -> LogprobTensors | None:
         rows = len(logits_RV)
         token, finite, raw_finite = (field[:rows] for field in drawn)
@@ -139,7 +141,8 @@ def device_sampler(device: torch.device) -> DeviceSampler:
             mask(final_RV, masks, fields.mask)
         parameters = (fields.temperature, fields.top_k, fields.top_p, fields.min_p)
         key = (fields.seed, fields.choice, fields.draw_position)
-        draw(final_RV, *parameters, *key, out=token, finite=finite)
+        where = {} if spread is None else {"spread": spread}
+        draw(final_RV, *parameters, *key, out=token, finite=finite, **where)
         if adjusts:
             count(state.counts, fields.state, token)
         return measure_logprobs(logits_RV.float(), token) if wants_logprobs else None

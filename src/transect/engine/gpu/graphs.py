@@ -53,6 +53,9 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
     def clear(self) -> None:
         """Forget all graphs; what ran last must be done."""
         self.stream.synchronize()

@@ -98,6 +98,7 @@ class GPURunner:
         fill_masks: MaskFiller = fill_each,
         in_flight: int = 2,
     ) -> None:
+        pad_tokens = pad_tokens or (16 if k_cache.device.type == "cuda" else 1)
         self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
         self._device = k_cache.device
@@ -107,20 +108,30 @@ class GPURunner:
         self._max_draws = row_bucket(max_num_seqs)
         self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
         self._sampler = device_sampler(self._device)
+        self._part = model.head.ungathered() if sample_on_device else None
+        """The head's product where ranks read each other's logits; None: it has all of them."""
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
         self._host_tokens: dict[int, int] = {}
+        self.padding = {
+            "graph_tokens": min(graph_tokens, max_num_batched_tokens),
+            "multiple": pad_tokens,
+            "fine_rows": int(fine_rows),
+        }
+        """What steps are filled up to, for who predicts their times: see ``step_sizes.py``."""
+        self.launched = ""
+        """See ``Executor``: the newest step, without its draws."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
-        pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
         # A step with prefill chunks is filled up in two places (see StepPlanner).
         rows = max(FEWEST_ROWS, self._max_draws)
         self._compilations: Callable[[], int] = int
         self._compiled_before = 0
-        self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        self.graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        """Tokens of the largest step with prefill chunks that is captured."""
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(self._graph_tokens, 0))
+        most = max(most, token_bucket(self.graph_tokens, 0))
         self._most_tokens = most
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
@@ -245,7 +256,7 @@ class GPURunner:
 
     def mixed_sizes(self) -> list[MixedSize]:
         """Those of steps with prefill chunks that graphs are for."""
-        return mixed_sizes(self._graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
+        return mixed_sizes(self.graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
 
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
@@ -322,7 +333,11 @@ class GPURunner:
         generation = self._adjust.generation if variant.adjust else 0
         self._ring.send(plan.layout.nbytes)
         key = self._key(plan, variant, generation)
+        graphs = self.graphs if not eager and (plan.decode or plan.graph) else None
+        held, count = graphs is not None and key in graphs, 0 if graphs is None else len(graphs)
         hidden, sampled = self._launch(key, partial(self._step, plan, waits), plan, eager)
+        captured = graphs is not None and len(graphs) > count
+        self.launched = "graph" if held else "captured" if captured else "eager"
         return None if waits else self._ring.ended(), hidden, sampled
 
     def _key(self, plan: StepPlan, variant: Variant, generation: int) -> Hashable:
@@ -368,6 +383,10 @@ class GPURunner:
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
+        if self._part is not None and not waits and plan.variant == Variant():
+            logits_RV, spread = self._part.product(hidden_RD), self._part.spread
+            self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
+            return hidden_TD, None
         logits_RV = self._model.head(hidden_RD)
         if self._host_sampler is not None:
             return hidden_TD, logits_RV

@@ -18,7 +18,8 @@ zero 3                 4 for each own, e for one layer and what   4 for each own
 
 With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes. One rank whose states are
 the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way. With
-zero 3 the own gradients of a layer go there when they are summed.
+zero 3 the own gradients of a layer go there when they are summed; one rank whose weights are the host's too (``zero``
+3 with nobody to share) copies those of a layer there when it is done with it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Part:
         reduce: bytes of a number while gradients are summed over these.
         owned: parameters whose state it holds, with zero 1 or 2; None: all.
         host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: its
-            pieces of the weights too, with zero 3.
+            pieces of the weights too, with zero 3, then also where ``sharing`` is 1.
     """
 
     config: ModelConfig
@@ -90,6 +91,11 @@ class Part:
     def sharing(self) -> int:
         """Ranks with the same weights: they sum gradients, and ``zero`` cuts over them."""
         return self.data * self.context
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has whole gradients that nobody else has a part of."""
+        return self.sharing == 1 and self.zero != 3
 
     def pieces(self, numbers: int) -> int:
         """This rank's share of something that is cut evenly."""
@@ -143,32 +149,40 @@ class Gradients:
     @property
     def leave(self) -> bool:
         """Whether gradients go to the host as they are made, or summed."""
-        return self.part.host_state and (self.part.sharing == 1 or self.part.zero == 3)
+        return self.part.host_state and (self.part.alone or self.part.zero == 3)
 
     @property
     def sums(self) -> int:
         """What waits from one micro-batch to the next beyond ``waiting``: sums of gradients in 16 bits."""
         if self.leave:
             return 0
-        return 4 * self.numbers if self.part.sharing == 1 and self.several and self.element < 4 else 0
+        return 4 * self.numbers if self.part.alone and self.several and self.element < 4 else 0
 
     @property
     def waiting(self) -> int:
         """What is there during the forward pass of the last micro-batch."""
         if not self.several or self.leave:
             return 0
-        if self.part.sharing == 1:
+        if self.part.alone:
             return self.sums or self.element * self.numbers
         return 4 * (self.owned if self.part.zero == 3 else self.numbers)
+
+    @property
+    def on_host(self) -> int:
+        """What waits in the host's memory until the processor steps with it, where states are there."""
+        wide = self.several or self.part.sharing > 1
+        return (4 if wide else self.element) * self.owned if self.part.host_state else 0
 
     def during(self, above: int, own: int) -> int:
         """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
         the layer itself."""
         part, e = self.part, self.element
-        if self.leave and part.sharing == 1:
+        if self.leave and part.alone:
             return e * (min(above, self.largest) + own)
-        if part.sharing == 1:
+        if part.alone:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
+        if part.zero == 3 and part.sharing == 1:
+            return e * (part.outside + own + max(part.layers))
         if part.zero == 3:
             done = self.owned if self.several else part.pieces(max(0, above - part.outside))
             done = min(done, part.pieces(max(part.layers))) if self.leave else done
@@ -186,8 +200,10 @@ class Gradients:
     def at_the_end(self) -> int:
         """What is there when the backward pass ends and the last bucket is filled."""
         part, e = self.part, self.element
-        if part.sharing == 1:
+        if part.alone:
             return self.during(self.numbers, self.largest if self.leave else 0)
+        if part.zero == 3 and part.sharing == 1:
+            return e * (part.outside + max(part.layers))
         if part.zero == 3:
             own = part.pieces(part.outside) if self.leave else self.owned
             return 4 * own + (e + part.reduce) * part.outside
@@ -201,7 +217,7 @@ class Gradients:
         part = self.part
         if self.leave:
             return 0
-        if part.sharing == 1:
+        if part.alone:
             return self.sums or self.element * self.numbers
         if part.zero == 3:
             return 4 * self.owned
@@ -213,7 +229,7 @@ class Gradients:
         part = self.part
         if self.leave:
             return f"{self.numbers} trained numbers of {self.element} bytes, each copied to the host when it is made"
-        if part.sharing == 1:
+        if part.alone:
             return f"{self.numbers} trained numbers of {self.element} bytes; all of them exist when the optimizer steps"
         if part.zero < 2:
             return f"{self.numbers} trained numbers of {part.reduce} bytes, summed over {part.sharing} ranks"

@@ -93,10 +93,13 @@ class Account:
     def estimate(self) -> Estimate:
         plan, part, gradients = self.plan, self.part, self.gradients
         static = self.static()
-        shown = self.e * gradients.numbers if part.sharing == 1 else gradients.stepping
+        shown = self.e * gradients.numbers if part.alone else gradients.stepping
         if gradients.leave:
             shown = gradients.at_the_end
         self.term("gradients", shown, gradients.why)
+        if gradients.on_host:
+            why = "in the memory of the host, until the processor takes a step with them"
+            self.host += (Term("gradients", gradients.on_host, why),)
         if gradients.sums:
             self.term("gradient sums", gradients.sums, "float32, over the micro-batches of a step")
         if part.sharing > 1 and gradients.at_the_end > gradients.stepping:
@@ -213,6 +216,9 @@ class Account:
         unit by unit."""
         if self.part.zero == 3:
             unit = max(self.part.outside, *self.part.layers)
+            if self.part.host_weights:
+                size = 2 * self.e * unit
+                return [Phase("cutting", {"cutting": self.term("cutting", size, "the largest unit, and the piece")})]
             cutting = self.term("cutting", self.e * (unit + self.part.sharded), "pieces, and the largest unit twice")
             return [Phase("cutting", {"weights": self.e * count(self.part.shapes), "cutting": cutting})]
         if self.plan.task != "qlora":

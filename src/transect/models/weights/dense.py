@@ -13,7 +13,7 @@ from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat, dense_format
-from .weight import Dimension, Product, TrainingPart, Values, Weight, part_of, shard_bias
+from .weight import Dimension, Product, TrainingPart, Values, Weight, draw_normal, part_of, shard_bias
 
 
 class Dense(Weight):
@@ -74,8 +74,7 @@ class Dense(Weight):
         staging.copy(dense_values(values), self.weight.detach())
 
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
-        with torch.no_grad():
-            self.weight.normal_(0.0, std, generator=generator)
+        draw_normal(self.weight, std, generator)
 
     def rows(self, index_T: Tensor) -> Tensor:
         return F.embedding(index_T, self.weight)

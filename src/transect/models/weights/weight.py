@@ -45,6 +45,7 @@ from ..stored import Values
 if TYPE_CHECKING:
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.sampling.sampling import Spread
 
 Product = Callable[[Tensor], Tensor]
 Dimension = Literal["out", "in"]
@@ -76,6 +77,14 @@ class Unsummed(NamedTuple):
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor] | None]
     """``(branch, residual, weight, eps) -> (RMSNorm of total, total)`` with total = residual + the sum of ``branch``;
     None where that is not quicker than one after the other."""
+
+
+class Ungathered(NamedTuple):
+    """The product of a head that is cut between ranks: this rank's logits, and where all ranks can read those of the
+    others."""
+
+    product: Product
+    spread: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +228,8 @@ class Weight(nn.Module):
         """Random values, normal with deviation ``std``."""
         like = self.training_part().like
         values = torch.empty(self.out_features, self.in_features, device=like.device, dtype=like.dtype)
-        self.load(values.normal_(0.0, std, generator=generator), Staging(like.device))
+        draw_normal(values, std, generator)
+        self.load(values, Staging(like.device))
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         """Itself as a stack of equal matrices, one below the other, each for the rows of its expert:
@@ -248,6 +258,10 @@ class Weight(nn.Module):
 
     def unsummed(self) -> Unsummed | None:
         """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
+        return None
+
+    def ungathered(self) -> Ungathered | None:
+        """The product without the logits of other ranks; None: it has all of them, or there is no way to read those."""
         return None
 
     def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -354,3 +368,13 @@ def shard_bias(bias: nn.Parameter | None, dim: Dimension, part: slice, rank: int
     if bias is None or (dim == "in" and rank):
         return None
     return bias.detach()[part].clone() if dim == "out" else bias.detach().clone()
+
+
+@torch.no_grad()
+def draw_normal(into: Tensor, std: float, generator: torch.Generator | None = None) -> None:
+    """Fill a tensor with normal numbers of deviation ``std``, drawn where the generator is."""
+    if generator is None or generator.device.type == into.device.type:
+        into.normal_(0.0, std, generator=generator)
+    else:
+        drawn = torch.empty(into.shape, dtype=into.dtype, device=generator.device)
+        into.copy_(drawn.normal_(0.0, std, generator=generator))

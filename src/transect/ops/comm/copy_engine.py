@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .peer_memory import memory_at
+
 AT_LEAST = 0
 """``CU_STREAM_WAIT_VALUE_GEQ``."""
 PATIENCE_S = 60.0
@@ -80,16 +82,7 @@ class EngineCopies:
 
     def view(self, address: int, nbytes: int) -> Tensor:
         """Memory of the current GPU as bytes; it must outlive the tensor."""
-        return torch.as_tensor(_Memory(address, nbytes), device="cuda")
-
-
-class _Memory:
-    """Bytes of a GPU in the form that torch takes over."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
+        return memory_at(address, nbytes)
 
 
 class HostCopies:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+from torch import Tensor
+
 from ..lang.cuda import bind
 
 HANDLE = 64
@@ -46,6 +49,20 @@ class PeerMemory:
     def free(self) -> None:
         """Give the memory back, when no other process has it open."""
         _check("freed", bind("all_reduce", "transect_peer_free", "p")(self.address))
+
+
+def memory_at(address: int, nbytes: int) -> Tensor:
+    """Memory of the current GPU as bytes; it must outlive the tensor."""
+    return torch.as_tensor(_Memory(address, nbytes), device="cuda")
+
+
+class _Memory:
+    """Bytes of a GPU in the form that torch takes over."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
 
 
 def _check(what: str, code: int) -> None:

@@ -6,7 +6,8 @@ Shapes: x ``[T, D]``, weight ``[2 F, D]`` (V above W), bias ``[2 F]`` or None, r
 Inference only; training computes it as ``linear`` and ``swiglu``, or ``matmul`` with a gate.
 
 Bound by bytes for few rows (the weights, read once), by arithmetic from a few hundred on. For many rows the gate is
-part of the product's epilogue (``matmul.py``), which saves writing and reading ``[T, 2 F]``. For few rows the product
+part of the product's epilogue (``matmul.py``), which saves writing and reading ``[T, 2 F]``; where its tiles would
+leave much of a GPU idle, cuBLAS multiplies and another launch applies the gate. For few rows the product
 is cut along K and its parts are added up at the end, so the gate is a kernel of its own: it moves ``3 T F`` elements,
 1 % of the weights at 16 rows of an 8B model. On Hopper up to 256 rows both are one launch for the weights where that
 was quicker (``few_rows/cuda.py``, ``few_rows/hopper.py``, ``few_rows/triton.py``).
@@ -31,6 +32,7 @@ from .few_rows import small_matmul
 from .linear import fixed_rows, fixed_tiling, whole_tile
 from .linear import triton_fixed_rows as triton_fixed_linear
 from .many_rows import matmul
+from .many_rows.tiling import cublas_is_quicker, leaves_idle
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,6 +103,8 @@ def _triton() -> Callable[..., Tensor]:
                 if y is None
                 else y
             )
+        if cublas_is_quicker(x, weight) and (bias is not None or leaves_idle(len(x), weight.shape[0] // 2, x.device)):
+            return gate_halves(torch.nn.functional.linear(x, weight, bias), dependent_launch=dependent_launch)
         if bias is not None:
             return gate_halves(matmul.matmul(x, weight, bias), dependent_launch=dependent_launch)
         gate, up = weight.chunk(2)

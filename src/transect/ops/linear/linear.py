@@ -34,7 +34,7 @@ from ..numerics import sample
 from ..registry import Cost, Implementation, Op, register
 from .few_rows import small_matmul
 from .many_rows import matmul
-from .many_rows.tiling import SMALL, Tiling
+from .many_rows.tiling import SMALL, Tiling, cublas_is_quicker
 
 ROWS = 16
 """Rows in a block of ``fixed_rows``."""
@@ -72,13 +72,16 @@ def _examples() -> Sequence[dict[str, Any]]:
 
 
 def _triton() -> Callable[..., Tensor]:
-    """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
+    """The kernels of ``small_matmul.py`` up to their number of rows; above those of ``matmul.py``, or cuBLAS where it
+    is quicker."""
     few = available(small_matmul.best_launcher())()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
         """``reference`` on the GPU. ``dependent_launch``: the weight may be read while the kernel before still runs."""
         if x.shape[0] <= small_matmul.MOST_ROWS:
             return few(x, weight, bias, dependent_launch=dependent_launch)
+        if cublas_is_quicker(x, weight):
+            return F.linear(x, weight, bias)
         return matmul.matmul(x, weight, bias)
 
     return linear

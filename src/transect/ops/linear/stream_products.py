@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..registry import Unavailable
-from .few_rows import hopper as small_matmul_hopper
+from .few_rows import choices
 from .few_rows.cuda import CUDA_ROWS, Beside, CudaRows, CudaTiling
 from .few_rows.gluon import GluonRows, GluonTiling, device_refusal
 from .few_rows.triton import TritonRows, TritonTiling
@@ -79,7 +79,7 @@ class StreamProducts:
     def takes(self, x: Tensor, sizes: Iterable[Size]) -> bool:
         """Whether the products of all these sizes in a step on the stream x ``[M, D]`` run here."""
         rows = len(x)
-        if x.dtype != torch.bfloat16 or not 0 < rows <= small_matmul_hopper.MOST_ROWS:
+        if x.dtype != torch.bfloat16 or not 0 < rows <= choices.MOST_ROWS:
             return False
         kinds = {type(self._choose(rows, *size)) for size in sizes}  # they read each other's squares: all of one kind
         if kinds in ({TritonTiling}, {GluonTiling}, {TritonTiling, GluonTiling}):
@@ -131,5 +131,5 @@ class StreamProducts:
 def _shipped(
     device: torch.device, m: int, n: int, k: int, gated: bool
 ) -> CudaTiling | TritonTiling | GluonTiling | None:
-    choice = small_matmul_hopper.chosen(m, n, k, device, gated=gated, stream=True)
+    choice = choices.chosen(m, n, k, device, gated=gated, stream=True)
     return None if choice is None or choice.by == "hopper" else choice.tiling

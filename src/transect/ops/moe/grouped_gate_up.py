@@ -2,8 +2,11 @@ r"""The first half of the experts of a mixture: gate and up of each row's expert
 
     y_r = silu(V_e(r) x_s(r)) * (W_e(r) x_s(r))             rows, experts and order as in ``grouped_linear.py``
 
-Each row is read once for both products, and what they give is never written. Training computes it as two
-``grouped_linear`` and ``swiglu``, whose gradients need it.
+Each row is read once for both products. What they give is written for training alone, where the backward pass needs it:
+with g = dL/dy, a and b the products of gate and up,
+
+    da = g b silu'(a)        db = g silu(a)        dL/dx = V^T da + W^T db, one product, added up over a token's rows
+    dL/dV, dL/dW             as in ``grouped_linear.py``
 
 Shapes: x ``[R, I]`` or ``[T, I]``, gate and up ``[E O, I]``, starts ``[E + 1]`` int32, order ``[R]`` int32 or None,
 result ``[R, O]``. float32 until the end, rounded once.
@@ -22,13 +25,19 @@ from torch import Tensor
 
 from ..activation import swiglu
 from ..counting import touched
-from ..lang.jit import TRITON_TARGETS, available
+from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, get, register
+from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
-from .triton import _grouped_gate_up, triton_grouped_gate_up
+from .triton import (
+    _grouped_gate_up,
+    gate_up_and_sums,
+    triton_grouped_gate_up,
+    triton_input_gradient,
+    triton_weight_gradient,
+)
 
 
 def reference(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
@@ -50,12 +59,67 @@ def by_fixed_rows(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Te
     return swiglu.by_exp(*products)
 
 
-def in_parts(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-    """What training calls: operators that have gradients."""
-    gated = get("swiglu").implementations["triton"].autograd
-    assert gated is not None
-    products = (grouped_linear.grouped_linear(x, weight, starts, order) for weight in (gate, up))
-    y: Tensor = gated()(*products)
+@torch.library.custom_op("transect::grouped_gate_up", mutates_args=())
+def gate_up(
+    x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(result, gate's products, up's products) for autograd and ``torch.compile``: the Triton kernel where it can run,
+    else torch."""
+    if runs_triton(x, gate, up):
+        return gate_up_and_sums(x, gate, up, starts, order)
+    a, b = (grouped_linear.reference(x, weight, starts, order) for weight in (gate, up))
+    return swiglu.by_exp(a, b), a, b
+
+
+@torch.library.custom_op("transect::grouped_gate_up_backward", mutates_args=())
+def gate_up_backward(
+    grad: Tensor, x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dL/dx, dL/dgate, dL/dup); a, b: what the products gave."""
+    da, db = swiglu.swiglu_backward(grad, a, b)
+    if runs_triton(grad, x, gate, up):
+        rows = triton_input_gradient(da, gate, starts, db, up)
+        dx = grouped_linear.to_tokens(rows, order, x)
+        dgate, _ = triton_weight_gradient(da, x, starts, order, gate, False)
+        return dx, dgate, triton_weight_gradient(db, x, starts, order, up, False)[0]
+    first, second = (
+        grouped_linear.grouped_linear_backward(d, x, w, starts, order, False) for d, w in ((da, gate), (db, up))
+    )
+    return first[0] + second[0], first[1], second[1]
+
+
+@gate_up.register_fake
+def _(
+    x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.shape[0] if order is None else order.shape[0]
+    y, a, b = (x.new_empty(rows, gate.shape[0] // (starts.shape[0] - 1)) for _ in range(3))
+    return y, a, b
+
+
+@gate_up_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    dx, dgate, dup = gate_up_backward(grad.contiguous(), *ctx.saved_tensors)
+    return dx, dgate, dup, None, None
+
+
+gate_up.register_autograd(_backward, setup_context=_setup)
+
+
+def with_gradient(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+    """What training calls."""
+    y: Tensor = gate_up(x, gate, up, starts, order)[0]
     return y
 
 
@@ -67,6 +131,11 @@ def cost(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | No
     read = x.nbytes + touched(rows, 1, experts) / experts * (gate.nbytes + up.nbytes) + starts.nbytes
     read += 0 if order is None else order.nbytes
     return Cost(rows * outputs * (4 * gate.shape[1] + 5), read, rows * outputs * x.element_size())
+
+
+def _gradient_cost(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Cost:
+    forward = cost(x, gate, up, starts, order)
+    return Cost(2 * forward.flops, forward.bytes + x.nbytes, x.nbytes + gate.nbytes + up.nbytes)
 
 
 def _inputs(tokens: int, k: int, experts: int, inputs: int, outputs: int, ordered: bool) -> dict[str, Any]:
@@ -101,9 +170,9 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     types = dict.fromkeys(("x", "gate", "up"), "*bf16") | {"starts": "*i32", "order": "*i32", "out": "*bf16"}
-    types |= dict.fromkeys(("N", "K", "E", "k_choices"), "i32")
-    few = {"ORDERED": True, "WIDTH": 128, "BM": 16, "BN": 32, "BK": 128}
-    many = {"ORDERED": True, "WIDTH": 128, "BM": 128, "BN": 128, "BK": 64}
+    types |= dict.fromkeys(("gates", "ups"), "*bf16") | dict.fromkeys(("N", "K", "E", "k_choices"), "i32")
+    few = {"ORDERED": True, "SAVE": False, "WIDTH": 128, "BM": 16, "BN": 32, "BK": 128}
+    many = {"ORDERED": True, "SAVE": True, "WIDTH": 128, "BM": 128, "BN": 128, "BK": 64}
     sizes = ("N", "K")
     return [
         Kernel("few rows", _grouped_gate_up, types, few, sizes),
@@ -120,11 +189,13 @@ register(
             "torch": Implementation("torch", lambda: by_grouped_linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation(
-                "triton", available(triton_grouped_gate_up), TRITON_TARGETS, autograd=lambda: in_parts
+                "triton", available(triton_grouped_gate_up), TRITON_TARGETS, autograd=lambda: with_gradient
             ),
         },
         examples=_examples,
         peers={"torch": by_grouped_linear},
+        differentiable=("x", "gate", "up"),
+        gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
         error_ratio=4.0,

@@ -35,6 +35,7 @@ from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..linear.linear import fixed_rows
 from ..numerics import sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from .combining import triton_combine
 from .ordering import draw
 from .ordering import reference as order_of
 from .triton import (
@@ -99,7 +100,7 @@ def grouped_linear_backward(
         dw, db = triton_weight_gradient(grad, x, starts, order, weight, biased)
     else:
         rows, dw, db = _backward_by_expert(grad, x, weight, starts, order, biased)
-    return _to_tokens(rows, order, x), dw, grad.new_empty(0) if db is None else db
+    return to_tokens(rows, order, x), dw, grad.new_empty(0) if db is None else db
 
 
 def _backward_by_expert(
@@ -119,12 +120,14 @@ def _backward_by_expert(
     return rows, dw, db
 
 
-def _to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
-    """The gradients of a token's k rows, added up in the order of its choices."""
+def to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
+    """The gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read from."""
     if order is None or not len(x):
         return rows if order is None else torch.zeros_like(x)
     places = torch.empty_like(order, dtype=torch.int64)
     places.scatter_(0, order.long(), torch.arange(len(order), device=order.device))
+    if runs_triton(rows):
+        return triton_combine(rows, places.int(), torch.ones(len(x), len(order) // len(x), device=x.device))
     return rows[places].unflatten(0, (len(x), -1)).sum(1)
 
 
@@ -210,17 +213,19 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     product = dict.fromkeys(("x", "weight", "bias"), "*bf16") | {"starts": "*i32", "order": "*i32", "out": "*bf16"}
-    product |= dict.fromkeys(("N", "K", "E", "k_choices"), "i32")
-    few = {"TRANSPOSED": False, "ORDERED": True, "BIAS": False, "WIDTH": 128, "BM": 16, "BN": 64, "BK": 128}
-    many = {"TRANSPOSED": True, "ORDERED": False, "BIAS": True, "WIDTH": 128, "BM": 128, "BN": 128, "BK": 64}
+    product |= dict.fromkeys(("x2", "weight2"), "*bf16") | dict.fromkeys(("N", "K", "E", "k_choices"), "i32")
+    few = {"TRANSPOSED": False, "ORDERED": True, "BIAS": False, "TWO": False, "WIDTH": 128}
+    few |= {"BM": 16, "BN": 64, "BK": 128}
+    many = {"TRANSPOSED": True, "ORDERED": False, "BIAS": True, "TWO": True, "WIDTH": 128}
+    many |= {"BM": 128, "BN": 128, "BK": 64}
     back = dict.fromkeys(("g", "x"), "*bf16") | dict.fromkeys(("starts", "order"), "*i32")
     back |= dict.fromkeys(("dw", "db"), "*bf16") | dict.fromkeys(("O", "I", "k_choices"), "i32")
-    gradient = {"ORDERED": True, "BIAS": True, "BO": 64, "BI": 64, "BR": 32}
+    gradient = {"ORDERED": True, "BIAS": True, "BO": 128, "BI": 128, "BR": 64}
     sizes = ("N", "K")
     return [
         Kernel("few rows", _grouped_product, product, few, sizes),
         Kernel("many rows", _grouped_product, product, many, sizes, 8),
-        Kernel("gradient of the weights", _weight_gradient, back, gradient, ("O", "I")),
+        Kernel("gradient of the weights", _weight_gradient, back, gradient, ("O", "I"), 8),
     ]
 
 

@@ -10,6 +10,7 @@ Shapes: R sorted rows, E experts, O outputs and I inputs of each.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..lang.jit import INTERPRETED, kernel, next_power_of_2, require, tl
@@ -17,6 +18,8 @@ from ..lang.tiles import dot
 
 Tiling = tuple[int, int, int, int]
 """BM, BN, BK, warps."""
+WEIGHT_GRADIENT: dict[bool, Tiling] = {False: (128, 128, 64, 8), True: (64, 64, 32, 4)}
+"""Outputs, inputs and rows of a tile, and warps; by whether numbers are wider than 16 bits."""
 
 
 def tiling(rows: int, experts: int, gated: bool = False) -> Tiling:
@@ -47,11 +50,12 @@ def _expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # 
 
 @kernel
 def _grouped_product(  # type: ignore[no-untyped-def]
-    x, weight, bias, starts, order, out, N, K, E, k_choices,
-    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, bias, x2, weight2, starts, order, out, N, K, E, k_choices,
+    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED."""
+    """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED. With TWO the
+    same of ``x2`` and ``weight2`` is added."""
     expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r = row + tl.arange(0, BM)
@@ -60,7 +64,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
         if ORDERED:
             source = tl.load(order + r, inside, 0) // k_choices
         n = tl.program_id(0) * BN + tl.arange(0, BN)
-        at = weight + expert.to(tl.int64) * N * K
+        at = expert.to(tl.int64) * N * K
         if TRANSPOSED:
             at += n[None, :]
         else:
@@ -68,10 +72,13 @@ def _grouped_product(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BM, BN], tl.float32)
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)
-            a = tl.load(x + source.to(tl.int64)[:, None] * K + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
+            rows = source.to(tl.int64)[:, None] * K + k[None, :]
+            there = inside[:, None] & (k < K)[None, :]
             step = k[:, None] * N if TRANSPOSED else k[:, None]
-            b = tl.load(at + step, (n < N)[None, :] & (k < K)[:, None], 0.0)
-            acc = dot(a, b, acc)
+            wanted = (n < N)[None, :] & (k < K)[:, None]
+            acc = dot(tl.load(x + rows, there, 0.0), tl.load(weight + at + step, wanted, 0.0), acc)
+            if TWO:
+                acc = dot(tl.load(x2 + rows, there, 0.0), tl.load(weight2 + at + step, wanted, 0.0), acc)
         if BIAS:
             acc += tl.load(bias + expert * N + n, n < N, 0.0).to(tl.float32)[None, :]
         place = out + r.to(tl.int64)[:, None] * N + n[None, :]
@@ -80,10 +87,12 @@ def _grouped_product(  # type: ignore[no-untyped-def]
 
 @kernel
 def _grouped_gate_up(  # type: ignore[no-untyped-def]
-    x, gate, up, starts, order, out, N, K, E, k_choices,
-    ORDERED: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, gate, up, starts, order, out, gates, ups, N, K, E, k_choices,
+    ORDERED: tl.constexpr, SAVE: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``out[r, n] = silu(sum_k x[r, k] gate[expert of r, n, k]) * sum_k x[r, k] up[expert of r, n, k]``."""
+    """``out[r, n] = silu(sum_k x[r, k] gate[expert of r, n, k]) * sum_k x[r, k] up[expert of r, n, k]``; with SAVE the
+    two sums too, for the backward pass."""
     expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r = row + tl.arange(0, BM)
@@ -102,8 +111,12 @@ def _grouped_gate_up(  # type: ignore[no-untyped-def]
             g = dot(a, tl.load(gate + at + k[:, None], there, 0.0), g)
             u = dot(a, tl.load(up + at + k[:, None], there, 0.0), u)
         y = g / (1.0 + tl.exp(-g)) * u
-        place = out + r.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(place, y.to(out.dtype.element_ty), inside[:, None] & (n < N)[None, :])
+        place = r.to(tl.int64)[:, None] * N + n[None, :]
+        there = inside[:, None] & (n < N)[None, :]
+        tl.store(out + place, y.to(out.dtype.element_ty), there)
+        if SAVE:
+            tl.store(gates + place, g.to(gates.dtype.element_ty), there)
+            tl.store(ups + place, u.to(ups.dtype.element_ty), there)
 
 
 @kernel
@@ -111,10 +124,11 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     g, x, starts, order, dw, db, O, I, k_choices,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """``dw[e, o, i] = sum over rows of e of g[r, o] x[r, i]``; an expert without rows gets zeros."""
-    expert = tl.program_id(0)
+    """``dw[e, o, i] = sum over rows of e of g[r, o] x[r, i]``; an expert without rows gets zeros. The programs of an
+    expert follow one another, so that its rows are read from memory once."""
+    expert = tl.program_id(2)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
-    i = tl.program_id(2) * BI + tl.arange(0, BI)
+    i = tl.program_id(0) * BI + tl.arange(0, BI)
     first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
     acc = tl.zeros([BO, BI], tl.float32)
     total = tl.zeros([BO], tl.float32)
@@ -132,7 +146,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     row = expert.to(tl.int64) * O + o
     tl.store(dw + row[:, None] * I + i[None, :], acc.to(dw.dtype.element_ty), (o < O)[:, None] & (i < I)[None, :])
     if BIAS:
-        tl.store(db + row, total.to(db.dtype.element_ty), (o < O) & (tl.program_id(2) == 0))
+        tl.store(db + row, total.to(db.dtype.element_ty), (o < O) & (tl.program_id(0) == 0))
 
 
 def triton_grouped_linear(
@@ -146,28 +160,38 @@ def triton_grouped_linear(
 
 def triton_grouped_gate_up(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
     """``grouped_gate_up.reference`` in Triton; can be captured in a CUDA graph."""
+    return gate_up_and_sums(x, gate, up, starts, order, save=False)[0]
+
+
+def gate_up_and_sums(
+    x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None, *, save: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(result, gate's products, up's products), ``[R, O]`` each; without ``save`` the last two are the first."""
     require("grouped_gate_up", x, gate, up)
     x, gate, up = x.contiguous(), gate.contiguous(), up.contiguous()
     experts = len(starts) - 1
     rows = len(x) if order is None else len(order)
     n, k = gate.shape[0] // experts, gate.shape[1]
     out = x.new_empty(rows, n)
+    gates, ups = (torch.empty_like(out), torch.empty_like(out)) if save else (out, out)
     if rows and n:
         bm, bn, bk, warps = tiling(rows, experts, gated=True)
         tiles = rows // bm + min(experts, rows)
         _grouped_gate_up[(-(-n // bn), tiles)](
-            x, gate, up, starts, starts if order is None else order, out,
+            x, gate, up, starts, starts if order is None else order, out, gates, ups,
             n, k, experts, 1 if order is None else rows // len(x),
-            ORDERED=order is not None, WIDTH=next_power_of_2(experts), BM=bm, BN=bn, BK=bk, num_warps=warps,
+            ORDERED=order is not None, SAVE=save, WIDTH=next_power_of_2(experts), BM=bm, BN=bn, BK=bk, num_warps=warps,
         )  # fmt: skip
-    return out
+    return out, gates, ups
 
 
-def triton_input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-    """dL/dx of the sorted rows, ``[R, I]``."""
+def triton_input_gradient(
+    grad: Tensor, weight: Tensor, starts: Tensor, grad2: Tensor | None = None, weight2: Tensor | None = None
+) -> Tensor:
+    """dL/dx of the sorted rows, ``[R, I]``; of two products of the same rows where there are two gradients."""
     experts = len(starts) - 1
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
-    return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, True)
+    return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, True, grad2, weight2)
 
 
 def _run(
@@ -179,9 +203,13 @@ def _run(
     n: int,
     k: int,
     transposed: bool,
+    x2: Tensor | None = None,
+    weight2: Tensor | None = None,
 ) -> Tensor:
     require("grouped_linear", x, weight)
     x = x.contiguous()
+    two = x2 is not None and weight2 is not None
+    second = (x2.contiguous(), weight2.contiguous()) if x2 is not None and weight2 is not None else (x, weight)
     experts = len(starts) - 1
     rows = len(x) if order is None else len(order)
     out = x.new_empty(rows, n)
@@ -189,10 +217,11 @@ def _run(
         bm, bn, bk, warps = tiling(rows, experts)
         tiles = rows // bm + min(experts, rows)
         _grouped_product[(-(-n // bn), tiles)](
-            x, weight, weight if bias is None else bias.contiguous(), starts, starts if order is None else order, out,
+            x, weight, weight if bias is None else bias.contiguous(), *second,
+            starts, starts if order is None else order, out,
             n, k, experts, 1 if order is None else rows // len(x),
-            TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, WIDTH=next_power_of_2(experts),
-            BM=bm, BN=bn, BK=bk, num_warps=warps,
+            TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, TWO=two,
+            WIDTH=next_power_of_2(experts), BM=bm, BN=bn, BK=bk, num_warps=warps,
         )  # fmt: skip
     return out
 
@@ -206,10 +235,10 @@ def triton_weight_gradient(
     outputs, inputs = like.shape[0] // experts, like.shape[1]
     dw = like.new_empty(like.shape)
     db = like.new_empty(len(like)) if biased else None
-    bo, bi, br = (16, 16, 16) if INTERPRETED else (64, 64, 32)
-    _weight_gradient[(experts, -(-outputs // bo), -(-inputs // bi))](
+    bo, bi, br, warps = (16, 16, 16, 4) if INTERPRETED else WEIGHT_GRADIENT[grad.dtype.itemsize > 2]
+    _weight_gradient[(-(-inputs // bi), -(-outputs // bo), experts)](
         grad, x, starts, starts if order is None else order, dw, dw if db is None else db, outputs, inputs,
         1 if order is None else len(order) // max(1, len(x)),
-        ORDERED=order is not None, BIAS=biased, BO=bo, BI=bi, BR=br,
+        ORDERED=order is not None, BIAS=biased, BO=bo, BI=bi, BR=br, num_warps=warps,
     )  # fmt: skip
     return dw, db

@@ -28,6 +28,10 @@ depend on the other rows, to the bit.
 On Hopper the launches are dependent: each begins while the one before it runs, and reads a row's parameters,
 temperature to position, before that has ended. So the kernel before the first of them must not write those.
 
+Where a vocabulary is cut between ranks, each passes over its own logits; a sum joins the groups' maxima and masses
+(``Spread``). Everything after it runs on every rank as on one GPU. What it looks at of other ranks' logits, a group, or
+the tokens above the bar, it reads in their memory. So tokens are those of one GPU, whatever is asked for.
+
 Shapes: logits ``[R, V]``; temperature, top_p, min_p float32 ``[R]``; top_k int32 ``[R]`` (0 or at least V: off); seed
 int64 ``[R]``; choice and position int32 or int64 ``[R]``; result int64 ``[R]``. No gradient. The host reads no value.
 
@@ -37,7 +41,8 @@ Source: rejection in place of sorting: FlashInfer (Ye et al. 2025, arXiv:2501.01
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,6 +72,38 @@ COLLECTORS = 512
 """Programs of ``_collect`` for all rows together, where a row has enough groups: as many as an H200 runs at once with
 128 registers a thread. Twice as many for more than MANY_ROWS rows, each of which would otherwise get too few."""
 MANY_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A row of logits that lies in parts of one width on several ranks, in memory which all of them can read. Between
+    two draws the ranks must meet (in the sums of a step's layers), so that none overwrites what another still reads.
+
+    Attributes:
+        kept: ``[rows, share]``, where the own part is left for the others, in the dtype of the logits; share is a
+            multiple of 128.
+        away: int64 ``[ranks]``: how many numbers from ``kept`` the part of each rank begins, less the id of its first
+            token.
+        rank: the own place among them.
+        vocab: how many tokens there are.
+        sum: adds up a float32 tensor over the ranks, in its place. No rank leaves it before all have come to it.
+    """
+
+    kept: Tensor
+    away: Tensor
+    rank: int
+    vocab: int
+    sum: Callable[[Tensor], Tensor]
+
+    def refusal(self, logits: Tensor) -> str | None:
+        """Why ``logits`` ``[R, V here]`` cannot be this rank's part, or None."""
+        most, share = self.kept.shape
+        if share % GROUP or logits.dtype != self.kept.dtype:
+            return f"parts are multiples of {GROUP} tokens in {self.kept.dtype}, not {share} in {logits.dtype}"
+        here = min(share, self.vocab - self.rank * share)
+        if logits.shape[0] > most or logits.shape[1] != here:
+            return f"the part is [at most {most}, {here}], not {list(logits.shape)}"
+        return None
 
 
 def reference(
@@ -149,6 +186,7 @@ def sample(
     out: Tensor | None = None,
     logprobs: Tensor | None = None,
     finite: Tensor | None = None,
+    spread: Spread | None = None,
 ) -> Tensor:
     """``reference`` on the device; a CUDA graph can capture it.
 
@@ -157,6 +195,8 @@ def sample(
         logprobs: float32 ``[R]``, receives the drawn token's log-softmax, of the logits as given (temperature 1);
             NaN for a row that is not finite.
         finite: bool ``[R]``, receives whether the row has a largest logit and it is finite (no NaN, no +inf).
+        spread: ``logits`` are this rank's part of them. Every rank calls this, with the same parameters, and gets the
+            same results.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or device.
@@ -164,7 +204,10 @@ def sample(
     require("sample", logits)
     if logits.dim() != 2 or not 0 < logits.shape[1] < 2**20:
         raise ValueError(f"sample: logits must be [rows, 1 to {2**20 - 1} tokens], not {list(logits.shape)}")
-    rows, vocab = logits.shape
+    if spread is not None and (reason := spread.refusal(logits)):
+        raise ValueError(f"sample: {reason}")
+    rows, here = logits.shape
+    vocab = here if spread is None else spread.vocab
     device = logits.device
     wide = (torch.int32, torch.int64)
     f32 = (torch.float32,)
@@ -192,7 +235,8 @@ def sample(
     groups = -(-vocab // GROUP)
     width, raw = max(4, next_power_of_2(groups)), logprobs is not None
     room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else kernels are compiled anew for few rows
-    peaks, masses, raw_masses = torch.empty((3, room, groups), dtype=torch.float32, device=device)
+    stats = torch.empty((3, room, groups), dtype=torch.float32, device=device)
+    peaks, masses, raw_masses = stats
     totals, lses = torch.empty((2, room), dtype=torch.float64, device=device)
     tops, bars = torch.empty((2, room), dtype=torch.float32, device=device)
     mode, counts = torch.empty((2, room), dtype=torch.int32, device=device)
@@ -203,27 +247,34 @@ def sample(
     if has_dependent_launch(device):
         launch = {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
         few_registers = {"maxnreg": 128}  # see COLLECTORS: most programs only see that a row is done
-    numbers = (vocab, groups, logits.stride(0))
+    parts: dict[str, Any] = {"SPREAD": spread is not None, **launch}
+    kept, away, share, first = logits, None, 0, 0
+    if spread is not None:
+        kept, away, share = spread.kept, spread.away, spread.kept.shape[1]
+        first = spread.rank * share // GROUP
     knobs = config or tuned("sampling", (rows, vocab), device, rule)
-    pairs = logits.dtype == torch.bfloat16 and not (vocab | logits.stride(0) | logits.data_ptr() // 2) % 2
+    pairs = logits.dtype == torch.bfloat16 and not (here | logits.stride(0) | logits.data_ptr() // 2) % 2
     _groups[(-(-groups // knobs["groups"]), rows)](
-        logits, temperature, peaks, masses, raw_masses, *numbers, GROUPS=knobs["groups"], PAIRS=pairs, RAW=raw,
-        num_warps=knobs["warps"], **launch,
+        logits, temperature, peaks, masses, raw_masses, kept, here, groups, logits.stride(0), kept.stride(0), first,
+        GROUPS=knobs["groups"], PAIRS=pairs, RAW=raw, num_warps=knobs["warps"], **parts,
     )  # fmt: skip
+    if spread is not None:
+        spread.sum(stats[: 2 + raw])
+    numbers = (away, vocab, groups, kept.stride(0), share)
     _settle[(rows,)](
-        logits, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, tops, bars, totals, lses, counts,
-        *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(8, width // 256)), **launch,
+        kept, *parameters, peaks, masses, raw_masses, out, logprobs, flags, mode, tops, bars, totals, lses, counts,
+        *numbers, WIDTH=width, RAW=raw, num_warps=max(1, min(8, width // 256)), **parts,
     )  # fmt: skip
     # Rows that are done keep their programs for nothing, so of many rows each gets few.
     collectors = COLLECTORS * (2 if rows > MANY_ROWS else 1)
-    parts = min(-(-groups // knobs["collected"]), collectors // rows)
-    _collect[(max(1, parts), rows)](
-        logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, *numbers, CAPACITY=CANDIDATES,
-        GROUPS=knobs["collected"], num_warps=4, **launch, **few_registers,
+    programs = min(-(-groups // knobs["collected"]), collectors // rows)
+    _collect[(max(1, programs), rows)](
+        kept, temperature, peaks, mode, tops, bars, counts, found_z, found_id, *numbers, CAPACITY=CANDIDATES,
+        GROUPS=knobs["collected"], num_warps=4, **parts, **few_registers,
     )  # fmt: skip
     _choose[(rows,)](
-        logits, *parameters, mode, tops, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
-        CAPACITY=CANDIDATES, BLOCK=knobs["block"], RAW=raw, num_warps=knobs["choose_warps"], **launch,
+        kept, *parameters, mode, tops, bars, totals, lses, counts, found_z, found_id, out, logprobs, *numbers,
+        CAPACITY=CANDIDATES, BLOCK=knobs["block"], RAW=raw, num_warps=knobs["choose_warps"], **parts,
     )  # fmt: skip
     return out
 

@@ -1,7 +1,8 @@
 """The Triton kernels of ``sampling.py``, launched in this order: ``_groups``, ``_settle``, ``_collect``, ``_choose``.
 
 What each does for a row is said there. Noise comes twice: quickly and to 1e-4 (``_nearly``), to see which tokens may
-win, then exactly for those.
+win, then exactly for those. ``SPREAD``: the row lies in parts on several GPUs (``sampling.Spread``). ``away`` says for
+each part how far from ``logits`` it begins, less its first id.
 """
 
 from __future__ import annotations
@@ -89,22 +90,29 @@ def _sum_of_group(e):  # type: ignore[no-untyped-def]
 
 @kernel
 def _groups(  # type: ignore[no-untyped-def]
-    logits, temperature, peaks, masses, raw_masses, V, G, row_stride,
-    GROUPS: tl.constexpr, PAIRS: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    logits, temperature, peaks, masses, raw_masses, kept, V, G, row_stride, kept_stride, first,
+    GROUPS: tl.constexpr, PAIRS: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Largest logit of each group of 128 (+inf if the group holds NaN or +inf), and its mass beside that.
 
     Instructions bound this pass over half logits: its memory allows about nine an element. So few lanes share a group,
     each with four stretches of its own. With bfloat16 logits (PAIRS) it loads words of 32 bits, because one instruction
     turns a half into a float32.
+
+    With SPREAD the V logits here begin at group ``first`` of G. They are copied to ``kept``, where the other ranks read
+    them, and the groups of other ranks get zeros, for the sum that joins all ranks' groups.
     """
     let_next_begin(DEPENDENT_LAUNCH)
     row = tl.program_id(1)
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    start = tl.program_id(0) * GROUPS
+    group = start + tl.arange(0, GROUPS)
     if PAIRS:
         logits = logits.to(tl.pointer_type(tl.int32))
         row_stride //= 2
         V //= 2
+        if SPREAD:
+            kept = kept.to(tl.pointer_type(tl.int32))
+            kept_stride //= 2
     SIZE: tl.constexpr = 64 if PAIRS else 128  # of a group
     VECTOR: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth  # of one load
     LANES: tl.constexpr = SIZE // 4 // VECTOR
@@ -112,12 +120,17 @@ def _groups(  # type: ignore[no-untyped-def]
     half = (tl.arange(0, 2) * (SIZE // 2))[None, None, :, None, None]
     quarter = (tl.arange(0, 2) * (SIZE // 4))[None, None, None, :, None]
     inside = lane + half + quarter + tl.arange(0, VECTOR)[None, None, None, None, :]
-    ids = group[None, :, None, None, None] * SIZE + inside
+    own = group - first if SPREAD else group
+    ids = own[None, :, None, None, None] * SIZE + inside
     t = tl.load(temperature + row)
     per_t = 1.4426950408889634 / tl.where(t > 0, tl.maximum(t, 1e-30), 1.0)  # log2(e) / t
     logits += row.to(tl.int64) * row_stride
     wait_for_previous(DEPENDENT_LAUNCH)
-    if (tl.program_id(0) + 1) * (GROUPS * SIZE) <= V:
+    if SPREAD:
+        here = (ids >= 0) & (ids < V)
+        x = tl.load(logits + ids, here, -8323200 if PAIRS else -float("inf"))
+        tl.store(kept + row.to(tl.int64) * kept_stride + ids, x, here)
+    elif (start + GROUPS) * SIZE <= V:
         x = tl.load(logits + ids)
     else:
         x = tl.load(logits + ids, ids < V, -8323200 if PAIRS else -float("inf"))  # 0xFF80FF80, twice -inf
@@ -129,10 +142,22 @@ def _groups(  # type: ignore[no-untyped-def]
     x -= tl.where((peak == -float("inf")) | (peak == float("inf")), 0.0, peak)[None, :, None, None, None]
     mass = _sum_of_group(tl.exp2(x * per_t))
     real = group < G
-    tl.store(peaks + row * G + group, tl.where(mass == mass, peak, float("inf")), real)
+    peak = tl.where(mass == mass, peak, float("inf"))
+    if SPREAD:
+        peak = tl.where((own >= 0) & (own * SIZE < V), peak, 0.0)
+    tl.store(peaks + row * G + group, peak, real)
     tl.store(masses + row * G + group, mass, real)
     if RAW:
         tl.store(raw_masses + row * G + group, _sum_of_group(tl.exp2(x * 1.4426950408889634)), real)
+
+
+@kernel
+def _away(away, ids, V, share, SPREAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How far the part that holds these ids lies from the own one, so that ids of the whole row lead into it."""
+    if SPREAD:
+        return tl.load(away + ids // share, ids < V, 0)
+    else:
+        return 0
 
 
 @kernel
@@ -179,8 +204,8 @@ def _token_of(logits, group, peak, t, V, position, choice, low, high, HOPPER: tl
 @kernel
 def _settle(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, min_p, seeds, choices, positions, peaks, masses, raw_masses,
-    tokens, logprobs, finite, mode, tops, bars, totals, lses, counts, V, G, row_stride,
-    WIDTH: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    tokens, logprobs, finite, mode, tops, bars, totals, lses, counts, away, V, G, row_stride, share,
+    WIDTH: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """A row from its groups: the token itself, or the bar and the mass for what follows.
 
@@ -214,7 +239,7 @@ def _settle(  # type: ignore[no-untyped-def]
         if t == 0:
             best = tl.min(tl.where(peak_G == peak, group, WIDTH), 0)
             ids = best * 128 + tl.arange(0, 32) * 4
-            x0, x1, x2, x3 = _fours(logits, ids, V)
+            x0, x1, x2, x3 = _fours(logits + _away(away, best * 128, V, share, SPREAD), ids, V)
             first = tl.where(x0 == peak, 0, tl.where(x1 == peak, 1, tl.where(x2 == peak, 2, 3)))
             here = (x0 == peak) | (x1 == peak) | (x2 == peak) | (x3 == peak)
             token = tl.min(tl.where(here, ids + first, 2147483647), 0)
@@ -260,20 +285,21 @@ def _settle(  # type: ignore[no-untyped-def]
                         best = tl.where(score > top, one, best)
                         top = tl.maximum(score, top)
                         one = tl.min(tl.where(near & (group > one), group, WIDTH), 0)
-                token = _token_of(logits, best, peak, t, V, position, choice, seed_low, seed_high, DEPENDENT_LAUNCH)
+                there = logits + _away(away, best * 128, V, share, SPREAD)
+                token = _token_of(there, best, peak, t, V, position, choice, seed_low, seed_high, DEPENDENT_LAUNCH)
     tl.store(mode + row, todo)
     tl.store(finite + row, good.to(tl.uint8))
     if todo == 0:
         tl.store(tokens + row, token.to(tl.int64))
         if RAW:
-            x = tl.load(logits + token).to(tl.float64)
+            x = tl.load(logits + _away(away, token, V, share, SPREAD) + token).to(tl.float64)
             tl.store(logprobs + row, tl.where(good, x - lse, float("nan")).to(tl.float32))
 
 
 @kernel
 def _collect(  # type: ignore[no-untyped-def]
-    logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, V, G, row_stride,
-    GROUPS: tl.constexpr, CAPACITY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    logits, temperature, peaks, mode, tops, bars, counts, found_z, found_id, away, V, G, row_stride, share,
+    GROUPS: tl.constexpr, CAPACITY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """z and id of the tokens that reach the bar, in any order; groups that do not reach it are not read."""
     let_next_begin(DEPENDENT_LAUNCH)
@@ -288,7 +314,8 @@ def _collect(  # type: ignore[no-untyped-def]
             mine = tl.max(tl.load(peaks + row * G + group, group < G, -float("inf")), 0)
             if _scaled(mine, peak, t) >= bar:
                 ids = first * 128 + tl.arange(0, GROUPS * 128)
-                x = tl.load(logits + row.to(tl.int64) * row_stride + ids, ids < V, -float("inf")).to(tl.float32)
+                there = logits + row.to(tl.int64) * row_stride + _away(away, ids, V, share, SPREAD)
+                x = tl.load(there + ids, ids < V, -float("inf")).to(tl.float32)
                 z = _scaled(x, peak, t)
                 keep = ((z >= bar) & (z > -float("inf"))).to(tl.int32)
                 begin = tl.atomic_add(counts + row, tl.sum(keep, 0))
@@ -299,12 +326,16 @@ def _collect(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _tile(logits, found_z, found_id, start, n, peak, t, DENSE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(  # type: ignore[no-untyped-def]
+    logits, found_z, found_id, start, n, peak, t, away, share, DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    SPREAD: tl.constexpr,
+):  # fmt: skip
     """z and id of BLOCK tokens, of the row or of those collected; z is -inf past the end."""
     at = start + tl.arange(0, BLOCK)
     if DENSE:
         ids = at
-        z = _scaled(tl.load(logits + at, at < n, -float("inf")).to(tl.float32), peak, t)
+        there = logits + _away(away, at, n, share, SPREAD)
+        z = _scaled(tl.load(there + at, at < n, -float("inf")).to(tl.float32), peak, t)
     else:
         ids = tl.load(found_id + at, at < n, 0)
         z = tl.load(found_z + at, at < n, -float("inf"))
@@ -323,8 +354,8 @@ def _units(z, keep, DENSE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel
 def _select(  # type: ignore[no-untyped-def]
-    logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low, seed_high,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low, seed_high, away,
+    share, DENSE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """The token of a truncated row, from all n tokens (DENSE) or from n collected ones that hold all that is kept."""
     limited = (k > 0) & (k < V)
@@ -338,7 +369,7 @@ def _select(  # type: ignore[no-untyped-def]
             step = tl.maximum((end - low + 3) // 4, 1)
             packed = tl.full((), 0, tl.int64)
             for start in range(0, n, BLOCK):
-                z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+                z, ids = _tile(logits, found_z, found_id, start, n, peak, t, away, share, DENSE, BLOCK, SPREAD)
                 above = _key(z) - low
                 tries = (above >= step).to(tl.int64) + ((above >= 2 * step).to(tl.int64) << 21)
                 packed += tl.sum(tries + ((above >= 3 * step).to(tl.int64) << 42), 0)
@@ -350,7 +381,7 @@ def _select(  # type: ignore[no-untyped-def]
     if (p < 1) & (limited | (least > 0)):
         units = tl.full((), 0, tl.int64)
         for start in range(0, n, BLOCK):
-            z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+            z, ids = _tile(logits, found_z, found_id, start, n, peak, t, away, share, DENSE, BLOCK, SPREAD)
             units += _units(z, _key(z) >= low, DENSE)
         wanted = units.to(tl.float64) * 2.2737367544323206e-13 * p
     last_key = -2147483647  # the best of the tokens before this one, in order of (z descending, id), is what is left
@@ -361,7 +392,7 @@ def _select(  # type: ignore[no-untyped-def]
         best_id = 0
         best_key = 0
         for start in range(0, n, BLOCK):
-            z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+            z, ids = _tile(logits, found_z, found_id, start, n, peak, t, away, share, DENSE, BLOCK, SPREAD)
             key = _key(z)
             open_ = (key >= low) & ((key > last_key) | ((key == last_key) & (ids < last_id)))
             hopeful = tl.max(open_.to(tl.int32), 0) > 0
@@ -380,7 +411,7 @@ def _select(  # type: ignore[no-untyped-def]
         if p < 1:
             units = tl.full((), 0, tl.int64)
             for start in range(0, n, BLOCK):
-                z, ids = _tile(logits, found_z, found_id, start, n, peak, t, DENSE, BLOCK)
+                z, ids = _tile(logits, found_z, found_id, start, n, peak, t, away, share, DENSE, BLOCK, SPREAD)
                 key = _key(z)
                 units += _units(z, (key > best_key) | ((key == best_key) & (ids < best_id)), DENSE)
             settled = ((units == 0) | (units.to(tl.float64) * 2.2737367544323206e-13 < wanted)).to(tl.int32)
@@ -392,8 +423,9 @@ def _select(  # type: ignore[no-untyped-def]
 @kernel
 def _choose(  # type: ignore[no-untyped-def]
     logits, temperature, top_k, top_p, min_p, seeds, choices, positions, mode, tops, bars, totals, lses, counts,
-    found_z, found_id, tokens, logprobs, V, G, row_stride,
+    found_z, found_id, tokens, logprobs, away, V, G, row_stride, share,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     """The token of each row that ``_settle`` left open."""
     let_next_begin(DEPENDENT_LAUNCH)
@@ -417,49 +449,46 @@ def _choose(  # type: ignore[no-untyped-def]
         if (all_tokens == 0) & (least <= 0) & ((k <= 0) | (k >= V)):  # top-p alone: is its mass among the collected?
             units = tl.full((), 0, tl.int64)
             for start in range(0, n, BLOCK):
-                z, _ids = _tile(logits, found_z, found_id, start, n, peak, t, False, BLOCK)
+                z, _ids = _tile(logits, found_z, found_id, start, n, peak, t, away, share, False, BLOCK, SPREAD)
                 units += _units(z, z > -float("inf"), False)
             all_tokens = units.to(tl.float64) * 2.2737367544323206e-13 < total * p
         if all_tokens:
             token = _select(
                 logits, found_z, found_id, V, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
-                seed_high, True, BLOCK, DEPENDENT_LAUNCH,
+                seed_high, away, share, True, BLOCK, DEPENDENT_LAUNCH, SPREAD,
             )  # fmt: skip
         else:
             token = _select(
                 logits, found_z, found_id, n, peak, t, V, k, p, least, total, bar, position, choice, seed_low,
-                seed_high, False, BLOCK, DEPENDENT_LAUNCH,
+                seed_high, away, share, False, BLOCK, DEPENDENT_LAUNCH, SPREAD,
             )  # fmt: skip
         tl.store(tokens + row, token.to(tl.int64))
         if RAW:
-            x = tl.load(logits + token).to(tl.float64)
+            x = tl.load(logits + _away(away, token, V, share, SPREAD) + token).to(tl.float64)
             tl.store(logprobs + row, (x - tl.load(lses + row)).to(tl.float32))
 
 
 def kernels() -> Sequence[Kernel]:
     """For ahead-of-time compilation."""
-    ints = dict.fromkeys(("V", "G", "row_stride"), "i32")
+    ints = dict.fromkeys(("V", "G", "row_stride", "kept_stride", "first", "share"), "i32")
     parameters = {
         "temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64",
         "choices": "*i64", "positions": "*i64",
     }  # fmt: skip
     floats = dict.fromkeys(("peaks", "masses", "raw_masses", "tops", "bars", "found_z", "logprobs"), "*fp32")
     others = {
-        "logits": "*fp32", "tokens": "*i64", "finite": "*u8", "found_id": "*i32",
+        "logits": "*fp32", "kept": "*fp32", "away": "*i64", "tokens": "*i64", "finite": "*u8", "found_id": "*i32",
         **dict.fromkeys(("mode", "counts"), "*i32"), **dict.fromkeys(("totals", "lses"), "*fp64"),
     }  # fmt: skip
     arguments = {**parameters, **floats, **others, **ints}
-    sizes = {"CAPACITY": CANDIDATES, "DEPENDENT_LAUNCH": False}
-    return [
-        Kernel(
-            "groups", _groups, arguments, {"GROUPS": 32, "PAIRS": False, "RAW": False, "DEPENDENT_LAUNCH": False},
-            ("V", "row_stride"),
-        ),
-        Kernel(
-            "settle", _settle, arguments, {"WIDTH": 1024, "RAW": True, "DEPENDENT_LAUNCH": False}, ("V", "row_stride")
-        ),
-        Kernel("collect", _collect, arguments, {**sizes, "GROUPS": 16}, ("V", "row_stride")),
-        Kernel(
-            "choose", _choose, arguments, {**sizes, "BLOCK": 2048, "RAW": True}, ("V", "row_stride"), warps=8
-        ),
-    ]  # fmt: skip
+    made = []
+    for spread in (False, True):
+        how = {"DEPENDENT_LAUNCH": False, "SPREAD": spread}
+        some, divisible, label = how | {"CAPACITY": CANDIDATES}, ("V", "row_stride"), " of parts" * spread
+        made += [
+            Kernel(f"groups{label}", _groups, arguments, how | {"GROUPS": 32, "PAIRS": False, "RAW": False}, divisible),
+            Kernel(f"settle{label}", _settle, arguments, how | {"WIDTH": 1024, "RAW": True}, divisible),
+            Kernel(f"collect{label}", _collect, arguments, some | {"GROUPS": 16}, divisible),
+            Kernel(f"choose{label}", _choose, arguments, some | {"BLOCK": 2048, "RAW": True}, divisible, warps=8),
+        ]
+    return made

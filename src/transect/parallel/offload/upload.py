@@ -30,6 +30,10 @@ class Upload:
             self._stream = torch.cuda.Stream(device)
             self._ring = Ring(SLOTS, widest * most, pin=True)
 
+    def read(self, name: str) -> Tensor:
+        """The numbers of a parameter, on the host."""
+        return self._flat[name].cpu()
+
     @contextmanager
     def begun(self) -> Iterator[None]:
         """Around all pieces of a step: the device's other work before it has used the old weights, and that after it

@@ -33,9 +33,10 @@ class ParallelConfig:
         context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
-            weights to compute with too, with ``zero`` 3, which come to the device a layer at a time.
-        offload_path: a folder on a fast disk (NVMe) in place of host memory, where the states are in a file while the
-            run lasts (ZeRO-Infinity); empty: host memory.
+            weights to compute with too, which come to the device a layer at a time: on one device, or with ``zero`` 3
+            on several, each of which brings its piece of every layer over its own link.
+        offload_path: a folder on a fast disk (NVMe) in place of host memory, where what is offloaded is in files while
+            the run lasts (ZeRO-Infinity); empty: host memory.
         delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
             old. It is faster, and another method: losses differ a little.
         timeout: seconds without progress of any rank after which a run that hangs is ended, with a message that says
@@ -63,7 +64,7 @@ class ParallelConfig:
         positive(self, "data", "tensor", "pipeline", "chunks", "context")
         if not (math.isfinite(self.timeout) and self.timeout >= 0):
             raise ValueError(f"parallel.timeout must be 0 or a number of seconds, not {self.timeout}")
-        if self.zero and self.data == 1:
+        if self.zero and self.data == 1 and not (self.zero == 3 and self.offload == "all"):
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence shares tokens between ranks of parallel.tensor: set that to 2 or more")
@@ -79,6 +80,11 @@ class ParallelConfig:
             raise ValueError("parallel.schedule is for the stages of parallel.pipeline: set that to 2 or more")
         if self.schedule == "interleaved" and self.chunks == 1:
             raise ValueError('parallel.chunks = 1 is schedule = "1f1b": set that, or parallel.chunks to 2 or more')
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are whole on a device only while their layer runs."""
+        return self.zero == 3 or self.offload == "all"
 
     @property
     def runs(self) -> int:

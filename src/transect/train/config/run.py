@@ -68,7 +68,7 @@ class TrainConfig:
             ``mlflow``.
         project: the name of the project or experiment there.
         device: ``auto``, ``cpu`` or ``cuda``.
-        threads: CPU threads; None: all cores of this process.
+        threads: CPU threads; None: all cores of this process, or OMP_NUM_THREADS.
     """
 
     model: str

@@ -31,6 +31,7 @@ from ...hardware.host_memory import host_tensor
 from ...ops.cpu.adamw import HostStep, corrections, host_kernels
 from ...parallel.offload.drain import Drain
 from ...parallel.offload.groups import GROUP
+from ...parallel.offload.pieces import FileUpload
 from ...parallel.offload.states import DiskStates, HostStates, States
 from ...parallel.offload.upload import Upload
 from ..config import OptimizerConfig
@@ -52,6 +53,7 @@ class Offload:
         wide: a step's gradients are sums, and kept in float32.
         threads: of the processor, for this process; 0: all.
         most: numbers that are moved together.
+        upload: puts new weights in their place; None: into the parameters.
     """
 
     folder: str = ""
@@ -60,6 +62,7 @@ class Offload:
     wide: bool = False
     threads: int = 0
     most: int = GROUP
+    upload: FileUpload | None = None
 
 
 class OffloadedAdamW(Optimizer):
@@ -99,9 +102,9 @@ class OffloadedAdamW(Optimizer):
             self.states = DiskStates(offload.folder, sizes, len(KINDS), offload.most)
         else:
             self.states = HostStates(sizes, len(KINDS), offload.most)
-        for name, parameter in parameters.items():
-            self.states.write(WEIGHT, name, parameter.detach().reshape(-1).cpu())
-        self._upload = Upload(parameters, device, offload.most)
+        self._upload = offload.upload or Upload(parameters, device, offload.most)
+        for name in parameters:
+            self.states.write(WEIGHT, name, self._upload.read(name))
         self._drain = self._new_drain(threads)
         self._other = self._new_drain(threads) if offload.delay else None
         self._made: dict[str, Tensor] = {}

@@ -13,9 +13,9 @@ from cuda_kernels import check_chain
 
 from transect.ops.linear import gate_up
 from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows.choices import FOLDER, read_choice
 from transect.ops.linear.few_rows.cuda import Beside
 from transect.ops.linear.few_rows.gluon import GluonRows, GluonTiling, device_refusal, gluon, refusal
-from transect.ops.linear.few_rows.hopper import FOLDER, read_choice
 from transect.ops.linear.few_rows.triton import TritonTiling
 from transect.ops.linear.stream_products import StreamProducts
 

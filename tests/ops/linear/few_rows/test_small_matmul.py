@@ -159,10 +159,8 @@ def test_without_the_library_for_more_rows_others_run(
 def test_a_gated_product_that_is_not_there_is_looked_for_once(
     hopper_without_its_library: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choice = small_matmul.small_matmul_hopper.Choice(
-        "hopper", small_matmul.small_matmul_hopper.choose_tiling(64, 64, 64)
-    )
-    monkeypatch.setattr(small_matmul.small_matmul_hopper, "chosen", lambda *sizes, **kind: choice)
+    choice = small_matmul.choices.Choice("hopper", small_matmul.small_matmul_hopper.choose_tiling(64, 64, 64))
+    monkeypatch.setattr(small_matmul.choices, "chosen", lambda *sizes, **kind: choice)
     monkeypatch.setattr(small_matmul.small_matmul_hopper, "refusal", lambda *arguments: None)
     call = small_matmul.gated_launcher()
     assert [call(X, WEIGHT), call(X, WEIGHT)] == [None] * 2
@@ -175,8 +173,8 @@ def test_a_gate_inside_the_triton_kernels_is_for_what_their_bulk_copies_take(
 ) -> None:
     """A float32 model of a measured size runs too, by other kernels."""
     tiling = TritonTiling(bm=64, bn=16, bk=64, split=1, bulk=True, gated=True)
-    choice = small_matmul.small_matmul_hopper.Choice("triton", tiling)
-    monkeypatch.setattr(small_matmul.small_matmul_hopper, "chosen", lambda *sizes, **kind: choice)
+    choice = small_matmul.choices.Choice("triton", tiling)
+    monkeypatch.setattr(small_matmul.choices, "chosen", lambda *sizes, **kind: choice)
     monkeypatch.setattr(small_matmul, "TritonRows", lambda: lambda *arguments, tiling: tiling)
     call = small_matmul.gated_launcher()
     x, weight = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear import gate_up
 from transect.ops.linear.few_rows import small_matmul
+from transect.ops.linear.few_rows.choices import FOLDER, read_choice
 from transect.ops.linear.few_rows.cuda import Beside
-from transect.ops.linear.few_rows.hopper import FOLDER, read_choice
 from transect.ops.linear.few_rows.triton import TritonRows, TritonTiling
 from transect.ops.numerics import sample
 

@@ -22,39 +22,20 @@ share. X comes from the L2 cache once for each tile of W's rows. This leads to t
 A row's result depends on the number of rows (``linear.triton_fixed_rows`` gives the same bits in any batch). It is the
 same in every run.
 
-``chosen`` picks the kernel and its tiling for a size from a file for each device. ``benchmarks/products_in_layers.py``
-measured the choices in chains of whole layers; ``benchmarks/ops_many_rows.py`` measured the heads and other sizes.
-Without ``dependent_launch`` a launch may read no weight early, so other choices apply then (``alone``). cuBLAS runs
-where it is quicker: mostly from 160 rows on for 8B models and from 128 rows on for the heads. Triton kernels run most
-products of Qwen3-0.6B from 64 rows on. Times: ``docs/results/products.md``; what was tried and lost:
-``docs/lab-notes/few-row-products.md``.
+``choices.py`` says which tiling runs a size, as measured or by ``rule.py``. Times: ``docs/results/products.md``; what
+was tried and lost: ``docs/lab-notes/few-row-products.md``.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...lang import cuda
-from ...tuning import SHIPPED, file_name
-from .cuda import CudaTiling
-from .gluon import GluonTiling
-from .triton import TritonTiling
 
-log = logging.getLogger(__name__)
-
-FOLDER = SHIPPED / "small_matmul"
-"""One file for each measured device: which implementation runs a size, and its tiling."""
 MOST_ROWS = 256
-ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256)
-"""A look-up rounds the number of rows up to one of these."""
 CHUNK = 64
 """k that a copy brings of each row: 128 bytes."""
 SHARED = 225 * 1024
@@ -79,7 +60,6 @@ COMPILED: tuple[Compiled, ...] = (
     (1, 0, 160, 2, 1, 1, 1),
     (1, 0, 208, 2, 1, 2, 1),
     (1, 0, 256, 2, 1, 2, 1),
-    (1, 0, 224, 2, 1, 4, 1),
     (0, 0, 96, 1, 1, 1, 2),
     (0, 0, 112, 1, 1, 1, 2),
     (0, 0, 128, 1, 1, 1, 2),
@@ -90,7 +70,6 @@ COMPILED: tuple[Compiled, ...] = (
     (1, 1, 160, 2, 1, 1, 1),
     (1, 1, 208, 2, 1, 2, 1),
     (1, 1, 256, 2, 1, 2, 1),
-    (1, 1, 224, 2, 1, 4, 1),
     (0, 1, 48, 1, 1, 1, 2),
     (0, 1, 112, 1, 1, 1, 2),
     (0, 1, 128, 1, 1, 1, 2),
@@ -234,76 +213,6 @@ def choose_tiling(m: int, n: int, k: int) -> HopperTiling:
     ranks = max(1, min(8 // whole.pair, 130 // (whole.tiles(n) * whole.pair), -(-k // CHUNK)))
     split = HopperTiling(*compiled, ranks, 0, stages)
     return whole if split.refusal(m, n, k) else split
-
-
-TILINGS: Mapping[str, type] = {
-    "hopper": HopperTiling, "cuda": CudaTiling, "triton": TritonTiling, "gluon": GluonTiling
-}  # fmt: skip
-"""How each kernel cuts a product up, by its name in a ``Choice``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which kernel runs a product of a size, and its tiling."""
-
-    by: str
-    """``hopper``, ``cuda`` (``small_matmul.cu``), ``triton``, ``gluon``, or ``cublas``, which is
-    ``torch.nn.functional.linear``."""
-    tiling: Any = None
-    """An instance of the class that ``TILINGS`` has for ``by``; None: the kernel's own rule decides."""
-
-    def __post_init__(self) -> None:
-        if self.tiling is not None and type(self.tiling) is not TILINGS.get(self.by):
-            raise TypeError(f"{self.tiling} is no tiling of {self.by}")
-
-
-def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:
-    """The name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
-    ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers."""
-    rows = next(rows for rows in ROWS if rows >= m)
-    return f"{rows}x{n}x{k}{' gated' * gated}{' stream' * stream}{' alone' * alone}"
-
-
-@cache
-def choices(device_name: str) -> Mapping[str, Choice]:
-    """The choices shipped for a device, by ``key``; none for a device that was not measured."""
-    path = FOLDER / file_name(device_name)
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text())["choices"]
-    return {size: read_choice(entry) for size, entry in found.items()}
-
-
-def read_choice(entry: Mapping[str, Any]) -> Choice:
-    """A choice from its form in a file."""
-    by, tiling = entry["by"], entry.get("tiling")
-    return Choice(by, None if tiling is None else TILINGS[by](**tiling))
-
-
-@cache
-def chosen(
-    m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False, alone: bool = False
-) -> Choice | None:
-    """The quickest measured choice for a product of m rows with a weight of n x k on this device; None where nobody
-    measured.
-
-    From 193 to 255 rows cuBLAS takes the place of ``small_matmul_hopper.cu``, because its time falls with the rows
-    there. ``alone``: the choice for a call by itself; if there is none, the one for a chain of layers.
-    """
-    if device.type != "cuda" or not 0 < m <= MOST_ROWS:
-        return None
-    known = choices(torch.cuda.get_device_name(device))
-
-    def of(rows: int) -> Choice | None:
-        in_layers = known.get(key(rows, n, k, gated, stream))
-        return known.get(key(rows, n, k, gated, stream, alone), in_layers)
-
-    found = of(m)
-    if found is None and 64 < m <= 96:
-        found = of(128)
-    if 128 < m < MOST_ROWS and (found is None or (m > 192 and found.by == "hopper")):
-        return Choice("cublas") if of(MOST_ROWS) is not None else None
-    return found
 
 
 def refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:

@@ -54,6 +54,7 @@ from ...lang import cuda
 from ...lang.jit import TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
+from . import choices
 from . import gluon as small_matmul_gluon
 from . import hopper as small_matmul_hopper
 from .cuda import CUDA_ROWS, CudaRows, cuda_refusal, quicker
@@ -77,7 +78,7 @@ def best_launcher() -> Callable[..., Tensor]:
     """A new ``small_matmul(x, weight, bias=None, *, dependent_launch=False)`` that runs the quickest kernel for each
     shape.
 
-    In bfloat16 it runs what the file of choices for this GPU names (``few_rows/hopper.py``): one of the kernels here,
+    In bfloat16 it runs what the file of choices for this GPU names (``few_rows/choices.py``): one of the kernels here,
     or cuBLAS, which is ``torch.nn.functional.linear``. Without a choice it runs cuBLAS on Hopper above 32 rows; else
     ``small_matmul.cu`` where it is ``quicker`` and takes the arguments; else the Triton kernels. With
     ``dependent_launch`` the choices are those of a chain of layers, where launches overlap; without, those of a call by
@@ -119,7 +120,7 @@ def best_launcher() -> Callable[..., Tensor]:
             return triton_rows(x, weight, bias)
         m, (n, k) = x.shape[0], weight.shape
         if wide is not None:
-            choice = small_matmul_hopper.chosen(m, n, k, device, alone=not dependent_launch)
+            choice = choices.chosen(m, n, k, device, alone=not dependent_launch)
             by = choice.by if choice is not None else "cublas" if m > CUDA_ROWS else ""
             if choice is not None and by == "hopper" and not small_matmul_hopper.refusal(x, weight, bias):
                 return wide(x, weight, bias, dependent_launch=dependent_launch, tiling=choice.tiling)
@@ -143,7 +144,7 @@ def gated_launcher() -> Callable[..., Tensor | None]:
     built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
 
     def call(x: Tensor, weight: Tensor, *, dependent_launch: bool = False) -> Tensor | None:
-        choice = small_matmul_hopper.chosen(x.shape[0], *weight.shape, x.device, gated=True)
+        choice = choices.chosen(x.shape[0], *weight.shape, x.device, gated=True)
         if choice is None or choice.tiling is None or choice.by == "gluon":
             return None
         if (cuda_refusal if choice.by == "cuda" else small_matmul_hopper.refusal)(x, weight):

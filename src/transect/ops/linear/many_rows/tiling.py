@@ -85,6 +85,31 @@ def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> Tiling:
     return tiling_of(tuned("matmul.gated" if gated else "matmul", size, x.device, by_rule))
 
 
+def cublas_is_quicker(x: Tensor, weight: Tensor) -> bool:
+    """Whether cuBLAS multiplies these quicker than the kernels here: 16-bit products whose operands lie as ``[M, K]``
+    and ``[N, K]``, on Hopper.
+
+    Of 56 such products of 272 to 8192 rows on an H200 it was quicker than the tiling by the rule in 53, by 2 to 49%
+    (docs/results/products.md).
+    """
+    if x.device.type != "cuda" or torch.version.hip is not None or x.element_size() != 2:
+        return False
+    return x.stride(1) == weight.stride(1) == 1 and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+BUSY = 0.86
+"""Share of the last wave of tiles, and of their rows, that must be at work for one launch with the gate inside."""
+
+
+def leaves_idle(m: int, n: int, device: torch.device) -> bool:
+    """Whether tiles of 128 x 128 with a gate leave so much of the device idle that cuBLAS, and a launch for the gate
+    after it, are quicker: M rows, N columns of the result."""
+    units, high = multiprocessors(device), -(-m // 128)
+    tiles = high * -(-n // 128)
+    waves = -(-tiles // units)
+    return tiles / (waves * units) * m / (128 * high) < BUSY
+
+
 def _size(inputs: Mapping[str, Any]) -> Size:
     return (*inputs["x"].shape[:1], *inputs["weight"].shape)
 

@@ -1,0 +1,123 @@
+"""Which kernel runs a product of up to 256 rows: measured for a device, or else by its shape.
+
+Files of choices are measured: those of this folder's ``tuned/small_matmul`` are shipped, and ``transect tune MODEL``
+writes the user's own, which win. ``benchmarks/products_in_layers.py`` measured the shipped ones in chains of whole
+layers, ``benchmarks/ops_many_rows.py`` those of the heads and of other sizes. Without ``dependent_launch`` a launch may
+read no weight early, so other choices apply then (``alone``). A size that no file has goes by ``rule.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ...lang.jit import multiprocessors
+from ...tuning import SHIPPED, file_name, user_folder
+from . import cuda, rule
+from .cuda import CUDA_ROWS, CudaTiling, quicker
+from .gluon import GluonTiling
+from .hopper import MOST_ROWS, HopperTiling
+from .triton import TritonTiling
+
+FOLDER = SHIPPED / "small_matmul"
+"""One file for each measured device: which implementation runs a size, and its tiling."""
+ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
+"""A look-up rounds the number of rows up to one of these."""
+FEW = 16
+"""Rows up to which ``small_matmul.cu`` runs every weight."""
+OR_ELSE = {48: 64, 96: 128}
+"""Whose choice is taken where one of ``ROWS`` has none."""
+TILINGS: Mapping[str, type] = {
+    "hopper": HopperTiling, "cuda": CudaTiling, "triton": TritonTiling, "gluon": GluonTiling
+}  # fmt: skip
+"""How each kernel cuts a product up, by its name in a ``Choice``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which kernel runs a product of a size, and its tiling."""
+
+    by: str
+    """``hopper``, ``cuda`` (``small_matmul.cu``), ``triton``, ``gluon``, or ``cublas``, which is
+    ``torch.nn.functional.linear``."""
+    tiling: Any = None
+    """An instance of the class that ``TILINGS`` has for ``by``; None: the kernel's own rule decides."""
+
+    def __post_init__(self) -> None:
+        if self.tiling is not None and type(self.tiling) is not TILINGS.get(self.by):
+            raise TypeError(f"{self.tiling} is no tiling of {self.by}")
+
+
+def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:
+    """The name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
+    ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers."""
+    return f"{_rounded(m)}x{n}x{k}{' gated' * gated}{' stream' * stream}{' alone' * alone}"
+
+
+@cache
+def choices(device_name: str) -> Mapping[str, Choice]:
+    """The choices measured for a device, by ``key``: those shipped, overlaid by the user's own."""
+    found: dict[str, Choice] = {}
+    for folder in (FOLDER, user_folder() / FOLDER.name):
+        path = folder / file_name(device_name)
+        if path.is_file():
+            found |= {size: read_choice(entry) for size, entry in json.loads(path.read_text())["choices"].items()}
+    return found
+
+
+def read_choice(entry: Mapping[str, Any]) -> Choice:
+    """A choice from its form in a file."""
+    by, tiling = entry["by"], entry.get("tiling")
+    return Choice(by, None if tiling is None else TILINGS[by](**tiling))
+
+
+@cache
+def chosen(
+    m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False, alone: bool = False
+) -> Choice | None:
+    """The choice for a product of m rows with a weight of n x k on this device; None: by the defaults of the callers.
+
+    Above 192 rows what was measured with 256 rows runs fewer only if its tiles leave out those that are not there
+    (Triton's). ``alone``: the choice for a call by itself; if there is none, the
+    one for a chain of layers.
+    """
+    if device.type != "cuda" or not 0 < m <= MOST_ROWS:
+        return None
+    known = choices(torch.cuda.get_device_name(device))
+
+    def of(rows: int) -> Choice | None:
+        in_layers = known.get(key(rows, n, k, gated, stream))
+        return known.get(key(rows, n, k, gated, stream, alone), in_layers)
+
+    found = of(m)
+    if found is None and (rows := _rounded(m)) in OR_ELSE:
+        found = of(OR_ELSE[rows])
+    if 224 < m < MOST_ROWS or (found is None and m > 192):
+        of_all = of(MOST_ROWS)
+        found = of_all if of_all is not None and of_all.by == "triton" else None
+    return _by_rule(m, n, k, device, gated, stream, alone) if found is None else found
+
+
+def _rounded(m: int) -> int:
+    return next(rows for rows in ROWS if rows >= m)
+
+
+def _by_rule(m: int, n: int, k: int, device: torch.device, gated: bool, stream: bool, alone: bool) -> Choice | None:
+    """The choice for a size that nobody measured, on Hopper."""
+    if torch.cuda.get_device_capability(device) != (9, 0) or k % 8 or n % 16:
+        return None
+    units = multiprocessors(device)
+    if stream or m <= FEW:  # rules of small_matmul.cu decide; here only what else its launches do
+        takes = (m == 1 and k % 64 == 0) if stream else gated
+        return Choice("cuda", cuda.choose_tiling(m, n, units)) if takes else None
+    if alone or (m <= CUDA_ROWS and quicker(m, n, k)):
+        return None
+    tiling = rule.quickest(m, n, k, gated, units)
+    if tiling is None:
+        return None if gated else Choice("cublas")
+    return Choice("hopper", tiling)

@@ -1,0 +1,225 @@
+"""Where the weights of layers are while these do not run: in host memory, or in a file on a fast disk (ZeRO-Infinity).
+
+A rank keeps a piece of the weights of each unit (a layer, or what is outside the layers; ``sharded.py``), and sends it
+to its device over its own link when the unit's turn comes. Pieces in a file are read ahead into pinned memory, in the
+order in which a step asks for them: up through the layers, and down again::
+
+    disk    read 3 │ read 4 │ ...      memory   2, 3 on their way      device   layer 1 runs, 2 arrives
+
+The optimizer makes new weights a part at a time, in the order of the model. Those of a unit are put together in memory
+and written when the last part is there.
+
+Rajbhandari et al. 2021, arXiv:2104.07857.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.host_memory import Ring, aligned, host_memory, host_tensor
+from .groups import Piece
+
+AHEAD = 2
+"""Units that are being read before they are needed."""
+
+
+class Pieces(Protocol):
+    """The pieces of a rank, by the numbers of their units: the layers from 0 on, then what is outside of them."""
+
+    def keep(self, unit: int, values: Tensor) -> Tensor:
+        """Take a piece in, ``[numbers]``. What comes back stands for it: the optimizer's parameters are views of it,
+        and it may have no memory."""
+        ...
+
+    def send(self, unit: int, to: Tensor) -> None:
+        """Copy a piece to the device, on the current stream; waits until it has been read."""
+        ...
+
+
+class HostPieces:
+    """In host memory, pinned for a GPU; the optimizer changes them where they are. ``device``: that they go to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pin = device.type == "cuda"
+        self._all: dict[int, Tensor] = {}
+
+    def keep(self, unit: int, values: Tensor) -> Tensor:
+        """See ``Pieces``; ValueError if there is not so much memory."""
+        memory = host_tensor(values.shape, values.dtype, pin=self._pin)
+        self._all[unit] = memory.copy_(values)
+        return memory
+
+    def send(self, unit: int, to: Tensor) -> None:
+        """See ``Pieces``."""
+        to.copy_(self._all[unit], non_blocking=True)
+
+
+class FilePieces:
+    """In a file, which has no name and goes with this process.
+
+    Args:
+        folder: where the file is made, on a fast disk.
+        sizes: bytes of the piece of each unit; the last unit is what is outside the layers.
+        device: that they go to.
+
+    Raises:
+        ValueError: the folder cannot be written to, or the disk has no room. Later: it fails.
+    """
+
+    def __init__(self, folder: str | Path, sizes: Sequence[int], device: torch.device) -> None:
+        self._sizes = [aligned(size) for size in sizes]
+        self._starts = [sum(self._sizes[:unit]) for unit in range(len(sizes))]
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"parallel.offload_path {folder} cannot be made: {error.strerror}") from None
+        self.file = DirectFile(Path(folder) / "weights", sum(self._sizes), temporary=True)
+        layers = len(sizes) - 1
+        self._turns = [*range(layers), *reversed(range(layers))]
+        """The order in which a step asks for layers."""
+        self._next = 0
+        """The turn of the layer that is read next."""
+        self._ring = Ring(AHEAD + 1, max(self._sizes), pin=device.type == "cuda")
+        self._reading: deque[tuple[int, Tensor, Pending]] = deque()
+        self._writing: dict[int, tuple[Pending, Tensor]] = {}
+        """By unit; with the memory that is written from."""
+
+    def keep(self, unit: int, values: Tensor) -> Tensor:
+        """See ``Pieces``: written to the file."""
+        self.write(unit, values)
+        self.settle()
+        return torch.empty(values.shape, dtype=values.dtype, device="meta")
+
+    def send(self, unit: int, to: Tensor) -> None:
+        """See ``Pieces``. The units that should come next are on their way afterwards."""
+        if not self._reading or self._reading[0][0] != unit:
+            self.forget()
+            if unit + 1 < len(self._sizes):
+                self._next = self._turns.index(unit)
+            self._read(unit)
+        _, memory, pending = self._reading.popleft()
+        pending.wait()
+        to.view(torch.uint8).copy_(memory[: to.nbytes], non_blocking=True)
+        if to.is_cuda:
+            slot = next(slot for slot in self._ring.slots if slot.memory.data_ptr() == memory.data_ptr())
+            slot.busy_until(torch.cuda.current_stream(to.device))
+        if unit + 1 < len(self._sizes):
+            self._next = (self._next + 1) % len(self._turns)
+        for ahead in range(len(self._reading), min(AHEAD, len(self._turns))):
+            self._read(self._turns[(self._next + ahead) % len(self._turns)])
+
+    def _read(self, unit: int) -> None:
+        if unit in self._writing:
+            self._writing.pop(unit)[0].wait()
+        memory = self._ring.take().memory[: self._sizes[unit]]
+        self._reading.append((unit, memory, self.file.read(self._starts[unit], memory)))
+
+    def forget(self) -> None:
+        """Drop what was read ahead: it is to change, or something else is wanted."""
+        for _, _, pending in self._reading:
+            pending.wait()
+        self._reading.clear()
+        self._next = 0
+
+    def write(self, unit: int, values: Tensor) -> None:
+        """Begin to write a piece; ``values`` are copied first."""
+        memory = self.memory(unit)
+        memory[: values.nbytes].copy_(values.reshape(-1).view(torch.uint8))
+        self.written(unit, memory)
+
+    def memory(self, unit: int) -> Tensor:
+        """Memory to put a piece together in, uint8: of a write that is done, or new."""
+        for other, (pending, memory) in list(self._writing.items()):
+            if pending.done or len(self._writing) > AHEAD:
+                pending.wait()
+                del self._writing[other]
+                if len(memory) >= self._sizes[unit]:
+                    return memory
+        return host_memory(self._sizes[unit])
+
+    def written(self, unit: int, memory: Tensor) -> None:
+        """Begin to write what ``memory`` gave, which is not to be changed any more."""
+        if unit in self._writing:
+            self._writing.pop(unit)[0].wait()
+        self._writing[unit] = self.file.write(self._starts[unit], memory[: self._sizes[unit]]), memory
+
+    def read(self, unit: int) -> Tensor:
+        """A piece as bytes, in memory of its own."""
+        if unit in self._writing:
+            self._writing.pop(unit)[0].wait()
+        memory = host_memory(self._sizes[unit])
+        self.file.read(self._starts[unit], memory).wait()
+        return memory
+
+    def settle(self) -> None:
+        """Wait for all writes, and give their memory back."""
+        for pending, _ in self._writing.values():
+            pending.wait()
+        self._writing.clear()
+
+
+class FileUpload:
+    """Puts what an optimizer makes in the place of pieces in a file; as ``upload.Upload`` for it.
+
+    Args:
+        pieces: the file.
+        places: by parameter, the unit and where in its piece (``begin``, ``end``) the parameter lies.
+        dtype: of all of them.
+    """
+
+    def __init__(self, pieces: FilePieces, places: Mapping[str, tuple[int, int, int]], dtype: torch.dtype) -> None:
+        self._pieces, self._places, self._dtype = pieces, dict(places), dtype
+        self._count: dict[int, int] = {}
+        """Numbers of each unit."""
+        for unit, begin, end in self._places.values():
+            self._count[unit] = self._count.get(unit, 0) + end - begin
+        self._made: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
+        """By unit, while parts of it are still to come: memory, and what of it has been made."""
+
+    def read(self, name: str) -> Tensor:
+        """The numbers of a parameter, in memory of their own."""
+        unit, begin, end = self._places[name]
+        return self._pieces.read(unit).view(self._dtype)[begin:end].clone()
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Around all pieces of a step."""
+        self._pieces.forget()
+        yield
+        for unit, (memory, parts) in self._made.items():  # some of it had no gradient, and stays as it is
+            new, old = memory.view(self._dtype), self._pieces.read(unit).view(self._dtype)
+            for begin, end in parts:
+                old[begin:end] = new[begin:end]
+            self._pieces.written(unit, old.view(torch.uint8))
+        self._made.clear()
+
+    @contextmanager
+    def piece(self, piece: Piece) -> Iterator[Tensor]:
+        """A vector to write the new numbers of a piece to."""
+        unit, first, _ = self._places[piece.name]
+        if unit not in self._made:
+            self._made[unit] = self._pieces.memory(unit), []
+        memory, parts = self._made[unit]
+        begin, end = first + piece.begin, first + piece.end
+        yield memory.view(self._dtype)[begin:end]
+        parts.append((begin, end))
+        if sum(end - begin for begin, end in parts) == self._count[unit]:
+            self._pieces.written(unit, memory)
+            del self._made[unit]
+
+    def whole(self, name: str, values: Tensor) -> None:
+        """Put all of a parameter in its place."""
+        with self.piece(Piece(name, 0, len(values), 0)) as out:
+            out.copy_(values)
+
+    def wait(self) -> None:
+        """Wait until all of them are in the file."""
+        self._pieces.settle()

@@ -1,0 +1,41 @@
+"""Logits that stay on the rank that made them: memory in which the ranks of a group can read each other's, so that none
+has to gather them before it draws (``ops/sampling/sampling.py``)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ops.comm.peer_memory import memory_at
+from ..ops.sampling.sampling import GROUP, Spread
+from .group import Group
+from .shards import vocabulary_share
+from .shared_memory import shared_memory
+from .world import World
+
+
+def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torch.dtype) -> Spread | str:
+    """Memory for this rank's part of so many rows of logits, or why they are gathered. Every rank of the world calls
+    this with the same arguments. An engine that comes later on the same ranks gets the same memory where it is enough;
+    none may be used beside another."""
+    share = vocabulary_share(vocab, group.size)
+    if share % GROUP:
+        return f"parts of {share} of {vocab} tokens are no whole groups of {GROUP}"
+    nbytes = rows * share * dtype.itemsize
+    held = world.logits.get(group.ranks)
+    if held is not None and held.own.nbytes < nbytes:
+        del world.logits[group.ranks]
+        held.free(world)
+        held = None
+    if held is None:
+        made = shared_memory(world, group, nbytes)
+        if isinstance(made, str):
+            return made
+        held = world.logits[group.ranks] = made
+    away = offsets(held.addresses, group.rank, share, dtype.itemsize)
+    kept = memory_at(held.own.address, nbytes).view(dtype).view(rows, share)
+    return Spread(kept, torch.tensor(away, device=world.device), group.rank, vocab, group.all_reduce)
+
+
+def offsets(addresses: list[int], rank: int, share: int, itemsize: int) -> list[int]:
+    """``Spread.away`` of parts that begin at these addresses."""
+    return [(address - addresses[rank]) // itemsize - other * share for other, address in enumerate(addresses)]

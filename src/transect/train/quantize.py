@@ -1,0 +1,120 @@
+"""A model in fewer bits: what ``transect quantize`` writes, by rounding to the nearest or by what a text tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..models.calibration import importance
+from ..models.decoder import Decoder
+from ..models.gguf_out import gguf_type
+from ..models.gptq import round_model
+from ..models.load import allocated, fill
+from ..models.quantize_out import FORMATS, FOUR_BITS, group_for, is_symmetric
+from ..models.weights_hf import save_hf
+from ..text.export import export_tokenizer
+from ..text.tokenizer import Tokenizer
+from .export import Opened, export_dtype, export_gguf, export_model, merged
+
+WINDOW = 512
+TOKENS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The text that rounding is calibrated with, the first ``tokens`` of it, in windows of ``window`` tokens."""
+
+    text: Path
+    tokens: int = TOKENS
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        if self.window < 2 or self.tokens < self.window:
+            raise ValueError(
+                f"calibration needs windows of 2 tokens or more, and at least one of them, not {self.tokens} tokens in "
+                f"windows of {self.window}"
+            )
+
+
+def quantize_model(
+    found: Opened, output: Path, name: str, calibration: Calibration | None = None, group: int | None = None
+) -> None:
+    """Write a model in a format: a directory (``FORMATS``), or a GGUF file (a type of those).
+
+    Args:
+        calibration: of 4 bits in safetensors, and of the GGUF types of 4 to 6 bits; None: to the nearest.
+        group: numbers of a row that share a scale, in 4 bits in safetensors; None: the most that fit.
+
+    Raises:
+        ValueError: an unknown format, a calibration or a group that it has no use for, a text that cannot be read, a
+            matrix that the format cannot hold, or ``output`` cannot be written.
+    """
+    if group is not None and name not in FOUR_BITS:
+        raise ValueError(f"a group size is for {', '.join(FOUR_BITS)}, not {name}: leave it out")
+    if name not in FORMATS:
+        calibrated = gguf_type(name).startswith(("Q4", "Q5", "Q6"))
+    else:
+        calibrated = name in FOUR_BITS
+    if calibration is not None and not calibrated:
+        raise ValueError(f"{name} rounds to the nearest and takes no calibration: leave --calibrate out")
+    if name not in FORMATS:
+        counts = None if calibration is None else _importance(found, calibration)
+        export_gguf(found, output, name, counts)
+    elif calibration is None:
+        export_model(found, output, quantization=name, group=group)
+    else:
+        _calibrated(found, output, name, calibration, group)
+
+
+def _calibrated(found: Opened, output: Path, name: str, calibration: Calibration, group: int | None) -> None:
+    texts = windows_of(found, calibration)
+    model = _model(found)
+    group = group_for({key: weight.in_features for key, weight in model.weights() if key != "head"}, group)
+    grids = round_model(model, texts, group, FOUR_BITS[name], symmetric=is_symmetric(name))
+    wanted = export_dtype(found)
+    config = found.source.config
+    state = {
+        key: tensor if key in grids else tensor.to(wanted)
+        for key, tensor in model.state_dict().items()
+        if not (key == "head.weight" and config.tied_embeddings)
+    }
+    save_hf(state, config, output, quantization=name, grids=grids, group=group, dtype=wanted)
+    export_tokenizer(found.source, output)
+
+
+def _importance(found: Opened, calibration: Calibration) -> Mapping[str, np.ndarray]:
+    texts = windows_of(found, calibration)
+    return {name: each.numpy() for name, each in importance(_model(found), texts).items()}
+
+
+def _model(found: Opened) -> Decoder:
+    """In float32 on plain torch."""
+    model = allocated(Decoder(found.source.config, "meta", torch.float32), "cpu", join=False)
+    return fill(model, merged(found))
+
+
+def windows_of(found: Opened, calibration: Calibration) -> list[list[int]]:
+    """The text of a calibration as tokens, cut into windows; a model's beginning-of-text token begins each.
+
+    Raises:
+        ValueError: the text cannot be read, or the model has no tokenizer.
+    """
+    tokenizer = Tokenizer.from_source(found.source)
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError("this model brings no tokenizer, so it cannot read a text: quantize without --calibrate")
+    try:
+        text = calibration.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {calibration.text}: {error}") from None
+    first = tokenizer.encode("", add_special_tokens=True)[:1]
+    first = first if first == [tokenizer.bos_token_id] else []
+    window = min(calibration.window, found.source.config.max_position)
+    step = window - len(first)
+    tokens = tokenizer.encode(text)[: calibration.tokens // window * step]
+    if len(tokens) < 2:
+        raise ValueError(f"{calibration.text} is too short to calibrate with: give a text of some thousand words")
+    return [first + tokens[start : start + step] for start in range(0, len(tokens), step)]
