@@ -77,6 +77,8 @@ class Spread:
         found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
         found = [each for each in found if self.data > 1 or not each.startswith("zero")]
         found += [f"expert = {self.data}"] if self.expert else []
+        found += [f'schedule = "{self.schedule}"'] if self.schedule != "1f1b" else []
+        found += [f"chunks = {self.chunks}"] if self.schedule == "interleaved" else []
         found += ["sequence = true"] if self.sequence else []
         found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data * self.context > 1 else []
         found += [f'offload = "{"all" if self.host_weights else "optimizer"}"'] if self.host_state else []
@@ -87,6 +89,8 @@ class Spread:
         found = [f"{name} {size}" for name, size in names if size > 1] or ["one device"]
         found += [f"zero {self.zero}"] if self.zero else []
         found += ["experts shared"] if self.expert else []
+        found += [self.schedule] if self.schedule == "gpipe" else []
+        found += [f"interleaved {self.chunks}"] if self.schedule == "interleaved" else []
         found += ["sp"] if self.sequence else []
         return ", ".join([*found, *(["states on the host"] if self.host_state else [])])
 
@@ -185,6 +189,11 @@ def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
     """
     check_shares(plan.accumulate, spread.data)
     Shard(config, 0, spread.tensor, 0, spread.pipeline)
+    runs, most = spread.pipeline * spread.chunks, config.n_layers // spread.pipeline
+    if spread.chunks > 1 and runs > config.n_layers:
+        raise ValueError(
+            f"{config.n_layers} layers cannot be cut into {runs} runs: set parallel.chunks to at most {most}"
+        )
     if spread.schedule == "interleaved":
         schedule(spread.schedule, spread.pipeline, plan.accumulate // spread.data, spread.chunks)
     if spread.tensor > 1 or spread.pipeline > 1:
