@@ -4,10 +4,10 @@
 
 A byte-level decoder of 0.2 million numbers learns the manual of Python (``pydoc_data.topics``, part of every Python)
 from the same first weights and with the same batches: 2 x 1024 tokens a step. 1-bit Adam and 0/1 Adam stand beside
-AdamW, with AdamW's settings, and 1-bit LAMB beside LAMB. Then LAMB stands beside AdamW at 8 times the batch and an eighth of the steps, at the
-best of three learning rates each. The final loss is the validation loss, on a twentieth of the text that is not trained
-on. Bytes are those that a rank sends in a step after the warm-up: counted where signs are sent; for AdamW those of a
-ring in float32.
+AdamW, with AdamW's settings, and 1-bit LAMB beside LAMB. Then LAMB stands beside AdamW at 8 times the batch and an
+eighth of the steps, at the best of three learning rates each. The final loss is the validation loss, on a twentieth of
+the text that is not trained on. Bytes are those that a rank sends in a step after the warm-up: counted where signs are
+sent; for AdamW those of a ring in float32.
 """
 
 from __future__ import annotations
