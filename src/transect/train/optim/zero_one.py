@@ -10,8 +10,8 @@ Local steps: from ``freeze_step`` on a rank steps by its own momentum, and every
     agree:  z = S(u_i / (n L))        w <- (1 - L decay) w_0 - L z        u_i <- 0        L: the sum of lr since then
 
 d is sqrt(v) + eps, and z is m / d, as in ``onebit.py``. S is a sum of signs (``parallel/compressed.py``), which owes
-errors in the unit of z, also from the steps before; w_0 the weights when the ranks last agreed. Between agreements their weights differ a little; a checkpoint makes them agree
-first. With ``sync_every`` 1 every step agrees.
+errors in the unit of z, also from the steps before; w_0 the weights when the ranks last agreed. Between agreements
+their weights differ a little; a checkpoint makes them agree first. With ``sync_every`` 1 every step agrees.
 """
 
 from __future__ import annotations
