@@ -1,10 +1,12 @@
 """Products of popular models' weights on one Hopper GPU: every way that ``linear`` could run them, beside cuBLAS.
 
-    python benchmarks/products_by_shape.py OUT.json [NAME ...] [--few 48,128,200] [--many 320,512] [--seconds S]
+    python benchmarks/products_by_shape.py OUT.json [NAME ...] [--few 48,128,200] [--many 320,512] [--train 8192]
+        [--seconds S]
 
 ``--few`` (up to 256 rows): all tilings of ``few_rows/hopper.py`` as ``ops_many_rows.py`` races them, each launch
 beginning while the one before ends. ``--many``: tilings of ``many_rows/triton.py``. With a gate, cuBLAS's product is
-followed by our kernel for the gate. Every time is kept, because the rule by shape is fitted to them. What is wrong, or
+followed by our kernel for the gate. ``--train``: the product, the gradient of its input and that of its weight, by our
+kernel and by cuBLAS. Every time is kept, because the rule by shape is fitted to them. What is wrong, or
 not the same twice, is kept as a failure.
 """
 
@@ -91,6 +93,23 @@ def many(race: Race, m: int) -> dict[str, Any]:
     return found
 
 
+def train(race: Race, m: int) -> dict[str, Any]:
+    """Microseconds of the three products of a training step, ours by the rule and cuBLAS's."""
+    x, g = normal(m, race.k), normal(m, race.n)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "forward": lambda w: matmul(x, w),
+        "forward cublas": lambda w: torch.mm(x, w.T),
+        "input": lambda w: matmul(g, w.T),
+        "input cublas": lambda w: torch.mm(g, w),
+        "weight": lambda w: matmul(g.T, x.T),
+        "cublas": lambda w: torch.mm(g.T, x),
+    }
+    return {
+        name: statistics.median(graph_times([partial(call, w) for w in race.weights], REPLAYS)) * 1e6
+        for name, call in calls.items()
+    }
+
+
 def by_tiling(x: Tensor, weight: Tensor, tiling: Tiling, gated: bool) -> Tensor:
     if not gated:
         return matmul(x, weight, tiling=tiling)
@@ -115,6 +134,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--few", default=",".join(map(str, FEW)))
     parser.add_argument("--many", default="")
+    parser.add_argument("--train", default="")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--compile", nargs=2, metavar=("KIND", "INDEX"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -122,7 +142,7 @@ def main() -> None:
         compile_one(asked.compile[0], int(asked.compile[1]))
         return
     began = time.monotonic()
-    rows = {kind: [int(each) for each in getattr(asked, kind).split(",") if each] for kind in ("few", "many")}
+    rows = {kind: [int(each) for each in getattr(asked, kind).split(",") if each] for kind in ("few", "many", "train")}
     if rows["many"]:
         jobs = [
             subprocess.Popen([sys.executable, __file__, str(asked.out), "--compile", kind, str(index)])
@@ -141,17 +161,20 @@ def main() -> None:
         "rows": [],
     }
     for (n, k, gated), kind in itertools.product(sizes(asked.names or list(SHAPES)), rows):
-        if not rows[kind] or time.monotonic() - began > asked.seconds:
+        if not rows[kind] or (kind == "train" and n > 100_000) or time.monotonic() - began > asked.seconds:
             continue
         race = Race(n, k, gated, dependent_launch=True)
         for m in rows[kind]:
-            found = few(race, m) if kind == "few" else many(race, m)
+            found = {"few": few, "many": many, "train": train}[kind](race, m)
             columns = n // 2 if gated else n
             floor = max(2 * (n * k + m * k + m * columns) / READ, 2 * m * n * k / RATE) * 1e6
             result["rows"].append({"m": m, "n": n, "k": k, "gated": gated, "floor_us": floor, "us": found})
             timed = {name: us for name, us in found.items() if isinstance(us, float)}
             best = min(timed, key=lambda name: timed[name])
             wrong = {name: why for name, why in found.items() if isinstance(why, str)}
+            if kind == "train":
+                print(m, n, k, {name: round(us, 1) for name, us in found.items()}, flush=True)
+                continue
             print(
                 f"{m:4} x {k:5} by {n:6}{' gated' if gated else '      '} floor {floor:6.1f} cublas "
                 f"{timed['cublas']:7.2f} best {timed[best]:7.2f} {best}" + (f" FAILED {wrong}" if wrong else ""),

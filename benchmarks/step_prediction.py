@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import record
@@ -55,17 +56,19 @@ def arrivals(rate: float, seconds: float, context: int, seed: int) -> list[Arriv
 
 
 def serve(llm: LLM, work: list[Arrival]) -> None:
-    """Run the requests as they arrive."""
-    began, waiting = time.perf_counter(), list(reversed(work))
+    """Run the requests as they arrive. One that comes within a step has come then, though the engine sees it later."""
+    clock, waiting = llm._core.scheduler.clock, list(reversed(work))
+    began = clock.now()
     while waiting or llm.has_work:
-        now = time.perf_counter() - began
+        now = clock.now() - began
         while waiting and waiting[-1][0] <= now:
-            _, prompt, params = waiting.pop()
-            llm.submit(prompt, params)
+            at, prompt, params = waiting.pop()
+            request = llm._request(prompt, params)
+            llm._core.add(msgspec.structs.replace(request, arrival_time=began + at))
         if llm.has_work:
             llm.step()
         elif waiting:
-            time.sleep(min(0.001, max(0.0, waiting[-1][0] - now)))
+            time.sleep(min(0.0005, max(0.0, waiting[-1][0] - now)))
 
 
 def logged(options: argparse.Namespace, work: list[Arrival], budget: int, path: Path) -> None:
@@ -78,7 +81,8 @@ def logged(options: argparse.Namespace, work: list[Arrival], budget: int, path: 
 
 
 def engine(options: argparse.Namespace, **settings: Any) -> LLM:
-    """Without a prefix cache: random prompts share nothing. Requests come one by one, so steps are a server's."""
+    """Without a prefix cache: random prompts share nothing. Requests come one by one, as to a server, so every graph is
+    there before the first of them. No step is cut short by its time, only by its tokens."""
     return LLM(
         options.model,
         load_format=options.load_format,
@@ -88,6 +92,7 @@ def engine(options: argparse.Namespace, **settings: Any) -> LLM:
         enable_prefix_caching=False,
         longest_first=False,
         fill_steps=False,
+        itl_target=1000.0,
         **settings,
     )
 
@@ -150,8 +155,9 @@ def residuals(log: RunLog, work: StepWork, path: Path) -> None:
         names = [field.name for field in dataclasses.fields(loads[0])]
         rows = csv.writer(file)
         rows.writerow([*names, "predicted", "measured"])
-        for load_, taken in zip(loads, seconds, strict=True):
-            rows.writerow([*(getattr(load_, name) for name in names), model.seconds(load_), taken])
+        predicted = model.predict(loads).tolist()
+        for load_, guess, taken in zip(loads, predicted, seconds, strict=True):
+            rows.writerow([*(getattr(load_, name) for name in names), guess, taken])
 
 
 def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:

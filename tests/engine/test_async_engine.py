@@ -17,7 +17,8 @@ import pytest_asyncio
 from tiny_llm import CONTEXT, save_tiny_llm
 
 from transect import LLM, AsyncEngine, SamplingParams
-from transect.engine.async_engine import EngineDeadError
+from transect.engine.async_engine import EngineDeadError, _first_tokens_first
+from transect.engine.outputs import EngineOutput, RequestTimes
 from transect.engine.waiting_queue import QueueFull
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -127,6 +128,15 @@ async def test_a_caller_that_falls_behind_catches_up_in_one_update(engine):
     assert len(updates) <= 3 and [update.finished for update in updates] == [False] * (len(updates) - 1) + [True]
     assert [token for update in updates for token in update.token_ids] == expected.token_ids
     assert "".join(update.text for update in updates) == expected.text
+
+
+async def test_first_tokens_are_handed_out_before_others():
+    times = RequestTimes(0.0, 1.0, 2.0)
+    goes_on = EngineOutput("old", 0, [1])
+    ends = EngineOutput("ends", 0, [2], finish_reason="length", times=times)
+    begins = [EngineOutput(name, 0, [3], times=times) for name in ("new", "newer")]
+    found = _first_tokens_first([goes_on, ends, begins[0], begins[1]])
+    assert [each.request_id for each in found] == ["new", "newer", "old", "ends"]
 
 
 async def test_generate_grows_and_survives_a_consumer_slower_than_the_engine(engine):

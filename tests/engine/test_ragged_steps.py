@@ -168,8 +168,8 @@ def test_sizes_of_mixed_steps_are_few_and_hold_what_they_are_for():
 
 
 def test_fine_buckets_of_rows():
-    assert [row_bucket(n, fine=True) for n in (3, 65, 97, 129, 160, 161, 225, 256, 257)] == [
-        *(4, 96, 128, 160, 160, 192, 256, 256, 512),
+    assert [row_bucket(n, fine=True) for n in (3, 65, 97, 129, 160, 161, 225, 256, 257, 400)] == [
+        *(4, 96, 128, 160, 160, 192, 256, 256, 384, 512),
     ]  # fmt: skip
     assert row_buckets(200, fine=True) == [256, 192, 160, 128, 96, 64, 32, 16, 8, 4, 2, 1]
 

@@ -402,7 +402,7 @@ class AsyncEngine:
                 case wire.Outputs():
                     if message.decisions:
                         self.decisions.put(message.decisions)
-                    for output in message.outputs:
+                    for output in _first_tokens_first(message.outputs):
                         self._take(output)
                 case wire.Refused():
                     self._refuse(message)
@@ -473,3 +473,13 @@ class AsyncEngine:
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))
         self._stats_waiters.clear()
+
+
+def _first_tokens_first(outputs: list[EngineOutput]) -> list[EngineOutput]:
+    """The outputs of a step, those that begin an answer before all others: each costs a stream some time, and a first
+    token has waited longest."""
+
+    def goes_on(output: EngineOutput) -> bool:
+        return output.times is None or output.finish_reason is not None
+
+    return sorted(outputs, key=goes_on)

@@ -134,7 +134,8 @@ def build_engine(
     )
     ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
-    log_of = decision_log(config, scheduler, lag, source.config, storage, device)
+    padding = getattr(executor, "padding", None)
+    log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
     core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     if source.adapter is not None and device.type == "cuda":

@@ -18,9 +18,15 @@ from .scheduler import Scheduler
 
 
 def decision_log(
-    config: EngineConfig, scheduler: Scheduler, lag: int, model: ModelConfig, storage: Storage, device: torch.device
+    config: EngineConfig,
+    scheduler: Scheduler,
+    lag: int,
+    model: ModelConfig,
+    storage: Storage,
+    device: torch.device,
+    padding: dict[str, int] | None = None,
 ) -> DecisionLog | None:
-    """The log that ``config`` asks for; None for none.
+    """The log that ``config`` asks for; None for none. ``padding``: what steps are filled up to (``GPURunner``).
 
     Raises:
         ValueError: its file cannot be written.
@@ -34,7 +40,7 @@ def decision_log(
         scheduler.clock.now(),
         {"name": config.model, **_plain(model)},
         _plain(storage),
-        _described(device, config, storage),
+        _described(device, config, storage) | ({"padding": padding} if padding else {}),
     )
     return DecisionLog(scheduler, header, file=config.decision_log)
 

@@ -56,7 +56,7 @@ class _Checked:
 
     @property
     def launched(self) -> str:
-        """As the executor inside has it."""
+        """What the executor inside says."""
         return getattr(self.inner, "launched", "")
 
     def submit(self, batch: ScheduledBatch) -> Handle:

@@ -17,6 +17,8 @@ StepRow = tuple[int, int, int]
 """Sequence number, first position, tokens."""
 LATE_S = 5e-5
 """Seconds: a step whose result was there this soon after it was asked for was over before."""
+SLOW = 10
+"""So was one whose result was there soon after handing over the next step had taken so many times as long."""
 DRAWS_S = 5e-4
 """Seconds: what is left of a step once its draws are handed over, where the device had nothing else left to do."""
 
@@ -38,6 +40,8 @@ class Step:
     ranks: float = 0.0
     ahead: bool = False
     """Steps are planned while the one before runs."""
+    handed: float = 0.0
+    """Seconds that handing over the next step took, where that was planned while this one ran."""
 
     @property
     def seconds(self) -> float:
@@ -55,7 +59,8 @@ class Step:
             return "ranks"
         if self.ahead and self.drawn > self.begins and self.at - self.drawn < min(DRAWS_S, 0.1 * self.seconds):
             return "grammar"
-        return "host" if self.ahead and self.at - self.waited < LATE_S else ""
+        wait = self.at - self.waited
+        return "host" if self.ahead and (wait < LATE_S or SLOW * wait < self.handed) else ""
 
     @property
     def tokens(self) -> int:
@@ -162,6 +167,9 @@ def build(records: Iterable[Record], *, complete: bool = True) -> RunLog:
                 found.at, found.waited, found.committed = event.at, event.waited, event.committed
                 found.launched, found.drawn, found.ranks = event.launched, event.drawn, event.ranks
                 found.ahead = header.lag > 0
+                newest = log.steps[-1]
+                if newest is not found:
+                    found.handed = max(0.0, found.waited - newest.planned.at)
                 found.begins = max(found.planned.at, done_at)
                 done_at = event.at
         if isinstance(event, (Done, Aborted)):

@@ -151,13 +151,15 @@ def simulate(
     if not lives:
         raise ValueError("no request of this log has ended: log a longer run")
     began = lives[0].added.arrival
+    intake = _intake(lives)
+    lives.sort(key=lambda life: _there(life, intake))
     waiting = list(reversed(lives))
     arrival: dict[str, float] = {}
     tokens: dict[tuple[str, int], list[float]] = {}
     while waiting or core.has_work:
         if waiting and not core.has_work:
-            clock.advance(max(0.0, waiting[-1].added.at - began - clock.now()))
-        while waiting and waiting[-1].added.at - began <= clock.now():
+            clock.advance(max(0.0, _there(waiting[-1], intake) - began - clock.now()))
+        while waiting and _there(waiting[-1], intake) - began <= clock.now():
             life = waiting.pop()
             name = str(len(arrival))
             arrival[name] = life.added.arrival - began
@@ -166,6 +168,18 @@ def simulate(
             if output.new_token_ids:
                 tokens.setdefault((output.request_id, output.index), []).append(clock.now())
     return _latencies(arrival, tokens)
+
+
+def _intake(lives: Sequence[Life]) -> float:
+    """Seconds from an arrival until the engine can see the request: those of the quickest twentieth, which came when
+    the engine was about to look."""
+    return float(np.percentile([max(0.0, life.added.at - life.added.arrival) for life in lives], 5))
+
+
+def _there(life: Life, intake: float) -> float:
+    """When the engine could see a request: with other steps it would not have looked when it did."""
+    added = life.added
+    return added.at if added.grammar else min(added.at, added.arrival + intake)
 
 
 def _add(core: EngineCore, device: Device, script: Script, life: Life, name: str) -> None:

@@ -1,30 +1,38 @@
 """How long a step takes: a model fitted on a log, over the cost model.
 
-``seconds = fixed + a * floor + b * rows + c * keys + d * pairs + (a piecewise linear function of the tokens)``
+``seconds = fixed + a * floor + b * rows + c * keys + d * pairs + e * chunks + f(computed tokens)``
 
-All coefficients are at least 0, so that more work never takes less time. The floor carries what the hardware needs;
-the function of the tokens carries what kernels add to it (tiles that are half full, other kernels for few rows). It
-is fitted by relative errors, and a second time without the steps that something else on the machine held up.
+All coefficients are at least 0, so that more work never takes less time. The floor carries what the hardware needs.
+``f`` carries what kernels add to it: it rises from one number of tokens to the next that steps are padded to (a GPU has
+a few dozen), in one way for steps that only decode and in another for those with prefill chunks. Keys are those that
+decodes read, pairs those of prefill chunks. Errors count relatively, and large ones less than in proportion, so that
+steps which something else held up do not bend the model.
+
+Where steps are planned ahead, a step that was over before anybody looked ended nobody knows when, and the one after it
+began nobody knows when: neither is fitted or judged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from .log import RunLog
+from .log import RunLog, Step
 from .work import Load, StepWork
 
 FEWEST = 20
 """Steps to fit on."""
 DRIFT = 0.25
 """Median relative error of new steps that means: this is no longer the system that the model was fitted on."""
-OUTLIER = 3.0
-"""Steps that take so many times their prediction are left out of the second fit."""
-RIDGE = 1e-3
+LARGE = 0.05
+"""A relative error from which on a step counts less."""
+RIDGE = 1e-4
+MOST_SIZES = 48
+"""Numbers of tokens that ``f`` has a bend at; where steps have more, bends lie a quarter of an octave apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +57,25 @@ class Errors:
 class StepTime:
     """A fitted model. Times are seconds."""
 
-    knots: tuple[float, ...]
-    """Tokens at which the piecewise linear function bends."""
+    decode_knots: tuple[float, ...]
+    """Tokens at which the time of steps that only decode bends."""
+    mixed_knots: tuple[float, ...]
+    """The same for steps with prefill chunks."""
     coefficients: tuple[float, ...]
     host: float
-    """Median time between the end of a step and the beginning of the next, where work was there."""
+    """Median time that the host takes from one step's result until it waits for the next, where work is there."""
 
     def seconds(self, load: Load) -> float:
         """Predicted time of a step."""
-        return float(_features([load], self.knots)[0] @ np.array(self.coefficients))
+        return float(self.predict([load])[0])
 
     def errors(self, loads: Sequence[Load], measured: Sequence[float]) -> Errors:
         """How far predictions are from ``measured`` times."""
-        predicted = _features(loads, self.knots) @ np.array(self.coefficients)
-        return errors(predicted, np.array(measured))
+        return errors(self.predict(loads), np.array(measured))
+
+    def predict(self, loads: Sequence[Load]) -> np.ndarray:
+        """Predicted times of several steps."""
+        return _features(loads, self.decode_knots, self.mixed_knots) @ np.array(self.coefficients)
 
     @classmethod
     def fit(cls, loads: Sequence[Load], measured: Sequence[float], host: float = 0.0) -> StepTime:
@@ -74,19 +87,14 @@ class StepTime:
         if len(loads) < FEWEST:
             raise ValueError(f"a model of step times needs at least {FEWEST} steps, not {len(loads)}: log a longer run")
         seconds = np.array(measured)
-        most = max(load.tokens for load in loads)
-        knots = [1.0]
-        while knots[-1] < most:
-            knots.append(knots[-1] * 2)
-        features = _features(loads, tuple(knots))
-        keep = np.ones(len(loads), dtype=bool)
-        for _ in range(3):
-            found = _fit(features[keep], seconds[keep])
-            ratio = seconds / np.maximum(features @ found, 1e-9)
-            keep = (ratio < OUTLIER) & (ratio > 1 / OUTLIER)
-            if keep.sum() < FEWEST:
-                break
-        return cls(tuple(knots), tuple(float(each) for each in found), host)
+        decodes, mixed = (_knots([load.padded for load in loads if load.decodes is kind]) for kind in (True, False))
+        features = _features(loads, decodes, mixed)
+        weight = np.ones(len(loads))
+        for _ in range(4):
+            found = _fit(features, seconds, weight)
+            relative = np.abs(features @ found / seconds - 1)
+            weight = np.minimum(1.0, LARGE / np.maximum(relative, 1e-9))
+        return cls(decodes, mixed, tuple(float(each) for each in found), host)
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> Errors:
@@ -107,18 +115,28 @@ def calibrated(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[StepTim
 
 
 def measured_steps(log: RunLog, work: StepWork) -> tuple[list[Load], list[float]]:
-    """The work and the time of every step that is done; the first one, which sets things up, is left out."""
-    done = [step for step in log.steps[1:] if step.at is not None and step.seconds > 0]
-    return [work.load(step.rows) for step in done], [step.seconds for step in done]
+    """The work and the time of every step whose time is known; the first one, which sets things up, is left out."""
+    known = known_steps(log)
+    return [work.load(step.rows) for step in known], [step.seconds for step in known]
+
+
+def known_steps(log: RunLog) -> list[Step]:
+    """The steps whose beginning and end the log says."""
+    return [
+        after
+        for before, after in pairwise(log.steps)
+        if after.at is not None and after.seconds > 0 and after.late != "host" and before.late != "host"
+    ]
 
 
 def host_seconds(log: RunLog) -> float:
-    """The median time between steps that followed one another without a wait for work."""
-    gaps = []
-    for before, after in zip(log.steps, log.steps[1:], strict=False):
+    """The median time that the host takes from one result until it waits for the next, where work is there."""
+    taken = []
+    for before, after in pairwise(log.steps):
         if before.at is not None and after.at is not None and before.planned.running:
-            gaps.append(max(0.0, after.begins - before.at))
-    return float(np.median(gaps)) if gaps else 0.0
+            until = after.waited if log.header.lag else after.begins
+            taken.append(max(0.0, until - before.at))
+    return float(np.median(taken)) if taken else 0.0
 
 
 def drift(model: StepTime, loads: Sequence[Load], measured: Sequence[float]) -> str | None:
@@ -136,42 +154,65 @@ def drift(model: StepTime, loads: Sequence[Load], measured: Sequence[float]) -> 
 
 def to_dict(model: StepTime) -> dict[str, Any]:
     """For JSON."""
-    return {"knots": model.knots, "coefficients": model.coefficients, "host_seconds": model.host}
+    knots = {"decode_knots": model.decode_knots, "mixed_knots": model.mixed_knots}
+    return {**knots, "coefficients": model.coefficients, "host_seconds": model.host}
 
 
-def _features(loads: Sequence[Load], knots: tuple[float, ...]) -> np.ndarray:
-    plain = np.array(
-        [(1e-4, load.floor, 1e-5 * load.rows, 1e-7 * load.keys, 1e-7 * load.pairs) for load in loads]
-    ).reshape(-1, 5)
-    tokens = np.array([load.tokens for load in loads], dtype=float)
-    hats = np.stack([_hat(tokens, knots, index) for index in range(len(knots))], axis=1)
-    return np.concatenate([plain, 1e-4 * hats], axis=1)
+def _knots(sizes: Sequence[int]) -> tuple[float, ...]:
+    """The bends of ``f`` for steps of these sizes."""
+    found = sorted(set(sizes))
+    if len(found) <= MOST_SIZES:
+        return tuple(float(size) for size in found)
+    knots = [float(found[0])]
+    while knots[-1] < found[-1]:
+        knots.append(min(float(found[-1]), max(knots[-1] + 1, knots[-1] * 2**0.25)))
+    return tuple(knots)
 
 
-def _hat(tokens: np.ndarray, knots: tuple[float, ...], index: int) -> np.ndarray:
-    """1 at a knot, 0 at its neighbours; the last one goes on rising in proportion."""
-    heights = np.zeros(len(knots))
-    heights[index] = 1.0
-    inside = np.interp(tokens, knots, heights)
-    beyond = tokens > knots[-1]
-    return np.where(beyond, heights[-1] * tokens / knots[-1], inside)
+def _features(loads: Sequence[Load], decode_knots: tuple[float, ...], mixed_knots: tuple[float, ...]) -> np.ndarray:
+    plain = [
+        (
+            1e-4,
+            load.floor,
+            1e-5 * load.rows,
+            1e-7 * load.decode_keys,
+            1e-7 * load.prompt_pairs,
+            1e-5 * load.chunks,
+            0.0 if load.decodes else 1e-4,
+        )
+        for load in loads
+    ]
+    tokens = np.array([load.padded for load in loads], dtype=float)
+    decodes = np.array([load.decodes for load in loads], dtype=bool)[:, None]
+    ladders = (1e-4 * _ladder(tokens, decode_knots) * decodes, 1e-4 * _ladder(tokens, mixed_knots) * ~decodes)
+    return np.concatenate([np.array(plain).reshape(-1, 7), *ladders], axis=1)
 
 
-def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Least squares of relative errors over coefficients of at least 0, by coordinate descent. A small ridge holds
-    down the coefficients that no step speaks for."""
+def _ladder(tokens: np.ndarray, knots: tuple[float, ...]) -> np.ndarray:
+    """A column for each stretch between two knots: 0 before it, 1 behind it. Beyond the last knot all rise in
+    proportion."""
+    if len(knots) < 2:
+        return np.zeros((len(tokens), 0))
+    low, high = np.array(knots[:-1]), np.array(knots[1:])
+    return np.clip((tokens[:, None] - low) / (high - low), 0, 1) * np.maximum(1.0, tokens / knots[-1])[:, None]
+
+
+def _fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Weighted least squares of relative errors over coefficients of at least 0, by coordinate descent. A small ridge
+    holds down the coefficients that no step speaks for, but not the fixed time."""
     scaled = features / seconds[:, None]
     scale = np.sqrt((scaled**2).mean(axis=0))
     scale[scale == 0] = 1.0
     scaled = scaled / scale
-    gram = scaled.T @ scaled / len(seconds) + RIDGE * np.eye(scaled.shape[1])
-    target = scaled.mean(axis=0)
+    ridge = np.full(scaled.shape[1], RIDGE)
+    ridge[0] = 1e-9
+    gram = (scaled * weight[:, None]).T @ scaled / len(seconds) + np.diag(ridge)
+    target = (scaled * weight[:, None]).mean(axis=0)
     found = np.zeros(scaled.shape[1])
     for _ in range(2000):
         before = found.copy()
         for each in range(len(found)):
-            gradient = gram[each] @ found - target[each]
-            found[each] = max(0.0, found[each] - gradient / gram[each, each])
-        if np.abs(found - before).max() < 1e-9:
+            found[each] = max(0.0, found[each] - (gram[each] @ found - target[each]) / gram[each, each])
+        if np.abs(found - before).max() < 1e-8:
             break
     return found / scale

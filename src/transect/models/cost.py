@@ -72,22 +72,30 @@ def least_cost(
     storage = storage or Storage()
     tokens = sum(row.new for row in rows)
     logit_rows = len(rows) if logit_rows is None else logit_rows
+    return {
+        **least_products(config, tokens, logit_rows, storage),
+        "attention": least_attention(config, rows, storage),
+    }
+
+
+def least_products(config: ModelConfig, tokens: int, logit_rows: int, storage: Storage) -> dict[str, Cost]:
+    """The ``linear`` and ``head`` of ``least_cost``: they do not depend on where the tokens stand."""
     linear = sum((_layer_products(config, layer, tokens, storage) for layer in range(config.n_layers)), Cost(0, 0, 0))
-    layers = config.n_layers
     head = Cost(0, 0, 0)
     if logit_rows:
         head = product_cost(
             logit_rows, [config.vocab_size], config.dim, bits=storage.head, activation=storage.activation
         )
+    return {"linear": linear, "head": head}
+
+
+def least_attention(config: ModelConfig, rows: Sequence[Row], storage: Storage) -> Cost:
+    """The ``attention`` of ``least_cost``."""
     pairs = keys = 0.0
-    for window, count in Counter(map(config.layer_window, range(layers))).items():
+    for window, count in Counter(map(config.layer_window, range(config.n_layers))).items():
         pairs += count * sum(visible_pairs(row.new, row.length, window) for row in rows)
         keys += count * sum(visible_keys(row.new, row.length, window) for row in rows)
-    return {
-        "linear": linear,
-        "head": head,
-        "attention": Cost(4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8, 0),
-    }
+    return Cost(4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8, 0)
 
 
 def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Storage) -> Cost:

@@ -31,7 +31,7 @@ from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 if TYPE_CHECKING:
     from ..models.resolve import ModelSource
 
-LONG = 4096
+LONG = 8192
 """Characters from which a text is encoded by the call that lets other threads run meanwhile."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From the metadata of a GGUF file that holds a byte-level BPE vocabulary.
+        """From the metadata of a GGUF file.
 
         Raises:
             ValueError: see ``read_gguf_vocabulary``.
@@ -96,7 +96,7 @@ class Tokenizer:
         vocabulary = read_gguf_vocabulary(metadata)
         return cls(
             vocabulary.backend,
-            BYTE_LEVEL,
+            vocabulary.spelling,
             bos_token_id=vocabulary.bos_token_id,
             eos_token_ids=vocabulary.eos_token_ids,
             prefix_ids=vocabulary.prefix_ids,

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from ..models.weights.weight import TrainingPart, Weight
 from ..ops.lang.jit import multiprocessors
 from ..ops.linear.many_rows import matmul
+from ..ops.linear.many_rows.tiling import cublas_is_quicker
 
 ROUND = 16
 """The number of spare columns is a multiple of this, so that rows begin at addresses that bulk copies can take."""
@@ -84,7 +85,7 @@ class Product:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x ``[T, I + R]`` -> y ``[T, O + R]``, and z ``[T, R]`` to keep for ``gradients``."""
-        return matmul.matmul(x, self.weight), None
+        return multiply(x, self.weight), None
 
     def prepare(self, g: Tensor) -> None:
         """Fill the spare columns of g ``[T, O + R]``; before the two methods below."""
@@ -98,6 +99,13 @@ class Product:
         if not self.trained:
             return [None] * len(self.parameters)
         return list(weight_gradient(g, x).split(self.sizes))
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """x ``[T, I]``, weight ``[O, I]`` -> x weight^T ``[T, O]``, by cuBLAS where that is quicker."""
+    if cublas_is_quicker(x, weight):
+        return torch.mm(x, weight.T, out=out)
+    return matmul.matmul(x, weight, out=out)
 
 
 def weight_gradient(g: Tensor, x: Tensor) -> Tensor:
@@ -206,7 +214,7 @@ class AdaptedProduct(Product):
                 z.mul_(self.relative)
             x[:, self.inputs :].copy_(z)
         y = self.room(x.shape[0], self.outputs)
-        matmul.matmul(x, whole[: self.outputs], out=y[:, : self.outputs])
+        multiply(x, whole[: self.outputs], out=y[:, : self.outputs])
         return y, z
 
     def prepare(self, g: Tensor) -> None:

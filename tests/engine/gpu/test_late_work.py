@@ -12,6 +12,7 @@ from transect.engine.clock import VirtualClock
 from transect.engine.config import EngineConfig
 from transect.engine.core import EngineCore
 from transect.engine.gpu.graphs import GraphCache
+from transect.engine.gpu.large_steps import large_steps
 from transect.engine.gpu.runner import GPURunner
 from transect.engine.request import Request
 from transect.engine.sampling_params import SamplingParams
@@ -47,6 +48,29 @@ def test_captures_after_the_start_are_counted():
     assert graphs.late == 0
     graphs.prepare("b", int)
     assert graphs.late == 1
+
+
+def test_steps_too_large_for_a_graph_run_before_requests_come(monkeypatch):
+    """Whole prompts and chunks, alone and beside decodes, of no size that has a graph; nobody's cache is written."""
+    limits = {"max_num_seqs": 24, "max_num_batched_tokens": 400, "max_model_len": 512}
+    torch.manual_seed(0)
+    model = Decoder(SHAPE)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    caches = model.new_kv_cache(5, 16, torch.float32)
+    for cache in caches:
+        cache.zero_()
+    runner = GPURunner(model, *caches, **limits, graph_tokens=300, whole_prompts=(100, 8), prune_last_layer=True)
+    plans = []
+    plan = runner._planner.plan
+    monkeypatch.setattr(runner._planner, "plan", lambda *given: plans.append(plan(*given)) or plans[-1])
+    for batch in large_steps(runner.graph_tokens, 4, **limits):
+        assert runner.submit(batch).result().tokens
+    kinds = {(each.whole is not None, sum(row.num_tokens == 1 for row in each.rows)) for each in plans}
+    assert kinds == {(True, 0), (False, 0), (True, 16), (False, 16)}
+    assert not any(each.graph or each.decode for each in plans)
+    assert all(not cache[:, :4].any() for cache in caches) and all(cache[:, 4].any() for cache in caches)
+    assert list(large_steps(400, 4, **limits)) == []  # graphs are for all
 
 
 def test_late_work_is_among_the_stats():

@@ -6,6 +6,7 @@ from ...models.decoder import Decoder
 from ...parallel.mesh import Mesh
 from ...text.grammar.constraint import MaskFiller
 from ..kv_size import KVSize
+from .large_steps import large_steps
 from .measure import runner_of
 from .runner import GPURunner
 from .setup import Setup
@@ -40,5 +41,9 @@ def capture(
         rows = row_buckets(limits["max_num_seqs"], setup.tricks["fine_rows"])
         runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
+        if setup.irregular and (mesh is None or mesh.pipeline.size == 1):
+            for batch in large_steps(runner.graph_tokens, cache.num_blocks, **limits):
+                runner.submit(batch).result()
+            times.done("large steps")
     runner.started()
     return runner, sum(each.nbytes for each in caches)

@@ -98,6 +98,7 @@ class GPURunner:
         fill_masks: MaskFiller = fill_each,
         in_flight: int = 2,
     ) -> None:
+        pad_tokens = pad_tokens or (16 if k_cache.device.type == "cuda" else 1)
         self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
         self._device = k_cache.device
@@ -112,19 +113,25 @@ class GPURunner:
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
         self._host_tokens: dict[int, int] = {}
+        self.padding = {
+            "graph_tokens": min(graph_tokens, max_num_batched_tokens),
+            "multiple": pad_tokens,
+            "fine_rows": int(fine_rows),
+        }
+        """What steps are filled up to, for who predicts their times: see ``step_sizes.py``."""
         self.launched = ""
         """See ``Executor``: the newest step, without its draws."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
-        pad_tokens = pad_tokens or (16 if self._device.type == "cuda" else 1)
         # A step with prefill chunks is filled up in two places (see StepPlanner).
         rows = max(FEWEST_ROWS, self._max_draws)
         self._compilations: Callable[[], int] = int
         self._compiled_before = 0
-        self._graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        self.graph_tokens = min(graph_tokens, max_num_batched_tokens)
+        """Tokens of the largest step with prefill chunks that is captured."""
         self._max_num_seqs = max_num_seqs
         most = max(max_num_batched_tokens, self._max_draws) + rows + 3 * pad_tokens
-        most = max(most, token_bucket(self._graph_tokens, 0))
+        most = max(most, token_bucket(self.graph_tokens, 0))
         self._most_tokens = most
         largest = StepLayout(most, 3 * rows + 2 * FEWEST_ROWS, self._max_draws, self._max_blocks)
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
@@ -249,7 +256,7 @@ class GPURunner:
 
     def mixed_sizes(self) -> list[MixedSize]:
         """Those of steps with prefill chunks that graphs are for."""
-        return mixed_sizes(self._graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
+        return mixed_sizes(self.graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
 
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:

@@ -24,10 +24,13 @@ def row_bucket(rows: int, fine: bool = False) -> int:
 
     The products' tiles have such heights, and bulk copies of a tile that reaches past the end of a tensor are slow: a
     step of an 8B model takes 17 ms for 160 rows, and 13 for 256 (H200). ``fine``: 96, 160 and 192 too, where products
-    take any number of rows: a layer's take 112, 146 and 163 us there, 125 at 128 rows, 170 at 256, and 182 at 224.
+    take any number of rows: a layer's take 112, 146 and 163 us there, 125 at 128 rows, 170 at 256, and 182 at 224; and
+    above 256 multiples of 128, the height of Hopper's tiles.
     """
     if fine and (64 < rows <= 96 or 128 < rows <= 192):
         return -(-rows // 32) * 32
+    if fine and rows > 256:
+        return -(-rows // 128) * 128
     return 1 << (rows - 1).bit_length() if rows <= 256 else -(-rows // 256) * 256
 
 

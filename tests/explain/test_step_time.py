@@ -1,0 +1,94 @@
+"""Step times on a device that pads: what is fitted, what is left out, and that floors are those of the cost model."""
+
+import dataclasses
+from array import array
+
+import numpy as np
+import pytest
+
+from transect.bench.floors import Rates, step_floor
+from transect.engine.decisions import Done, Header, Planned
+from transect.engine.gpu.step_sizes import row_bucket, token_bucket
+from transect.explain.log import build
+from transect.explain.step_time import StepTime, known_steps, measured_steps
+from transect.explain.work import Padding, StepWork
+from transect.models.cost import Row
+from transect.models.presets import PRESETS
+from transect.models.storage import Storage
+
+LIMITS = {"block_size": 16, "max_num_seqs": 64, "max_model_len": 2048, "num_blocks": 64}
+DEVICE = {"padding": {"graph_tokens": 1024, "multiple": 16, "fine_rows": 1}}
+RATES = Rates(4e12, 7e14)
+
+
+def header(lag=1):
+    return Header(1, LIMITS, lag, 0.0, {}, {}, DEVICE)
+
+
+def step(chance, decodes, chunk):
+    rows = [(seq, int(chance.integers(100, 1500)), 1) for seq in range(decodes)]
+    return [*rows, (99, 0, chunk)] if chunk else rows
+
+
+def true_seconds(load):
+    """A device that takes its time for what it computes, padding or not, and whose kernels change at 256 tokens."""
+    base = 3e-3 if load.decodes else 4e-3
+    return base + 1e-8 * load.decode_keys + (1e-5 if load.padded <= 256 else 1.6e-5) * load.padded
+
+
+def test_sizes_of_the_device_are_what_steps_take():
+    """Within a size the tokens do not matter, from one to the next they do; sizes that were not met are in between."""
+    work, chance = StepWork(None, Storage(), None, Padding(header())), np.random.default_rng(0)
+    loads = [work.load(step(chance, int(chance.integers(3, 60)), 0)) for _ in range(300)]
+    loads += [work.load(step(chance, 5, int(chance.integers(70, 900)))) for _ in range(100)]
+    seconds = [true_seconds(load) * chance.normal(1, 0.01) for load in loads]
+    model = StepTime.fit(loads, seconds)
+    fresh = [work.load(step(chance, 4, chunk)) for chunk in range(80, 880, 37)]
+    fresh += [work.load(step(chance, rows, 0)) for rows in (1, 2, 7, 33, 63)]
+    assert model.errors(fresh, [true_seconds(load) for load in fresh]).p99 < 0.06
+    assert fresh[0].padded == token_bucket(84) and fresh[-1].padded == row_bucket(63) == 64
+
+
+def test_one_step_that_was_held_up_bends_nothing():
+    work, chance = StepWork(None, Storage(), None, Padding(header())), np.random.default_rng(1)
+    loads = [work.load(step(chance, 8, 0)) for _ in range(60)]
+    seconds = [true_seconds(load) for load in loads]
+    seconds[7], seconds[30] = 0.4, 0.2
+    assert StepTime.fit(loads, seconds).errors(loads, [true_seconds(load) for load in loads]).p99 < 0.03
+
+
+def test_steps_whose_times_nobody_knows_are_left_out():
+    """Step 4 was over when the host came back from handing over step 5; so nobody knows when either ran."""
+    records = [header()]
+    for number in range(1, 9):
+        at = 0.01 * number
+        handed, wait = (0.009, 7e-5) if number == 4 else (2e-4, 5e-3)
+        rows = array("I", [0, number, 1]).tobytes()
+        if number == 1:
+            records.append(Planned(1, 0.0, 0.0, rows, 0, "", 0, 1, 4))
+        if number < 8:
+            rows = array("I", [0, number + 1, 1]).tobytes()
+            records.append(Planned(number + 1, at, at - wait - handed, rows, 0, "", 0, 1, 4))
+        records.append(Done(number, at - wait, at, at))
+    log = build(records)
+    assert [each.number for each in log.steps if each.late] == [4]
+    assert [each.number for each in known_steps(log)] == [2, 3, 6, 7, 8]
+    assert len(measured_steps(log, StepWork.of(log.header, None))[0]) == 5
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_floors_are_those_of_the_cost_model(window):
+    config = dataclasses.replace(PRESETS["llama-3.1-8b"], sliding_window=window)
+    work = StepWork(config, Storage(), RATES)
+    rows = [(0, 2000, 1), (1, 17, 1), (2, 0, 300), (3, 512, 512)]
+    for _ in range(2):  # the second time from what is kept
+        found = work.floor(rows)
+        wanted = step_floor(config, [Row(count, start + count) for _, start, count in rows], RATES, Storage())
+        assert found.seconds == pytest.approx(wanted.seconds) and found.bytes == pytest.approx(wanted.bytes)
+
+
+def test_a_processor_pads_nothing():
+    plain = Padding(Header(1, LIMITS, 0, 0.0))
+    assert plain.tokens([(0, 5, 1), (1, 0, 77)]) == 78
+    large = Padding(header())
+    assert large.tokens([(0, 5, 1), (1, 0, 1500)]) == 1504 and large.tokens([(0, 5, 1)] * 65) == row_bucket(65, True)
