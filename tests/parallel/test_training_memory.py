@@ -13,7 +13,8 @@ from transect.models.memory.training_plan import TrainingPlan
 from transect.models.presets import PRESETS
 from transect.models.shapes import parameter_count
 from transect.parallel.layout import owners
-from transect.parallel.training_memory import Spread, training_ranks
+from transect.parallel.spread import Spread
+from transect.parallel.training_memory import training_ranks
 from transect.train.follow import JOB, Run
 
 LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]
@@ -99,7 +100,7 @@ def test_experts_that_ranks_share_are_cut():
 def test_a_layout_that_cannot_be_is_refused_with_one_that_can():
     for spread, message in (
         ({"data": 3}, "set accumulate to 9"),
-        ({"tensor": 3}, "can be 1, 2, 4"),
+        ({"tensor": 3}, "8 key heads cannot be cut for 3 ranks: set parallel.tensor to 1"),
         ({"pipeline": 33}, "has 32 layers"),
         ({"zero": 1}, r"parallel\.data to 2"),
         ({"sequence": True}, r"parallel\.tensor to 2"),
