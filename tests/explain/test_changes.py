@@ -39,6 +39,15 @@ def test_a_loop_is_batched(tmp_path, shape):
     assert not done.failed and done.before > 0 and done.after > 0 and "predicted 10.0 ms" in str(done)
 
 
+def test_one_module_behind_another_is_batched(tmp_path):
+    """The second is called with results of the first, not with its own; a loop through both is left out."""
+    body = "second = nn.Linear(8, 8)\nx = torch.ones(8)\nwith torch.no_grad():\n    for i in range(5):\n        "
+    chain = write(tmp_path / "chain.py", f"{body}y = second(model(x * i))\n")
+    loop = write(tmp_path / "loop.py", f"{body}x = second(model(x))\n")
+    assert not apply(chain, [], Explained("batching"))[0].failed
+    assert "of its own" in apply(loop, [], Explained("batching"))[0].failed
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -59,7 +68,7 @@ def test_chance_in_a_batch_is_noticed():
     with batched.record():
         for _ in range(3):
             model(torch.ones(50))
-    with pytest.raises(NotPossible, match="other numbers"), batched.check():
+    with pytest.raises(NotPossible, match="other numbers"), batched.check(0, set()):
         model(torch.ones(50))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from .changes import CHANGES, Batched, NotPossible, Running
+from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
 from .findings import Finding
 from .program import Explanation
 
@@ -84,14 +84,25 @@ def _measured(path: Path, arguments: Sequence[str], finding: Finding, name: str)
 
 
 def _batching(path: Path, arguments: Sequence[str]) -> Change:
-    """See what the script's modules are called with, and that one batch gives the same."""
+    """See what the script's modules are called with, that batches give the same, and in which order they could be
+    computed: no module may be called with what depends on its own earlier results, by way of others or not."""
     batched = Batched()
     with batched.record():
         _seconds(path, arguments)
     if not any(len(calls) > 1 for calls in batched.calls.values()):
         raise NotPossible("no module is called twice")
-    with batched.check():
-        _seconds(path, arguments)
+    if len(batched.calls) > MOST_MODULES:
+        raise NotPossible(f"it calls more than {MOST_MODULES} modules")
+    depends: dict[int, set[int]] = {}
+    for module in batched.calls:
+        with batched.check(module, depends.setdefault(module, set())):
+            _seconds(path, arguments)
+    while depends:
+        free = [module for module, users in depends.items() if not users & set(depends)]
+        if not free:
+            raise NotPossible("what a module is called with depends on earlier results of its own, or on chance")
+        for module in free:
+            del depends[module]
     return batched.apply
 
 
