@@ -35,6 +35,7 @@ from ..lang.cuda import available, bind
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Op, register
+from .peer_memory import Push
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
@@ -47,7 +48,7 @@ ONE_SHOT_BYTES = 256 << 10
 FLAT = 512
 """Vectors of 16 bytes that a block takes at a time where nothing is normalised."""
 
-SIGNATURE = "piiilpppppplifiiiiip"
+SIGNATURE = "piiilpppppplifiiiiiip"
 
 
 def reference(
@@ -124,18 +125,31 @@ class Peers:
         """Why the kernels do not take ``x`` ``[..., D]``, as a sentence, or None."""
         return refusal(x, self.ranks, self.lines, norm)
 
-    def sum(self, x: Tensor, out: Tensor | None = None, *, dependent_launch: bool = False, delay: int = 0) -> Tensor:
+    @property
+    def push(self) -> Push:
+        """What a product needs to give its result to the other ranks itself."""
+        return Push(ctypes.addressof(self._memory), self.ranks, self.rank, self.lines)
+
+    def sum(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        dependent_launch: bool = False,
+        pushed: bool = False,
+        delay: int = 0,
+    ) -> Tensor:
         """The sum of every rank's ``x``; ``out`` may be ``x`` itself.
 
-        ``dependent_launch``: begin while the kernel before still runs (Hopper). ``delay``: the most nanoseconds to wait
-        at several places, for tests.
+        ``dependent_launch``: begin while the kernel before still runs (Hopper). ``pushed``: the product that made ``x``
+        has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
 
         Raises:
             ValueError: ``refusal`` says why.
         """
         self._check(x, False)
         out = torch.empty_like(x) if out is None else out
-        self._run(x, None, None, out, None, 0.0, dependent_launch, delay)
+        self._run(x, None, None, out, None, 0.0, dependent_launch, pushed, delay)
         return out
 
     def add_norm(
@@ -146,6 +160,7 @@ class Peers:
         eps: float,
         *,
         dependent_launch: bool = False,
+        pushed: bool = False,
         delay: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """(RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
@@ -159,7 +174,7 @@ class Peers:
         if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or not weight.is_contiguous():
             raise ValueError(f"all_reduce: the weight must be [{x.shape[-1]}] {x.dtype}")
         normed, total = torch.empty_like(x), torch.empty_like(x)
-        self._run(x, residual, weight, normed, total, eps, dependent_launch, delay)
+        self._run(x, residual, weight, normed, total, eps, dependent_launch, pushed, delay)
         return normed, total
 
     def _check(self, x: Tensor, norm: bool) -> None:
@@ -175,6 +190,7 @@ class Peers:
         total: Tensor | None,
         eps: float,
         dependent_launch: bool,
+        pushed: bool,
         delay: int,
     ) -> None:
         nbytes = x.nbytes // self.played
@@ -183,7 +199,8 @@ class Peers:
         code = self._launch(
             ctypes.addressof(self._memory), self.ranks, self.rank, self.played, self.lines, self.stop.data_ptr(),
             *pointers, nbytes // 16, width, eps, DTYPES[x.dtype], residual is not None,
-            in_two_shots(self.ranks, nbytes), dependent_launch, delay, torch.cuda.current_stream(x.device).cuda_stream,
+            in_two_shots(self.ranks, nbytes), pushed, dependent_launch, delay,
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"all_reduce.cu returned {code}" + (": not a shape it takes" * (code == -1)))
