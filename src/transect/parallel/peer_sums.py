@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops.comm.all_reduce import MOST_RANKS, Peers, lines_for, memory_bytes
+from ..ops.comm.all_reduce import MOST_RANKS, Peers
+from ..ops.comm.lines import MOST_BYTES, lines_for, memory_bytes
 from .group import Group
 from .shared_memory import shared_memory
 from .world import World
 
-MOST_BYTES = 8 << 20
-"""The largest sum that the kernels are asked for."""
 TIMED = tuple(8 << 10 + 2 * power for power in range(6))
 """Bytes of the sums that are timed: 8 KiB to 8 MiB."""
 REPEATS, REPLAYS = 20, 5

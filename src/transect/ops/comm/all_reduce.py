@@ -35,16 +35,13 @@ from ..lang.cuda import available, bind
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Op, register
+from .lines import STATE, in_two_shots, lines_for, memory_bytes
 from .peer_memory import Push
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
 MOST_NORM_BYTES = 512 * 2 * 16
 """Bytes of the longest row that is normalised: what the registers of a block hold."""
-LINE, STATE, REGIONS = 16, 256, 4
-"""Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
-ONE_SHOT_BYTES = 256 << 10
-"""Up to which more than two ranks sum in one shot."""
 FLAT = 512
 """Vectors of 16 bytes that a block takes at a time where nothing is normalised."""
 
@@ -64,24 +61,6 @@ def reference(
         return total.expand(parts.shape)
     found = add_rms_norm.reference(total, residual, weight, eps)
     return found[0].expand(parts.shape), found[1].expand(parts.shape)
-
-
-def memory_bytes(lines: int) -> int:
-    """Bytes of a rank's memory with regions of so many lines."""
-    return STATE + REGIONS * lines * LINE
-
-
-def in_two_shots(ranks: int, nbytes: int) -> bool:
-    """Whether a sum of so many bytes goes in two shots."""
-    return ranks > 2 and nbytes > ONE_SHOT_BYTES
-
-
-def lines_for(ranks: int, most_bytes: int) -> int:
-    """Lines of a region that takes sums of up to so many bytes."""
-    vectors = -(-most_bytes // 16)
-    if not in_two_shots(ranks, most_bytes):
-        return ranks * vectors
-    return ranks * max(-(-vectors // ranks), ONE_SHOT_BYTES // 16)
 
 
 def refusal(x: Tensor, ranks: int, lines: int, norm: bool) -> str | None:
