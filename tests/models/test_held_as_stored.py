@@ -233,6 +233,11 @@ DAMAGE = [
         lambda t: t[f"{Q}.weight_scale_inv"].fill_(torch.nan),
         r"scales of '.*q_proj\.weight' hold infinite or",
     ),
+    (
+        "fp8-tensor",
+        lambda t: t[f"{Q}.weight"].view(torch.uint8)[3].fill_(0xFF),
+        r"codes of '.*q_proj\.weight' hold NaN",
+    ),
     ("int8", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
 ]
 

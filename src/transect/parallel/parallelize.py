@@ -8,7 +8,8 @@ for a checkpoint.
   (``split_loss.py``); with ``sequence`` the tokens between them are cut too (``differentiable.py``)
 * along ``pipeline`` each rank has some layers, or several runs of them (``schedule.py``, ``pipeline.py``)
 * along ``context`` each rank has some tokens of a micro-batch (``ring.py``)
-* along ``data`` whole micro-batches are shared (``replicas.py``, ``sharded.py``)
+* along ``data`` whole micro-batches are shared (``replicas.py``, ``sharded.py``), and with ``expert`` the experts of a
+  mixture too (``experts.py``)
 
 Parameters go by their names in the whole model, whatever the part.
 """
@@ -30,6 +31,7 @@ from ..models.load import fill
 from ..models.shapes import weight_shapes
 from ..models.stored import Stored, StoredWeights
 from .differentiable import entered, gathered, own_rows
+from .experts import meeting, spread_experts
 from .group import Group
 from .layout import Layout
 from .load import shard_embedding, shard_weights
@@ -78,6 +80,19 @@ class Plan:
 
 def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
     """Why such a model cannot be trained in a layout, and the nearest that works; None: it can."""
+    if layout.expert:
+        if config.moe is None:
+            return "parallel.expert is for models with experts: set it to 1"
+        if layout.size > layout.data:
+            return "parallel.expert is between ranks of parallel.data alone: set the sizes of other axes to 1"
+        if plan.zero:
+            return f"parallel.expert leaves each expert on one rank: set parallel.zero to 0, not {plan.zero}"
+        if config.moe.experts % layout.data:
+            fits = next(n for n in range(layout.data, 0, -1) if config.moe.experts % n == 0)
+            return (
+                f"{config.moe.experts} experts cannot be shared by {layout.data} ranks: set parallel.data and "
+                f"parallel.expert to {fits}"
+            )
     if layout.tensor > 1:
         possible = [n for n in range(1, layout.tensor) if config.n_kv_heads % n == 0 and _cuts(config, n)]
         nearest = f"set parallel.tensor to {possible[-1]}"
@@ -153,7 +168,9 @@ class Parallel:
         self._stages = layout.pipeline * plan.chunks
         self.shards = self._shards_of(mesh.rank)
         """What this rank has; several runs of layers with an interleaved schedule."""
-        self.cut = mesh.parts.size > 1
+        self.shares_experts = layout.expert
+        """Whether each rank along the data axis has some of the experts."""
+        self.cut = mesh.parts.size > 1 or self.shares_experts
         """Whether the model is cut."""
         self.spread: Replicas | Sharded | None = None
         self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
@@ -186,6 +203,7 @@ class Parallel:
             part.embed.sequence = self.plan.sequence
         part = fill(part.to_empty(device=device), shard_weights(_held(model), shard))
         part.requires_grad_(True)
+        spread_experts(part, shard, mesh)
         if mesh.tensor.size > 1:
             self._join_halves(part)
         return part
@@ -215,7 +233,14 @@ class Parallel:
         layout = self.mesh.layout
         place = layout.place(rank)
         stages = [chunk * layout.pipeline + place.pipeline for chunk in range(self.plan.chunks)]
-        return [Shard(self.whole_config, place.tensor, layout.tensor, stage, self._stages) for stage in stages]
+        experts = (place.data, layout.data) if layout.expert else (0, 1)
+        return [
+            Shard(self.whole_config, place.tensor, layout.tensor, stage, self._stages, *experts) for stage in stages
+        ]
+
+    def _own_experts(self, name: str) -> bool:
+        """Whether a parameter is of experts that no other rank has."""
+        return self.shares_experts and ".mlp.experts_" in name
 
     def _part_of(self, name: str, shards: Sequence[Shard]) -> tuple[slice, ...] | None:
         """Where in the whole parameter the part lies that is in some shards; None: nowhere."""
@@ -233,6 +258,8 @@ class Parallel:
         """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
             return False
+        if self.shares_experts:
+            return self._own_experts(name) or self.mesh.data.rank == 0
         return self.mesh.tensor.rank == 0 or not self._replicated(name)
 
     def _partial(self, name: str) -> bool:
@@ -252,6 +279,12 @@ class Parallel:
     def rows(self, tokens: int) -> int:
         """How many of the tokens of a micro-batch this rank has between layers."""
         return tokens // self.mesh.context.size // (self.mesh.tensor.size if self.plan.sequence else 1)
+
+    def meet(self, tokens: int) -> None:
+        """Before a micro-batch of so many tokens goes through a model whose experts ranks share; all call it."""
+        ranks = meeting(self.model) if self.shares_experts else None
+        if ranks is not None:
+            ranks.meet(tokens)
 
     def own_tokens(self, x_T: Tensor) -> Tensor:
         """The numbers of this rank's tokens, out of one for each token of a micro-batch."""
@@ -320,8 +353,9 @@ class Parallel:
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
+            alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies)
+            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone)
         return self.spread.owned
 
     def _copies(self, group: Group) -> PeerCopies | None:
@@ -378,7 +412,7 @@ class Parallel:
     def norm_of(self, square: Tensor) -> Tensor:
         """``norm`` of gradients whose squares add up to ``square`` on this rank."""
         square = square.reshape(1).to(self.model.device)
-        if self.spread is not None and self.plan.zero:
+        if (self.spread is not None and self.plan.zero) or self.shares_experts:
             self.mesh.replicas.all_reduce(square)
         return self.mesh.parts.all_reduce(square)[0].sqrt()
 
@@ -396,7 +430,7 @@ class Parallel:
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The optimizer's whole state (``name/kind``), as of a run on one rank, on the CPU of the first rank, nothing
         on others. All ranks call it."""
-        if self.spread is not None:
+        if self.spread is not None and not self.shares_experts:
             tensors = self.spread.whole_state(tensors)
         if not self.cut:
             return on_cpu(tensors) if self.mesh.rank == 0 else {}
@@ -418,7 +452,11 @@ class Parallel:
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of all parts, of the form of parameters and by their names, put together."""
         group = self.mesh.parts
-        if self.mesh.replicas.rank:  # the first ranks of all parts have everything between them
+        if self.shares_experts:
+            group = self.mesh.data
+            if group.rank:
+                tensors = {name: t for name, t in tensors.items() if self._own_experts(name)}
+        elif self.mesh.replicas.rank:  # the first ranks of all parts have everything between them
             return {}
         parts = gather_tensors(group, {f"{group.rank:06}/{name}": tensor for name, tensor in tensors.items()})
         found: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ there, while the backward pass goes on. ``sharded.py`` has ``zero`` 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ class Replicas:
         sizes: numbers of each parameter to hand them out by, where ranks of other groups have other parts of the same
             parameters and must hand them out alike; None: their own.
         copies: what sums, with ``zero`` 0 and 1; None: torch's collectives.
+        alone: parameters that no other rank has: their gradients are added up over micro-batches alone.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Replicas:
         reduce_dtype: torch.dtype = torch.float32,
         sizes: Mapping[str, int] | None = None,
         copies: PeerCopies | None = None,
+        alone: Collection[str] = (),
     ) -> None:
-        self.copies = copies
+        self.copies, self.alone = copies, frozenset(alone)
         self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
         self.parameters = dict(parameters)
         own = {name: parameter.numel() for name, parameter in self.parameters.items()}
@@ -62,7 +64,11 @@ class Replicas:
         self.owner = owners(sizes, group.size) if zero else dict.fromkeys(self.parameters, group.rank)
         self._sums: dict[str, Tensor] = {}
         size = BUCKET_BYTES if copies is None else COPIED_BUCKET_BYTES
-        self._buckets = _buckets(self.parameters, self.owner, zero == 2, size)
+        shared = {name: parameter for name, parameter in self.parameters.items() if name not in self.alone}
+        self._buckets = _buckets(shared, self.owner, zero == 2, size)
+        self._summed = len(self._buckets)
+        """Buckets that ranks sum; the others, which come last, are of parameters that no other rank has."""
+        self._buckets += [[name] for name in self.parameters if name in self.alone]
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
         self._missing: list[int] | None = None
         """While the last micro-batch runs: gradients that each bucket waits for."""
@@ -204,12 +210,15 @@ class Replicas:
                     part.copy_(gradient.reshape(-1))
                     self._given.add(name)
                 parameter.grad = None
-            if self.zero == 2:
+            work: Any = None
+            if bucket[0] in self.alone:
+                pass
+            elif self.zero == 2:
                 target = self.group.ranks[self.owner[bucket[0]]]
-                work: Any = dist.reduce(flat, target, group=self.group.group, async_op=True)
+                work = dist.reduce(flat, target, group=self.group.group, async_op=True)
                 for sent in self._sent[-2:-1]:
                     self._received(sent)
-            elif self.copies is not None and len(self._sent) + 1 < len(self._buckets):
+            elif self.copies is not None and len(self._sent) + 1 < self._summed:
                 # The last bucket has no work beside it that could want the multiprocessors, and NCCL is quicker alone.
                 work = self.copies.start_all_reduce(flat)
             else:
@@ -218,7 +227,8 @@ class Replicas:
 
     def _received(self, sent: _Sent) -> Tensor | None:
         """A bucket when its sum is there; what another rank updates is given back, and None."""
-        sent.work.wait()
+        if sent.work is not None:
+            sent.work.wait()
         if self.zero == 2 and self.owner[sent.names[0]] != self.group.rank:
             sent.flat = None
         return sent.flat

@@ -32,6 +32,7 @@ class Spread:
         pipeline: stages of layers.
         schedule, chunks: how micro-batches pass through them, see ``schedule.py``.
         context: ranks that share the tokens of a sequence.
+        expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
             too, with zero 3, on one rank or several.
@@ -48,6 +49,7 @@ class Spread:
     schedule: Name = "1f1b"
     chunks: int = 1
     context: int = 1
+    expert: bool = False
     reduce: int = 4
     host_state: bool = False
     host_weights: bool = False
@@ -74,6 +76,9 @@ class Spread:
         sizes = ("data", "zero", "tensor", "pipeline", "context")
         found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
         found = [each for each in found if self.data > 1 or not each.startswith("zero")]
+        found += [f"expert = {self.data}"] if self.expert else []
+        found += [f'schedule = "{self.schedule}"'] if self.schedule != "1f1b" else []
+        found += [f"chunks = {self.chunks}"] if self.schedule == "interleaved" else []
         found += ["sequence = true"] if self.sequence else []
         found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data * self.context > 1 else []
         found += [f'offload = "{"all" if self.host_weights else "optimizer"}"'] if self.host_state else []
@@ -83,6 +88,9 @@ class Spread:
         names = (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context))
         found = [f"{name} {size}" for name, size in names if size > 1] or ["one device"]
         found += [f"zero {self.zero}"] if self.zero else []
+        found += ["experts shared"] if self.expert else []
+        found += [self.schedule] if self.schedule == "gpipe" else []
+        found += [f"interleaved {self.chunks}"] if self.schedule == "interleaved" else []
         found += ["sp"] if self.sequence else []
         return ", ".join([*found, *(["states on the host"] if self.host_state else [])])
 
@@ -136,7 +144,7 @@ def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
 
 def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> Part:
     """What the first rank of a stage has."""
-    shard, shapes = _stage(config, spread.tensor, stage, spread.pipeline)
+    shard, shapes = _stage(config, spread.tensor, stage, spread.pipeline, spread.data if spread.expert else 1)
     owned, sharing = None, spread.data * spread.context
     if spread.zero in (1, 2):
         trained = trained_shapes(shard.local, plan) if plan.adapted else shapes
@@ -165,9 +173,11 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
 
 
 @lru_cache(maxsize=256)
-def _stage(config: ModelConfig, tensor: int, stage: int, stages: int) -> tuple[Shard, dict[str, tuple[int, ...]]]:
+def _stage(
+    config: ModelConfig, tensor: int, stage: int, stages: int, experts: int = 1
+) -> tuple[Shard, dict[str, tuple[int, ...]]]:
     """The first rank of a stage, and its part of every weight."""
-    shard = Shard(config, 0, tensor, stage, stages)
+    shard = Shard(config, 0, tensor, stage, stages, 0, experts)
     return shard, {shard.own_name(name): shape for name, shape in shard.shapes().items()}
 
 
@@ -179,6 +189,11 @@ def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
     """
     check_shares(plan.accumulate, spread.data)
     Shard(config, 0, spread.tensor, 0, spread.pipeline)
+    runs, most = spread.pipeline * spread.chunks, config.n_layers // spread.pipeline
+    if spread.chunks > 1 and runs > config.n_layers:
+        raise ValueError(
+            f"{config.n_layers} layers cannot be cut into {runs} runs: set parallel.chunks to at most {most}"
+        )
     if spread.schedule == "interleaved":
         schedule(spread.schedule, spread.pipeline, plan.accumulate // spread.data, spread.chunks)
     if spread.tensor > 1 or spread.pipeline > 1:

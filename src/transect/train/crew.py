@@ -266,7 +266,8 @@ class Crew:
         place, size = self.mesh.place.data, self.mesh.layout.data
         check_shares(len(batches), size)
         todo = list(enumerate(batches))[place::size]
-        if isinstance(spread, Sharded):  # every rank runs as many, also one whose share has no labels
+        together = self.parallel is not None and self.parallel.shares_experts
+        if isinstance(spread, Sharded) or together:  # every rank runs as many, also one whose share has no labels
             some = next(batch for batch in batches if batch.num_labels)
             todo = [(index, batch if batch.num_labels else some) for index, batch in todo]
         else:
@@ -357,6 +358,8 @@ def check(config: TrainConfig) -> None:
     check_shares(config.accumulate, parallel.data)
     if config.objective == "grpo":
         raise ValueError('objective = "grpo" draws its answers on one device: leave out the sizes under parallel')
+    if parallel.expert > 1:
+        _check_cut(config, f"parallel.expert = {parallel.expert}", "parallel.expert")
     if parallel.tensor > 1:
         _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
     if parallel.context > 1 and config.objective != "next_token":

@@ -92,6 +92,7 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
         schedule=parallel.schedule,
         chunks=parallel.runs,
         context=parallel.context,
+        expert=parallel.expert > 1,
         reduce=reduce,
         host_state=elsewhere,
         host_weights=away,
