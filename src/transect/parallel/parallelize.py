@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from .layout import Layout
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
 from .peer_copies import PeerCopies, shared_copies
+from .peer_pieces import PeerPieces, shared_pieces
 from .pipeline import Pipeline
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
@@ -350,6 +352,8 @@ class Parallel:
                 device=plan.device,
                 host=plan.host,
                 folder=plan.folder,
+                copies=self._copies(group),
+                shared=partial(self._pieces, group),
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
@@ -358,9 +362,23 @@ class Parallel:
             self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone)
         return self.spread.owned
 
+    @property
+    def _may_copy(self) -> bool:
+        return self.plan.copies and self.model.device.type == "cuda" and self.mesh.replicas.size > 1
+
+    def _pieces(self, group: Group, nbytes: int) -> PeerPieces | None:
+        """Memory of sharded weights that other ranks read by copy engines, where they can. All ranks call it."""
+        if not self._may_copy:
+            return None
+        made = shared_pieces(self.mesh.world, group, nbytes)
+        if isinstance(made, PeerPieces):
+            return made
+        log.info("weights are gathered by NCCL: %s", made)
+        return None
+
     def _copies(self, group: Group) -> PeerCopies | None:
         """Sums by copy engines, where the ranks are GPUs of one host that can. All ranks call it."""
-        if not (self.plan.copies and self.model.device.type == "cuda"):
+        if not self._may_copy:
             return None
         made = shared_copies(self.mesh.world, group)
         if isinstance(made, PeerCopies):

@@ -113,7 +113,7 @@ class Crew:
             schedule=parallel.schedule,
             chunks=parallel.runs,
             host=parallel.offload == "all",
-            copies=parallel.sums == "auto",
+            copies=parallel.sums == "auto" and parallel.offload == "none",
             folder=self._folder,
             device=trainable.device,
         )
