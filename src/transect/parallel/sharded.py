@@ -143,6 +143,11 @@ class Unit:
         self._arrive()
         self.whole = True
 
+    @property
+    def memory(self) -> int:
+        """Where the whole is, while it is there."""
+        return self._whole.untyped_storage().data_ptr()
+
     def release(self) -> None:
         """Give back the memory of the whole."""
         self._arrive()
@@ -287,6 +292,11 @@ class Sharded:
         model.register_forward_pre_hook(lambda *_: self.root.gather())
 
     @property
+    def shared_bytes(self) -> int:
+        """Bytes of the device for pieces that other ranks read, beside what torch's allocator counts."""
+        return 0 if self.peers is None else self.peers.nbytes
+
+    @property
     def units(self) -> list[Unit]:
         """All of them, the root last."""
         return [*self.layers, self.root]
@@ -353,6 +363,10 @@ class Sharded:
             if isinstance(module, Weight):
                 module.unjoin()  # they have moved
         yield
+        memory = self.layers[number].memory
+        moved = [n for n, p in self.layers[number].parameters.items() if p.untyped_storage().data_ptr() != memory]
+        if moved:
+            raise RuntimeError(f"{moved[0]} was moved out of the memory in which it is gathered")
         self.layers[number].release()
 
     def begin(self, number: int, backward: bool) -> None:
