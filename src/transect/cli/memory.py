@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
-    from ..parallel.training_memory import Spread, StageMemory
+    from ..parallel.spread import Spread
+    from ..parallel.training_memory import StageMemory
 
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
@@ -77,7 +78,7 @@ def command(
     from ..models.memory.terms import parse_bytes
     from ..models.presets import PRESETS
     from ..models.resolve import resolve
-    from ..parallel.training_memory import Spread
+    from ..parallel.spread import Spread
 
     if train == serve:
         raise ValueError("say which memory: --train or --serve")
