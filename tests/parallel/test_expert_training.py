@@ -7,9 +7,6 @@ from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm_text
 from training_runs import tiny_run
 
-from transect.models.config_moe import MoEConfig
-from transect.parallel.layout import Layout
-from transect.parallel.parallelize import Plan, refusal
 from transect.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -61,23 +58,10 @@ def test_a_run_goes_on_with_and_without(pair, tmp_path):
     ("changes", "message"),
     [
         ({"parallel": {"data": 4, "expert": 2}}, "set both to 4, or parallel.expert to 1"),
-        ({"parallel": SHARED, "optimizer": {"name": "muon"}}, "set parallel.expert to 1"),
+        ({"parallel": SHARED, "optimizer": {"name": "muon"}}, "or parallel.expert to 1"),
         ({"parallel": SHARED, "task": "lora"}, "set parallel.expert to 1"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         Trainer(run_of(tmp_path, "refused", **changes))
-
-
-def test_models_that_cannot_be_shared_are_refused_with_what_can(tmp_path):
-    from dataclasses import replace
-
-    from transect.models.resolve import resolve
-
-    config = resolve(mixture(tmp_path)).config
-    six = replace(config, moe=MoEConfig(6, 2, 16))
-    assert "set parallel.data and parallel.expert to 3" in refusal(six, Layout(data=4, expert=True), Plan())
-    assert "set parallel.zero to 0" in refusal(config, Layout(data=2, expert=True), Plan(zero=1))
-    assert "other axes to 1" in refusal(config, Layout(data=2, tensor=2, expert=True), Plan())
-    assert "models with experts" in refusal(replace(config, moe=None), Layout(data=2, expert=True), Plan())

@@ -11,7 +11,7 @@ import pytest
 from transect.hardware.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
 from transect.models.presets import PRESETS
-from transect.parallel.training_memory import Spread
+from transect.parallel.spread import Spread
 from transect.plan.collectives import Axis, beside
 from transect.plan.machine import Machine, Shares
 from transect.plan.step import predict

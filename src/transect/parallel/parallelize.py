@@ -25,7 +25,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.load import fill
@@ -40,6 +39,7 @@ from .mesh import Mesh
 from .peer_copies import PeerCopies, shared_copies
 from .peer_pieces import PeerPieces, shared_pieces
 from .pipeline import Pipeline
+from .refusals import Run, refusal
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
 from .ring_pairs import own_tokens
@@ -47,6 +47,7 @@ from .schedule import Action, Name, schedule
 from .sharded import Sharded
 from .shards import Shard, vocabulary_share
 from .split_loss import split_cross_entropy
+from .spread import Spread
 from .tensor import GatheredShard, ShardedEmbedding, sharded_kinds
 
 log = logging.getLogger(__name__)
@@ -80,64 +81,21 @@ class Plan:
     device: torch.device | None = None
 
 
-def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
-    """Why such a model cannot be trained in a layout, and the nearest that works; None: it can."""
-    if layout.expert:
-        if config.moe is None:
-            return "parallel.expert is for models with experts: set it to 1"
-        if layout.size > layout.data:
-            return "parallel.expert is between ranks of parallel.data alone: set the sizes of other axes to 1"
-        if plan.zero:
-            return f"parallel.expert leaves each expert on one rank: set parallel.zero to 0, not {plan.zero}"
-        if config.moe.experts % layout.data:
-            fits = next(n for n in range(layout.data, 0, -1) if config.moe.experts % n == 0)
-            return (
-                f"{config.moe.experts} experts cannot be shared by {layout.data} ranks: set parallel.data and "
-                f"parallel.expert to {fits}"
-            )
-    if layout.tensor > 1:
-        possible = [n for n in range(1, layout.tensor) if config.n_kv_heads % n == 0 and _cuts(config, n)]
-        nearest = f"set parallel.tensor to {possible[-1]}"
-        if config.moe is not None:
-            return "a model with experts is not cut between ranks for training: set parallel.tensor to 1"
-        if config.n_kv_heads % layout.tensor:
-            return f"{config.n_kv_heads} key heads cannot be cut for {layout.tensor} ranks: {nearest}"
-        if not _cuts(config, layout.tensor):
-            return (
-                f"{config.n_heads} heads and {config.ffn_dim} feed-forward units cannot be cut for {layout.tensor} "
-                f"ranks: {nearest}"
-            )
-        if config.qk_norm_whole or config.attention_sinks:
-            odd = "norms of queries over all heads" if config.qk_norm_whole else "attention sinks"
-            return f"a model with {odd} is not cut between ranks for training: set parallel.tensor to 1"
-        if plan.zero == 3:
-            return (
-                "parallel.zero = 3 cuts whole layers, and parallel.tensor has cut them already: set parallel.zero to 2"
-            )
-    if layout.context > 1 and (config.attention_softcap is not None or config.attention_sinks):
-        return "ring attention knows no caps on scores and no attention sinks: set parallel.context to 1"
-    if layout.context > 1 and config.moe is not None:
-        return "routers of a model with experts see whole micro-batches: set parallel.context to 1"
-    if layout.pipeline > 1:
-        if config.moe is not None:
-            return "a model with experts is not cut into stages for training: set parallel.pipeline to 1"
-        if layout.pipeline * plan.chunks > config.n_layers:
-            fitting = max(config.n_layers // plan.chunks, 1)
-            return (
-                f"{config.n_layers} layers cannot be cut into {layout.pipeline * plan.chunks} runs: set "
-                f"parallel.pipeline to {fitting}"
-            )
-        if plan.zero == 3:
-            return "parallel.zero = 3 gathers layers again for every micro-batch of a pipeline: set parallel.zero to 2"
-    return None
-
-
-def _cuts(config: ModelConfig, ranks: int) -> bool:
-    try:
-        config.local(ranks)
-    except ValueError:
-        return False
-    return True
+def spread_of(layout: Layout, plan: Plan) -> Spread:
+    """A layout and a plan as one."""
+    return Spread(
+        data=layout.data,
+        zero=plan.zero,
+        tensor=layout.tensor,
+        sequence=plan.sequence,
+        pipeline=layout.pipeline,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        context=layout.context,
+        expert=layout.expert,
+        host_state=plan.host,
+        host_weights=plan.host,
+    )
 
 
 def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
@@ -149,7 +107,9 @@ def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
     """
-    reason = refusal(model.config, mesh.layout, plan)
+    stages = mesh.layout.pipeline if plan.schedule == "interleaved" else 1
+    run = Run(accumulate=mesh.layout.data * stages)  # the step itself is the caller's business
+    reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
         raise ValueError(reason)
     return Parallel(model, mesh, plan)

@@ -23,7 +23,8 @@ from ..models.memory.part import Part
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
 from ..models.shapes import linear_shapes
 from ..models.storage import Storage
-from ..parallel.training_memory import Spread, check, for_rank, part_of
+from ..parallel.spread import Spread
+from ..parallel.training_memory import check, for_rank, part_of
 from .collectives import Axis, Traffic, beside
 from .machine import Machine
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.comm.peer_memory import Push
+from ...ops.linear.few_rows.pushed import pushed_rows
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
@@ -82,6 +84,9 @@ class Dense(Weight):
     def product(self) -> Product:
         op, weight, bias = self.ops.linear, self.weight, self.bias
         return lambda x: op(x, weight, bias)
+
+    def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
+        return None if self.bias is not None else pushed_rows(self.weight, push)
 
     def gated_product(self) -> Product:
         op, weight, bias = self.ops.gate_up, self.weight, self.bias
